@@ -1,0 +1,34 @@
+"""The errors a user can meet. Each knows its exit code, where it happened and what to do about it."""
+
+from __future__ import annotations
+
+
+class ChunkplanError(Exception):
+    """An error with a place and a hint. `exit_code` 1: our fault.
+
+    `where` names the place (`file:line`, `step 3, rank 0, chunk 2`); `hint`, which every error has, the next thing to
+    try.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+
+class UsageError(ChunkplanError):
+    """What was asked for cannot be done: a bad option, a path that is not there, an extra not installed."""
+
+    exit_code = 2
+
+
+class DataError(ChunkplanError):
+    """A file is not what it should be."""
+
+    exit_code = 3

@@ -1,0 +1,82 @@
+"""The invariants of an analysis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.hashing import ContentHasher, combine_hashes
+from chunkplan.planfile.schema import TOKENS
+from chunkplan.planfile.violation import Violation
+
+#: Names of what `check_analysis` finds, in the order it looks.
+ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "tokens", "content-hash")
+
+
+def check_analysis(analysis: Analysis) -> Iterator[Violation]:
+    """Yield what is wrong: totals, records in = sequences + rejected, lengths, targets, tokens, content hashes.
+
+    Reads all tokens.
+    """
+    manifest, num_sequences = analysis.manifest, analysis.num_sequences
+    totals = {
+        "num_sequences": num_sequences,
+        "num_tokens": int(analysis.num_tokens.sum(dtype=np.int64)),
+        "num_target_tokens": int(analysis.num_target_tokens.sum(dtype=np.int64)),
+    }
+    if manifest.get("totals") != totals:
+        yield Violation("totals", f"manifest says {manifest.get('totals')}, the sequences have {totals}")
+    records = sum(source["records"] for source in manifest["sources"])
+    rejected = sum(manifest["rejected"].values())
+    if records != num_sequences + rejected:
+        yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected")
+    wrong = np.flatnonzero(analysis.num_tokens < 1)
+    if wrong.size:
+        yield Violation("lengths", f"sequence {wrong[0]} has no tokens", count=wrong.size)
+    limit = analysis.num_tokens - 1
+    wrong = np.flatnonzero((analysis.num_target_tokens < 0) | (analysis.num_target_tokens > limit))
+    if wrong.size:
+        yield Violation("targets", f"sequence {wrong[0]} has an impossible number of targets", count=wrong.size)
+    hashes = dict(manifest["content_hashes"])
+    if analysis.has_tokens:
+        try:
+            yield from _check_tokens(analysis)
+        except DataError as error:
+            yield Violation("tokens", str(error))
+    if combine_hashes(hashes) != analysis.content_hash:
+        yield Violation("content-hash", "the analysis's hash is not that of its files' hashes")
+
+
+def _check_tokens(analysis: Analysis) -> Iterator[Violation]:
+    hasher = ContentHasher(TOKENS)
+    first = 0
+    largest = analysis.manifest.get("max_token_id")
+    for batch in analysis.tokens().batches():
+        hasher.update(batch)
+        rows = slice(first, first + batch.num_rows)
+        ids, target = batch.column("input_ids"), batch.column("target")
+        offsets = ids.offsets.to_numpy()
+        lengths = np.diff(offsets)
+        in_order = np.array_equal(batch.column("sequence_id").to_numpy(), np.arange(first, first + batch.num_rows))
+        if not in_order or not np.array_equal(lengths, analysis.num_tokens[rows]):
+            yield Violation("tokens", f"token rows from sequence {first} on do not have the lengths stated")
+            return
+        if not np.array_equal(np.diff(target.offsets.to_numpy()), lengths):
+            yield Violation("tokens", f"target masks from sequence {first} on are not as long as their tokens")
+            return
+        mask = target.flatten().to_numpy(zero_copy_only=False)
+        starts = offsets[:-1] - offsets[0]
+        counts = np.add.reduceat(mask, starts, dtype=np.int64)
+        if mask[starts].any() or not np.array_equal(counts, analysis.num_target_tokens[rows]):
+            yield Violation("targets", f"target masks from sequence {first} on are not those counted")
+        values = ids.flatten().to_numpy()
+        if values.min() < 0 or (largest is not None and values.max() > largest):
+            yield Violation("tokens", f"a token id from sequence {first} on is outside 0..{largest}")
+        first += batch.num_rows
+    if first != analysis.num_sequences:
+        yield Violation("tokens", f"tokens of {first} sequences, expected {analysis.num_sequences}")
+    if hasher.hexdigest() != analysis.manifest["content_hashes"].get("tokens"):
+        yield Violation("content-hash", "the tokens are not those the manifest was written for")

@@ -1,0 +1,75 @@
+"""A bare file of lengths (.parquet or .npy, one integer column): an analysis without tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.hashing import combine_hashes, content_hash
+from chunkplan.planfile.schema import SEQUENCES
+
+IntegerArray = npt.NDArray[np.integer]
+
+_HINT = "a lengths file is a .npy array or a .parquet file with one integer column"
+
+
+def load_lengths(path: Path) -> Analysis:
+    """Read lengths in tokens, one a sequence; every token but a sequence's first counts as a target.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is not one column of whole numbers from 1 to 2^31 - 1.
+    """
+    if not path.exists():
+        raise UsageError(f"there is no file {path}", hint=_HINT)
+    values = _read_npy(path) if path.suffix == ".npy" else _read_parquet(path)
+    if values.size == 0:
+        raise DataError("no lengths in it", where=str(path), hint=_HINT)
+    wrong = np.flatnonzero((values < 1) | (values > np.iinfo(np.int32).max))
+    if wrong.size:
+        raise DataError(
+            f"the length of sequence {wrong[0]} is {values[wrong[0]]}, expected 1 to 2147483647",
+            where=f"{path}, row {wrong[0]}",
+            hint="leave out sequences without tokens; longer ones cannot be planned",
+        )
+    num_tokens = values.astype(np.int32)
+    record = np.arange(num_tokens.size)
+    source = np.zeros(num_tokens.size, np.int32)
+    table = pa.table([record, source, record, num_tokens, num_tokens - 1], schema=SEQUENCES)
+    return Analysis(
+        path=path,
+        content_hash=combine_hashes({"sequences": content_hash(table, SEQUENCES)}),
+        manifest={"kind": "lengths", "exact": True, "tokens": []},
+        num_tokens=num_tokens,
+        num_target_tokens=num_tokens - 1,
+        source=source,
+        record=record,
+    )
+
+
+def _read_npy(path: Path) -> IntegerArray:
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+        raise DataError("not one row of whole numbers", where=str(path), hint=_HINT)
+    return values
+
+
+def _read_parquet(path: Path) -> IntegerArray:
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    if table.num_columns != 1 or not pa.types.is_integer(table.schema.field(0).type) or table.column(0).null_count:
+        found = ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+        raise DataError(f"found columns {found}; expected one of whole numbers", where=str(path), hint=_HINT)
+    lengths: IntegerArray = table.column(0).to_numpy()
+    return lengths

@@ -1,0 +1,67 @@
+"""Opens what a path names: an analysis, a bare file of lengths, or a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.folder import MANIFEST
+from chunkplan.planfile.hashing import content_hash
+from chunkplan.planfile.lengths_file import load_lengths
+from chunkplan.planfile.manifest import entry, read_manifest
+from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schema import SEQUENCES
+from chunkplan.planfile.tables import read_table
+
+
+def load_analysis(path: str | Path) -> Analysis:
+    """Open an analysis folder, or a bare file of lengths (see `lengths_file.load_lengths`).
+
+    Raises:
+        UsageError: there is nothing at `path`.
+        DataError: what is there is not an analysis, is damaged, or was written by a newer schema.
+    """
+    path = Path(path)
+    if path.is_file() or (not path.exists() and path.suffix in (".npy", ".parquet")):
+        return load_lengths(path)
+    manifest = read_manifest(path, "analysis")
+    table = read_table(path / "sequences.parquet", SEQUENCES)
+    hashes = entry(manifest, "content_hashes", dict, path)
+    entry(manifest, "exact", bool, path)
+    for part in entry(manifest, "tokens", list, path):
+        if not isinstance(part, dict) or part.keys() < {"file", "first_sequence_id", "rows"}:
+            raise DataError("`tokens` does not describe part files", where=str(path / MANIFEST), hint="analyze again")
+    if hashes.get("sequences") != content_hash(table, SEQUENCES):
+        raise DataError(
+            "the lengths are not those the manifest was written for (content hash differs)",
+            where=str(path / "sequences.parquet"),
+            hint="analyze again",
+        )
+    return Analysis(
+        path=path,
+        content_hash=entry(manifest, "content_hash", str, path),
+        manifest=manifest,
+        **{name: table.column(name).to_numpy() for name in SEQUENCES.names[1:]},
+    )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Open a plan folder. Only the manifest is read; steps, chunks and actions are read when asked for.
+
+    Raises:
+        UsageError: there is no plan at `path`.
+        DataError: what is there is not a plan, or was written by a newer schema.
+    """
+    path = Path(path)
+    manifest = read_manifest(path, "plan")
+    for name in ("config", "totals", "analysis", "content_hashes"):
+        entry(manifest, name, dict, path)
+    for name in ("analysis.path", "analysis.content_hash", "content_hash"):
+        entry(manifest, name, str, path)
+    for name in ("chunk_size", "k", "dp", "pp", "global_batch"):
+        entry(manifest, f"config.{name}", int, path)
+    for name in ("steps.parquet", "chunks.parquet", "schedule.parquet"):
+        if not (path / name).is_file():
+            raise DataError(f"{name} is missing", where=str(path), hint="build the plan again")
+    return Plan(path=path, manifest=manifest)

@@ -1,0 +1,72 @@
+"""manifest.json: read with its version checked, written with sorted, indented keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.folder import MANIFEST
+from chunkplan.planfile.schema import SCHEMA_VERSION
+
+_HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write `folder/manifest.json`; NaN and infinity are refused because JSON has none."""
+    text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+    """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
+
+    Raises:
+        UsageError: there is no such folder, or it has no manifest.
+        DataError: it is not JSON, is of the other kind, or was written by a newer schema.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = f"{folder} has no {MANIFEST}" if folder.is_dir() else f"there is no {kind} at {folder}"
+        command = "chunkplan analyze" if kind == "analysis" else "chunkplan build"
+        raise UsageError(what, hint=f"`{command}` writes one; give its folder")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
+    if not isinstance(manifest, dict) or manifest.get("kind") not in ("analysis", "plan"):
+        raise DataError("not the manifest of an analysis or a plan", where=str(path), hint=_HINT)
+    if manifest["kind"] != kind:
+        raise DataError(
+            f"expected the manifest of one {kind}, found one of kind {manifest['kind']}",
+            where=str(path),
+            hint=f"give the folder of the {kind}",
+        )
+    version = manifest.get("schema_version")
+    if not isinstance(version, int) or version < 1:
+        raise DataError(f"schema_version is {version!r}, expected a whole number from 1", where=str(path), hint=_HINT)
+    if version > SCHEMA_VERSION:
+        raise DataError(
+            f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
+            f"this chunkplan reads up to version {SCHEMA_VERSION}",
+            where=str(path),
+            hint="upgrade chunkplan, or analyze and build again with this version",
+        )
+    return manifest
+
+
+def entry(manifest: dict[str, Any], path: str, kind: type | tuple[type, ...], folder: Path) -> Any:
+    """The value at a dotted path of a manifest read from `folder`.
+
+    Raises:
+        DataError: it is missing or not of `kind`.
+    """
+    value: Any = manifest
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise DataError(
+            f"`{path}` is missing or not what it should be ({value!r})", where=str(folder / MANIFEST), hint=_HINT
+        )
+    return value

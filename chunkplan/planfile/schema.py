@@ -1,0 +1,84 @@
+"""Columns of every file of an analysis and of a plan. Other programs read these: a change needs a new version."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+#: Version of both contracts. A file of a newer one is refused by name.
+SCHEMA_VERSION = 1
+
+#: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
+#: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
+OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")
+
+
+def _schema(**columns: pa.DataType) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+
+
+SEQUENCES = _schema(
+    sequence_id=pa.int64(),
+    source=pa.int32(),
+    record=pa.int64(),
+    num_tokens=pa.int32(),
+    num_target_tokens=pa.int32(),
+)
+
+TOKENS = _schema(
+    sequence_id=pa.int64(),
+    input_ids=pa.list_(pa.field("item", pa.int32(), nullable=False)),
+    target=pa.list_(pa.field("item", pa.bool_(), nullable=False)),
+)
+
+STEPS = _schema(
+    step=pa.int32(),
+    epoch=pa.int32(),
+    num_sequences=pa.int32(),
+    num_tokens=pa.int64(),
+    num_target_tokens=pa.int64(),
+    num_chunks=pa.int32(),
+    chunks_lower_bound=pa.int32(),
+    optimal=pa.bool_(),
+    predicted_us=pa.float32(),
+    lower_bound_us=pa.float32(),
+)
+
+_SEGMENT = pa.struct(
+    [
+        pa.field("sequence_id", pa.int64(), nullable=False),
+        pa.field("start", pa.int32(), nullable=False),
+        pa.field("end", pa.int32(), nullable=False),
+    ]
+)
+
+CHUNKS = _schema(
+    step=pa.int32(),
+    dp_rank=pa.int32(),
+    chunk_id=pa.int32(),
+    group_id=pa.int32(),
+    group_index=pa.int32(),
+    group_size=pa.int32(),
+    num_tokens=pa.int32(),
+    num_target_tokens=pa.int32(),
+    prefix_tokens=pa.int32(),
+    keeps_activations=pa.bool_(),
+    cost=pa.float32(),
+    segments=pa.list_(pa.field("item", _SEGMENT, nullable=False)),
+)
+CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.int32(), nullable=True))
+
+_ACTION = pa.struct(
+    [
+        pa.field("op", pa.dictionary(pa.int8(), pa.string()), nullable=False),
+        pa.field("chunk_id", pa.int32(), nullable=False),
+        pa.field("virtual_stage", pa.int32(), nullable=False),
+    ]
+)
+
+SCHEDULE = _schema(
+    step=pa.int32(),
+    dp_rank=pa.int32(),
+    stage=pa.int32(),
+    actions=pa.list_(pa.field("item", _ACTION, nullable=False)),
+    predicted_us=pa.float32(),
+)
