@@ -1,0 +1,101 @@
+"""What a plan comes to: the numbers `build` prints and `inspect` shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from chunkplan.cost.flops import BACKWARD
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary:
+    """Counts, shares (0..1) and predictions (microseconds) of a whole plan.
+
+    `token_fill`: tokens over num_chunks x ChunkSize. `longest_sequence`: what a one-sequence micro-batch would hold
+    at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its ranks, mean and maximum
+    over steps. `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds.
+    """
+
+    num_steps: int
+    num_sequences: int
+    num_tokens: int
+    num_target_tokens: int
+    num_dropped_sequences: int
+    num_chunks: int
+    num_standalone: int
+    num_dependent: int
+    num_zero_loss: int
+    num_groups: int
+    chunk_size: int
+    k: int
+    dp: int
+    pp: int
+    global_batch: int
+    token_fill: float
+    longest_sequence: int
+    heaviest_rank_mean: float
+    heaviest_rank_max: float
+    recompute_share: float
+    num_optimal_steps: int
+    chunks_over_bound: float
+    predicted_us: float
+    lower_bound_us: float
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose activations the longest group holds at once: at most K x ChunkSize."""
+        return min(self.longest_sequence, self.k * self.chunk_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for one JSON document."""
+        return {**asdict(self), "held_tokens": self.held_tokens}
+
+
+def summarize_plan(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> PlanSummary:
+    """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
+    config, totals = manifest["config"], manifest["totals"]
+    steps = pl.DataFrame(pl.from_arrow(tables["steps"]))
+    chunks = pl.DataFrame(pl.from_arrow(tables["chunks"].drop_columns(["segments"])))
+    dependent = chunks.filter(pl.col("group_id").is_not_null())
+    recompute = _total(chunks.filter(~pl.col("keeps_activations"))["cost"]) / (2 + BACKWARD)
+    heaviest = (
+        chunks.group_by("step", "dp_rank")
+        .agg(pl.col("cost").cast(pl.Float64).sum())
+        .group_by("step")
+        .agg(over_mean=pl.col("cost").max() / pl.col("cost").mean())["over_mean"]
+        .fill_nan(1.0)
+    )
+    return PlanSummary(
+        **{name: config[name] for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
+        **{
+            name: totals[name]
+            for name in ("num_steps", "num_sequences", "num_tokens", "num_target_tokens", "num_dropped_sequences")
+        },
+        num_chunks=chunks.height,
+        num_standalone=chunks.height - dependent.height,
+        num_dependent=dependent.height,
+        num_zero_loss=chunks.filter(pl.col("num_tokens") == 0).height,
+        num_groups=dependent.filter(pl.col("group_index") == 0).height,
+        token_fill=totals["num_tokens"] / (chunks.height * config["chunk_size"]),
+        longest_sequence=totals["longest_sequence"],
+        heaviest_rank_mean=_float(heaviest.mean()),
+        heaviest_rank_max=_float(heaviest.max()),
+        recompute_share=recompute / max(_total(chunks["cost"]), 1e-30),
+        num_optimal_steps=int(steps["optimal"].sum()),
+        chunks_over_bound=chunks.height / int(steps["chunks_lower_bound"].sum()),
+        predicted_us=manifest["predictions"]["predicted_us"],
+        lower_bound_us=manifest["predictions"]["lower_bound_us"],
+    )
+
+
+def _total(costs: pl.Series) -> float:
+    """The sum in double precision: single loses microseconds over a large plan."""
+    return _float(costs.cast(pl.Float64).sum())
+
+
+def _float(value: Any) -> float:
+    return float(value)
