@@ -1,0 +1,1 @@
+"""Intake: data files -> records -> token ids and target masks -> an analysis."""

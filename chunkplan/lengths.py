@@ -1,0 +1,128 @@
+"""How long sequences are, how far the tail reaches, and what it costs to treat all lengths alike. Numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkplan.planfile.analysis import Analysis
+
+K = 1024
+
+#: Bounds of the cumulative table, those of ChunkFlow's Table 1 (https://arxiv.org/abs/2503.02356).
+_BOUNDS = (1 * K, 4 * K, 8 * K, 32 * K, 128 * K)
+_QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+_TAIL_TOKENS = 8 * K
+_TAIL_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """`share` of the sequences are no longer than `num_tokens`, the least length in the data that is so."""
+
+    share: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """The sequences with `low` <= num_tokens < `high`, and the tokens in them."""
+
+    low: int
+    high: int
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The longest sequences, of `low` tokens or more: how many they are, and their shares.
+
+    Attention is the sum of squared lengths.
+    """
+
+    low: int
+    num_sequences: int
+    num_tokens: int
+    sequence_share: float
+    token_share: float
+    attention_share: float
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """Lengths of the sequences of an analysis.
+
+    `cumulative` has the sequences shorter than 1K, 4K, 8K, 32K and 128K tokens (K = 1024); `histogram` one band a power
+    of two from the shortest to the longest. `padding_share` is the share of padding among all tokens computed where
+    every sequence is padded to the longest one. `exact` is false where lengths are estimated.
+    """
+
+    exact: bool
+    num_sequences: int
+    num_tokens: int
+    num_target_tokens: int
+    num_without_target: int
+    mean_tokens: float
+    quantiles: tuple[Quantile, ...]
+    cumulative: tuple[Band, ...]
+    histogram: tuple[Band, ...]
+    over_8k: Tail
+    longest_1_percent: Tail
+    padding_share: float
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence."""
+        return self.quantiles[-1].num_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def length_report(analysis: Analysis) -> LengthReport:
+    """Measure the lengths of an analysis, or of a bare file of lengths."""
+    lengths = np.sort(analysis.num_tokens).astype(np.int64)
+    count = len(lengths)
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    ranks = [max(1, int(np.ceil(round(share * count, 6)))) for share in _QUANTILES]
+    powers = [1 << power for power in range(int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() + 1)]
+    num_over = count - int(np.searchsorted(lengths, _TAIL_TOKENS, side="right"))
+    num_longest = max(1, round(_TAIL_SHARE * count))
+    return LengthReport(
+        exact=analysis.is_exact,
+        num_sequences=count,
+        num_tokens=int(sums[-1]),
+        num_target_tokens=int(analysis.num_target_tokens.sum(dtype=np.int64)),
+        num_without_target=int((analysis.num_target_tokens == 0).sum()),
+        mean_tokens=float(sums[-1] / count),
+        quantiles=tuple(Quantile(share, int(lengths[rank - 1])) for share, rank in zip(_QUANTILES, ranks, strict=True)),
+        cumulative=tuple(_band(lengths, sums, 0, bound) for bound in _BOUNDS),
+        histogram=tuple(_band(lengths, sums, low, 2 * low) for low in powers[:-1]),
+        over_8k=_tail(lengths, num_over, _TAIL_TOKENS + 1),
+        longest_1_percent=_tail(lengths, num_longest, int(lengths[count - num_longest])),
+        padding_share=float(1 - sums[-1] / (count * int(lengths[-1]))),
+    )
+
+
+def _band(lengths: npt.NDArray[np.int64], sums: npt.NDArray[np.int64], low: int, high: int) -> Band:
+    first, last = (int(place) for place in np.searchsorted(lengths, [low, high]))
+    return Band(low, high, last - first, int(sums[last] - sums[first]))
+
+
+def _tail(lengths: npt.NDArray[np.int64], num_sequences: int, low: int) -> Tail:
+    """The `num_sequences` longest, of `low` tokens or more. Squares are summed as floats: 64 bits may not hold them."""
+    tail = lengths[len(lengths) - num_sequences :]
+    num_tokens = int(tail.sum())
+    return Tail(
+        low=low,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        sequence_share=num_sequences / len(lengths),
+        token_share=num_tokens / int(lengths.sum()),
+        attention_share=float(np.square(tail, dtype=np.float64).sum() / np.square(lengths, dtype=np.float64).sum()),
+    )

@@ -1,0 +1,54 @@
+"""Where the workspace and the tokenizer are looked for, in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chunkplan.errors import DataError
+from chunkplan.workspace import Workspace, find_tokenizer
+
+
+def test_the_option_comes_before_the_environment_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHUNKPLAN_WORKSPACE", raising=False)
+    assert Workspace.find().root == Path("chunkplan-out")
+    monkeypatch.setenv("CHUNKPLAN_WORKSPACE", "")
+    assert Workspace.find().root == Path("chunkplan-out")
+    monkeypatch.setenv("CHUNKPLAN_WORKSPACE", "env")
+    assert Workspace.find().root == Path("env")
+    assert Workspace.find(Path("option")) == Workspace(Path("option"))
+    assert (Workspace.find().analysis, Workspace.find().plan) == (Path("env/analysis"), Path("env/plan"))
+
+
+def test_a_tokenizer_is_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(tmp_path)
+    monkeypatch.setenv("CHUNKPLAN_TOKENIZER", "")
+    assert find_tokenizer(None, workspace) is None
+    (tmp_path / "workspace.toml").write_text("# nothing set\n")
+    assert find_tokenizer(None, workspace) is None
+    (tmp_path / "workspace.toml").write_text('tokenizer = "../models/t"\n')
+    assert find_tokenizer(None, workspace) == tmp_path / "../models/t"
+    (tmp_path / "workspace.toml").write_text('tokenizer = "/models/t"\n')
+    assert find_tokenizer(None, workspace) == Path("/models/t")
+    monkeypatch.setenv("CHUNKPLAN_TOKENIZER", "env")
+    assert find_tokenizer(None, workspace) == Path("env")
+    assert find_tokenizer(Path("option"), workspace) == Path("option")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"tokenizer = \n", "line 1"),
+        (b"\xff", "not TOML"),
+        (b'tokeniser = "t"\n', "unknown key `tokeniser`, expected tokenizer"),
+        (b"tokenizer = 3\n", "`tokenizer` is 3, expected a path"),
+        (b'tokenizer = ""\n', "`tokenizer` is '', expected a path"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "workspace.toml").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        Workspace(tmp_path).tokenizer()
+    assert caught.value.where == str(tmp_path / "workspace.toml")
+    assert message in caught.value.message
