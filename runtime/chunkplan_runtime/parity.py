@@ -1,0 +1,189 @@
+"""Proves exactness: the gradients of a plan's chunks against those of the same sequences run whole, in float64."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen2Config
+
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.load import load_analysis
+from chunkplan.planfile.plan import Chunk
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.models import CausalLM, new_model, read_config
+from chunkplan_runtime.precise import evaluate_in_float64
+from chunkplan_runtime.stream import PlanStream, open_plan
+
+#: What rounding in float64 leaves far below and any mistake far above.
+TOLERANCE = 1e-12
+
+#: A gradient this small beside that of all parameters is zero but for rounding (a query's where there is one key).
+_VANISHING = 1e-10
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """How far chunked gradients are from whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
+
+    Where g_ref is zero but for rounding, its norm is replaced by that of all parameters together. `chunks` counts the
+    plan's chunks by kind: standalone, dependent, mixed, zero_loss.
+    """
+
+    max_relative_error: float
+    relative_errors: dict[str, float]
+    loss: float
+    reference_loss: float
+    chunks: dict[str, int]
+    tolerance: float
+    passed: bool
+
+
+def parity(
+    lengths: Sequence[int], chunk_size: int, k: int, model_config: Path | None = None, seed: int = 0
+) -> ParityReport:
+    """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
+
+    Without `model_config` the model is a small one of the Qwen2 kind.
+
+    Raises:
+        UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused.
+        DataError: `model_config` is not the config of a model.
+        ChunkplanError: gradients are not finite.
+    """
+    from chunkplan import PlanConfig, build  # the planner, which executing a plan does not need
+
+    if not lengths or min(lengths) < 1 or max(lengths) < 2:
+        raise UsageError(
+            "parity needs sequences of at least one token, and one of at least two",
+            hint="give lengths such as 40 5 17",
+        )
+    config = small_config(max_positions=max(lengths)) if model_config is None else read_config(model_config)
+    with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
+        (Path(folder) / "analysis").mkdir()
+        analysis = write_random_analysis(Path(folder) / "analysis", lengths, config.vocab_size, seed)
+        build(
+            analysis,
+            Path(folder) / "plan",
+            PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
+        )
+        return compare_plan(Path(folder) / "plan", analysis.path, new_model(config, torch.float64, seed))
+
+
+def small_config(max_positions: int) -> Any:
+    """A model that has what can go wrong (grouped heads, biases, two layers) and runs in moments."""
+    return Qwen2Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_positions,
+    )
+
+
+def write_random_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed: int) -> Analysis:
+    """Write random tokens: of each sequence a random first part is prompt and some of the rest are targets."""
+    random = np.random.default_rng(seed)
+    writer = AnalysisWriter(folder)
+    for record, length in enumerate(lengths):
+        position = np.arange(length)
+        target = (position > random.integers(0, length)) & (random.random(length) < 0.8)
+        target[1:] |= position[1:] == length - 1
+        writer.add(0, record, random.integers(0, vocab_size, length, dtype=np.int32), target)
+    writer.finish(exact=True, sources=[])
+    return load_analysis(folder)
+
+
+def compare_plan(plan: Path, analysis: Path, model: CausalLM) -> ParityReport:
+    """Run the first step of a plan and the same sequences whole; `model` is left without gradients.
+
+    Raises:
+        DataError: plan or analysis is not what it should be.
+        UsageError: see `stream.open_plan` and `stream.PlanStream`.
+        ChunkplanError: gradients are not finite.
+    """
+    config = model.model.config
+    stream = PlanStream(
+        *open_plan(plan, analysis), vocab_size=config.vocab_size, max_positions=config.max_position_embeddings
+    )
+    step, ranks = next(iter(stream))
+    with evaluate_in_float64(model.model):
+        executor = Executor(model)
+        loss = sum(executor.run(work, stream.load, step.num_target_tokens) for work in ranks)
+        gradients = _take_gradients(model)
+        chunks = [chunk for work in ranks for chunk in work.chunks.values()]
+        sequences = sorted({segment.sequence_id for chunk in chunks for segment in chunk.segments})
+        reference_loss = _run_whole(model, load_analysis(analysis), sequences)
+        reference = _take_gradients(model)
+    errors = _relative_errors(gradients, reference)
+    worst = float(np.max(list(errors.values())))  # unlike max(), never skips NaN
+    if not math.isfinite(worst):
+        raise ChunkplanError(
+            "gradients are not finite", hint="with random weights this model overflows; use another config"
+        )
+    return ParityReport(
+        max_relative_error=worst,
+        relative_errors=errors,
+        loss=loss,
+        reference_loss=reference_loss,
+        chunks=dict(Counter(_kind(chunk) for chunk in chunks)),
+        tolerance=TOLERANCE,
+        passed=worst <= TOLERANCE,
+    )
+
+
+def _run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
+    """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
+    attention = model.model.config._attn_implementation
+    model.model.set_attn_implementation("sdpa")
+    tokens = analysis.tokens()
+    num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)
+    total = 0.0
+    for sequence in sequences:
+        input_ids, target = (torch.from_numpy(array.copy()) for array in tokens(sequence))
+        logits = model.model(input_ids[None].long()).logits[0]
+        predicted = target[1:]
+        loss = F.cross_entropy(logits[:-1][predicted], input_ids[1:][predicted].long(), reduction="sum") / num_targets
+        torch.autograd.backward(loss)
+        total += loss.item()
+    model.model.set_attn_implementation(attention)
+    return total
+
+
+def _take_gradients(model: CausalLM) -> dict[str, Tensor]:
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.model.named_parameters()
+    }
+    model.model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _relative_errors(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    norms = {name: gradient.norm().item() for name, gradient in reference.items()}
+    overall = float(np.linalg.norm(list(norms.values())))
+    return {
+        name: (gradients[name] - reference[name]).norm().item() / (norm if norm > _VANISHING * overall else overall)
+        for name, norm in norms.items()
+    }
+
+
+def _kind(chunk: Chunk) -> str:
+    if not chunk.segments:
+        return "zero_loss"
+    if chunk.group_id is None:
+        return "standalone"
+    return "dependent" if len(chunk.segments) == 1 else "mixed"

@@ -1,0 +1,180 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.plan_writer import describe_plan, write_plan
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+
+#: (sequence_id, start, end)
+Piece = tuple[int, int, int]
+HandmadePlan = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Callable[..., dict[str, Any]]:
+    """`make(model_type, **changes)` -> the config.json of a model small enough to run in moments."""
+
+    def make(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
+        base = {
+            "model_type": model_type,
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "sliding_window": None,
+        }
+        return {**base, **changes}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_sequences() -> Callable[..., list[tuple[Any, Any]]]:
+    """`make(lengths, seed=0)` -> token ids below 97 and target masks: a prompt, then mostly targets."""
+
+    def make(lengths: Sequence[int], seed: int = 0) -> list[tuple[Any, Any]]:
+        random = np.random.default_rng(seed)
+        sequences = []
+        for length in lengths:
+            target = (np.arange(length) > length // 3) & (random.random(length) < 0.9)
+            target[0] = False
+            sequences.append((random.integers(0, 97, length), target))
+        return sequences
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
+    """Writes a plan whose chunks are given: for plans that the planner would not make, such as mixed chunks.
+
+    `write(sequences, steps, k=1, dp=1, pp=1, actions=None)` -> (plan folder, analysis folder). `sequences` are pairs of
+    token ids and target mask; `steps` a list of {dp_rank: [chunk, ...]}, a chunk being a list of pieces (sequence_id,
+    start, end), empty for a zero-loss chunk. Actions are those of Algorithm 2 on one stage, unless `actions` gives
+    (op, chunk_id) for every rank.
+    """
+
+    def write(
+        sequences: Sequence[tuple[Any, Any]],
+        steps: Sequence[dict[int, list[list[Piece]]]],
+        *,
+        k: int = 1,
+        dp: int = 1,
+        pp: int = 1,
+        actions: Sequence[tuple[str, int]] | None = None,
+    ) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("handmade")
+        analysis = folder / "analysis"
+        analysis.mkdir()
+        writer = AnalysisWriter(analysis)
+        for record, (ids, target) in enumerate(sequences):
+            writer.add(0, record, np.asarray(ids, np.int32), np.asarray(target, bool))
+        described = writer.finish(exact=True, sources=[])
+        tables: dict[str, list[dict[str, Any]]] = {"steps": [], "chunks": [], "schedule": []}
+        for step, ranks in enumerate(steps):
+            rows = [
+                {"step": step, "dp_rank": rank, **row}
+                for rank, chunks in sorted(ranks.items())
+                for row in _chunk_rows(chunks, sequences, k)
+            ]
+            tables["chunks"] += rows
+            for rank in sorted(ranks):
+                own = [row for row in rows if row["dp_rank"] == rank]
+                ops = _algorithm_2(own) if actions is None else actions
+                tables["schedule"].append(
+                    {
+                        "step": step,
+                        "dp_rank": rank,
+                        "stage": 0,
+                        "actions": [{"op": op, "chunk_id": chunk, "virtual_stage": 0} for op, chunk in ops],
+                        "predicted_us": 1.0,
+                    }
+                )
+            ids = {piece["sequence_id"] for row in rows for piece in row["segments"]}
+            tables["steps"].append(
+                {
+                    "step": step,
+                    "epoch": 0,
+                    "num_sequences": len(ids),
+                    "num_tokens": sum(row["num_tokens"] for row in rows),
+                    "num_target_tokens": sum(row["num_target_tokens"] for row in rows),
+                    "num_chunks": len(rows),
+                    "chunks_lower_bound": 1,
+                    "optimal": False,
+                    "predicted_us": 1.0,
+                    "lower_bound_us": 1.0,
+                }
+            )
+        schemas = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
+        written = {name: pa.Table.from_pylist(rows, schemas[name]) for name, rows in tables.items()}
+        chunk_size = max(row["num_tokens"] for row in tables["chunks"])
+        plan = folder / "plan"
+        plan.mkdir()
+        manifest = describe_plan(
+            written,
+            config={"chunk_size": chunk_size, "k": k, "dp": dp, "pp": pp, "global_batch": len(sequences)},
+            analysis={"path": "../analysis", "content_hash": described["content_hash"]},
+            totals={},
+        )
+        write_plan(plan, written, manifest)
+        return plan, analysis
+
+    return write
+
+
+def _chunk_rows(chunks: list[list[Piece]], sequences: Sequence[tuple[Any, Any]], k: int) -> list[dict[str, Any]]:
+    split = [
+        next((piece for piece in chunk if piece[2] - piece[1] < len(sequences[piece[0]][0])), None) for chunk in chunks
+    ]
+    sizes = {piece[0]: sum(other is not None and other[0] == piece[0] for other in split) for piece in split if piece}
+    groups = {sequence_id: group for group, sequence_id in enumerate(sizes)}
+    next_index = {sequence_id: count() for sequence_id in sizes}
+    rows = []
+    for chunk_id, (chunk, piece) in enumerate(zip(chunks, split, strict=True)):
+        size = sizes[piece[0]] if piece else 1
+        index = next(next_index[piece[0]]) if piece else 0
+        rows.append(
+            {
+                "chunk_id": chunk_id,
+                "group_id": groups[piece[0]] if piece else None,
+                "group_index": index,
+                "group_size": size,
+                "num_tokens": sum(end - start for _, start, end in chunk),
+                "num_target_tokens": sum(int(np.sum(sequences[i][1][start + 1 : end + 1])) for i, start, end in chunk),
+                "prefix_tokens": piece[1] if piece else 0,
+                "keeps_activations": index >= size - k,
+                "cost": 1.0,
+                "segments": [{"sequence_id": i, "start": start, "end": end} for i, start, end in chunk],
+            }
+        )
+    return rows
+
+
+def _algorithm_2(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """ChunkFlow (arXiv 2503.02356), Algorithm 2: a group where its first part is, everything else at once."""
+    actions: list[tuple[str, int]] = []
+    for row in rows:
+        if row["group_index"]:
+            continue
+        group = [row]
+        if row["group_id"] is not None:
+            group = [other for other in rows if other["group_id"] == row["group_id"]]
+        actions += [("forward" if part["keeps_activations"] else "forward_kv", part["chunk_id"]) for part in group]
+        for part in reversed(group):
+            actions += [] if part["keeps_activations"] else [("recompute", part["chunk_id"])]
+            actions.append(("backward", part["chunk_id"]))
+    return actions

@@ -1,0 +1,119 @@
+"""The executor does what the plan says, leaves nothing behind, and refuses actions that would not be exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.loss import cross_entropy_sum
+from chunkplan_runtime.models import new_model
+from chunkplan_runtime.state import Span, StateStore
+from chunkplan_runtime.stream import PlanStream, open_plan
+
+CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
+
+
+@pytest.fixture
+def run_step(tiny_config, handmade_plan, random_sequences):
+    """Runs one step of `CHUNKS`; returns loss, gradients and executor."""
+
+    def run(k=1, dtype=torch.float32, actions=None, watch=lambda executor: None):
+        model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.bfloat16, seed=3)
+        model.model.to(dtype)  # the same weights whatever the dtype
+        plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=k, actions=actions)
+        stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
+        step, (work,) = next(iter(stream))
+        executor = Executor(model)
+
+        def load(chunk):
+            watch(executor)
+            return stream.load(chunk)
+
+        loss = executor.run(work, load, step.num_target_tokens)
+        return loss, {name: value.grad for name, value in model.model.named_parameters()}, executor
+
+    return run
+
+
+def test_gradients_are_the_same_bits_whatever_k(run_step):
+    loss, gradients, _ = run_step(k=1)
+    for k in (2, 4, 9):
+        other_loss, other, _ = run_step(k=k)
+        assert other_loss == loss
+        assert all(torch.equal(other[name], gradients[name]) for name in gradients)
+
+
+def test_nothing_stays_in_the_store_after_a_step(run_step):
+    seen = []
+    _, _, executor = run_step(k=2, watch=lambda executor: seen.append(executor.store.num_bytes()))
+    # KV of 23 tokens, 2 layers, 2 KV heads of 8; the gradients as much again.
+    assert max(seen) == 2 * 23 * 2 * 2 * 8 * 4 * 2
+    assert seen[-1] == 0  # the last chunk, standalone, runs after the group has given everything back
+    assert executor.store.num_bytes() == 0
+    assert executor.store.is_empty
+
+
+def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step):
+    loss, gradients, _ = run_step(dtype=torch.bfloat16)
+    exact_loss, exact, _ = run_step(dtype=torch.float64)
+    assert loss == pytest.approx(exact_loss, rel=0.01)
+    for name, gradient in gradients.items():
+        assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm()
+    store, span = StateStore(), Span(0, 0, 4, length=8, first=0)
+    store.start_forward(span)
+    store.write(span, 0, torch.zeros(2, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 4, 8, dtype=torch.bfloat16))
+    assert store.gradient(span, 0, slice(0, 4))[0].dtype == torch.float32
+
+
+GROUP = [("forward", 0), ("forward", 1), ("forward", 2), ("forward", 3)]
+DESCENDING = [("backward", 3), ("backward", 2), ("backward", 1), ("backward", 0)]
+ALONE = [("forward", 4), ("backward", 4)]
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (GROUP + DESCENDING[::-1] + ALONE, "backward of tokens 0 to 6 of sequence 0 is out of order"),
+        (GROUP[:2] + GROUP[3:] + GROUP[2:3] + DESCENDING + ALONE, "forward of tokens 18 to 23 of sequence 0"),
+        (GROUP + DESCENDING, "no backward of chunk 4"),
+        (GROUP + DESCENDING + ALONE[:1] + ALONE, "forward of chunk 4 after forward"),
+        (GROUP + DESCENDING + ALONE[1:], "backward of chunk 4 after nothing"),
+        (GROUP + DESCENDING + [("recompute", 4)], "recompute of chunk 4 after nothing"),
+        (GROUP + DESCENDING + [("forward_kv", 4), ("backward", 4)], "backward of chunk 4 after forward_kv"),
+        (GROUP + DESCENDING + ALONE + [("forward", 7)], "chunk 7, which does not exist"),
+    ],
+)
+def test_actions_that_would_not_be_exact_are_refused(run_step, actions, message):
+    with pytest.raises(DataError, match=message) as raised:
+        run_step(k=4, actions=actions)
+    assert "chunkplan validate" in raised.value.hint
+
+
+def test_a_split_backward_is_refused_by_name(run_step):
+    with pytest.raises(UsageError, match="backward_input is not supported"):
+        run_step(k=4, actions=[*GROUP, ("backward_input", 3)])
+
+
+def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
+    monkeypatch.setattr("chunkplan_runtime.loss._ROWS", 3)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 20, dtype=torch.float64)
+    hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([3, -100, 4, 5, -100, 6, 7, 8, 9, 19, -100])
+    plain = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum", ignore_index=-100)
+    (expected,) = torch.autograd.grad(plain, hidden)
+    loss = cross_entropy_sum(head, hidden, labels)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(loss, plain, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-16)
+
+
+def test_without_targets_the_loss_is_a_zero_with_a_zero_gradient():
+    hidden = torch.full((3, 8), torch.inf, requires_grad=True)
+    loss = cross_entropy_sum(torch.nn.Linear(8, 20), hidden, torch.full((3,), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(hidden.grad, torch.zeros(3, 8))

@@ -1,0 +1,176 @@
+"""Chunked gradients equal those of whole sequences, and the comparison notices when they do not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from chunkplan import PlanConfig, build
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan_runtime.attention import function
+from chunkplan_runtime.models import check_config, new_model
+from chunkplan_runtime.parity import compare_plan, parity
+from chunkplan_runtime.state import StateStore
+
+MODELS = {
+    "llama": {"model_type": "llama"},
+    "llama with biases, tied": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama, llama3 rope": {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, tied, yarn": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3, wide heads, one KV head": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1},
+    "mistral, as many KV heads": {"model_type": "mistral", "num_key_value_heads": 4},
+}
+
+LENGTHS = [23, 5, 9, 3, 30, 1, 8]
+
+#: Sequence 0 and 4 are split; 0 has one mixed chunk in its middle and one at its end, where the part is not first.
+MIXED = [
+    [(0, 0, 8)],
+    [(0, 8, 11), (1, 0, 5)],
+    [(3, 0, 3), (0, 11, 23), (5, 0, 1)],
+    [(2, 0, 9), (6, 0, 8)],
+    [(4, 0, 13)],
+    [(4, 13, 14)],
+    [(4, 14, 30)],
+]
+
+
+@pytest.fixture
+def model(tiny_config):
+    def make(name="qwen2", dtype=torch.float64):
+        config = AutoConfig.for_model(**tiny_config(**MODELS[name]))
+        check_config(config, name)
+        return new_model(config, dtype, seed=1)
+
+    return make
+
+
+def assert_exact(report):
+    assert report.max_relative_error <= 1e-12
+    assert report.passed
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-13)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_and_packed_and_dependent_chunks_are_exact_for_every_model(
+    name, k, model, handmade_plan, random_sequences
+):
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=k)
+    report = compare_plan(plan, analysis, model(name))
+    assert_exact(report)
+    assert report.chunks == {"standalone": 1, "dependent": 4, "mixed": 2}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 31, 1000])
+@pytest.mark.parametrize("k", [1, 2, 100])
+def test_plans_of_the_planner_are_exact(chunk_size, k):
+    lengths = [11, 5, 1, 2, 17] if chunk_size < 3 else [40, 5, 64, 1, 2, 17, 32]
+    report = parity(lengths, chunk_size, k)
+    assert_exact(report)
+    assert sum(report.chunks.values()) >= sum(-(-length // chunk_size) for length in lengths if length > chunk_size)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1),
+    chunk_size=st.integers(3, 45),
+    k=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_any_lengths_are_exact(lengths, chunk_size, k, seed):
+    assert_exact(parity(lengths, chunk_size, k, seed=seed))
+
+
+def test_parity_takes_a_model_config(tmp_path, tiny_config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config("qwen3", torch_dtype="bfloat16")))
+    report = parity([20, 4], 6, 2, model_config=path)
+    assert_exact(report)
+    assert any("q_norm" in name for name in report.relative_errors)
+
+
+def test_a_prefix_of_many_kv_blocks_is_exact(monkeypatch, model, handmade_plan, random_sequences):
+    monkeypatch.setattr(function, "KV_BLOCK", 5)
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
+    assert_exact(compare_plan(plan, analysis, model()))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_gradient_checkpointing_stays_exact(model, handmade_plan, random_sequences):
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
+    checkpointed = model()
+    checkpointed.model.gradient_checkpointing_enable()
+    assert_exact(compare_plan(plan, analysis, checkpointed))
+
+
+def test_a_target_across_a_chunk_border_counts(model, handmade_plan):
+    target = np.zeros(12, bool)
+    target[4] = True  # predicted by the last token of the first chunk
+    plan, analysis = handmade_plan([(np.arange(12), target)], [{0: [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 12)]]}])
+    report = compare_plan(plan, analysis, model())
+    assert_exact(report)
+    assert report.loss > 1
+
+
+def test_two_ranks_on_one_process_are_exact(tmp_path, model, handmade_plan, random_sequences):
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED[:3], 1: [[]], 2: [[], *MIXED[3:]]}], k=2, dp=3)
+    report = compare_plan(plan, analysis, model())
+    assert_exact(report)
+    assert report.chunks["zero_loss"] == 2
+    build(analysis, tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2))
+    assert_exact(compare_plan(tmp_path / "plan", analysis, model()))
+
+
+def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):
+    gradient = StateStore.gradient
+    monkeypatch.setattr(StateStore, "gradient", lambda *where: tuple(part.clone() for part in gradient(*where)))
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
+    report = compare_plan(plan, analysis, model())
+    assert report.max_relative_error > 1e-4
+    assert not report.passed
+
+
+def test_a_lost_prefix_is_noticed(monkeypatch, model, handmade_plan, random_sequences):
+    monkeypatch.setattr(function, "_prefix_blocks", lambda span: iter(()))
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
+    assert not compare_plan(plan, analysis, model()).passed
+
+
+def test_gradients_that_are_not_finite_are_no_success(tmp_path, tiny_config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config("qwen2", initializer_range=1e200)))
+    with pytest.raises(ChunkplanError, match="not finite"):
+        parity([20, 4], 6, 2, model_config=path)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 5], [1, 1]])
+def test_lengths_that_cannot_be_compared_are_refused(lengths):
+    with pytest.raises(UsageError, match="at least two"):
+        parity(lengths, 4, 1)
