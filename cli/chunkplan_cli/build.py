@@ -1,0 +1,168 @@
+"""`chunkplan build`: plans the latest analysis and leaves the plan in the workspace."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chunkplan_cli.progress import progress
+from chunkplan_cli.terminal import note, print_json, stdout, warn
+
+if TYPE_CHECKING:
+    from chunkplan.planning import PlanConfig
+
+
+_CONFIG_HINT = "a config holds lines such as chunk-size = 8192"
+
+
+class LastBatch(StrEnum):
+    """What becomes of an epoch's last batch when it is short."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+def build(
+    analysis: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[ANALYSIS]",
+            help="An analysis, or a .parquet/.npy file with one column of lengths. Default: WORKSPACE/analysis.",
+            show_default=False,
+        ),
+    ] = None,
+    chunk_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="Most tokens in a chunk.")] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations at once.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences a step. [default: 256]", show_default=False)
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(metavar="N", help="Passes over the data. [default: 1]", show_default=False)
+    ] = None,
+    last_batch: Annotated[
+        LastBatch | None,
+        typer.Option(help="A short last batch of an epoch. [default: keep]", show_default=False),
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option("--dp", metavar="N", help="Data-parallel ranks. [default: 1]", show_default=False)
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option("--pp", metavar="N", help="Pipeline stages. [default: 1]", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Seed of the shuffle. [default: 0]", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="These options as `chunk-size = 8192`; options given win.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write the plan. Default: WORKSPACE/plan.")
+    ] = None,
+    workspace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and report, write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+) -> None:
+    """Split and pack the sequences of each step into chunks, spread them over ranks, order them, and write the plan.
+
+    Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
+    """
+    from chunkplan.building import compute_plan
+    from chunkplan.errors import UsageError
+    from chunkplan.planfile.folder import replace_folder
+    from chunkplan.planfile.load import load_analysis
+    from chunkplan.planfile.plan_writer import write_plan
+    from chunkplan.summary import summarize_plan
+    from chunkplan.workspace import Workspace
+    from chunkplan_cli.plan_report import print_plan_report
+
+    given = {
+        "chunk_size": chunk_size,
+        "k": k,
+        "global_batch": global_batch,
+        "epochs": epochs,
+        "last_batch": last_batch.value if last_batch else None,
+        "dp": dp,
+        "pp": pp,
+        "seed": seed,
+    }
+    plan_config = _resolve(given, config)
+    place = Workspace.find(workspace)
+    source = analysis or place.analysis
+    if analysis is None and not source.exists():
+        raise UsageError(
+            f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
+        )
+    target = output or place.plan
+    lengths = load_analysis(source)
+    replaced = _describe_old(target)
+    with progress("planning", "steps") as report_progress:
+        tables, manifest = compute_plan(lengths, target, plan_config, progress=report_progress)
+    if not dry_run:
+        with replace_folder(target) as folder:
+            write_plan(folder, tables, manifest)
+
+    summary = summarize_plan(tables, manifest)
+    if as_json:
+        print_json({"plan": None if dry_run else str(target), "manifest": manifest, "summary": summary.to_dict()})
+    else:
+        print_plan_report(stdout(), summary, manifest)
+    if not lengths.is_exact:
+        warn("the lengths are estimated from bytes: this plan shows what to expect, it cannot be trained")
+    if dry_run:
+        note("dry run: nothing was written")
+        return
+    note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
+    flags = f" {target}" if output else f" --workspace {workspace}" if workspace else ""
+    note(f"next: chunkplan inspect{flags} --step 0")
+
+
+def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:
+    """The options given, then those of the TOML file, then the defaults."""
+    import tomllib
+
+    from chunkplan.errors import DataError, UsageError
+    from chunkplan.planning import PlanConfig
+
+    values: dict[str, Any] = {}
+    if config is not None:
+        if not config.is_file():
+            raise UsageError(f"there is no file {config}", hint=_CONFIG_HINT)
+        try:
+            stated = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise DataError(f"not TOML: {error}", where=str(config), hint=_CONFIG_HINT) from error
+        for key, value in stated.items():
+            name = key.replace("-", "_")
+            if name not in given:
+                known = ", ".join(option.replace("_", "-") for option in given)
+                raise UsageError(f"unknown option `{key}`", where=str(config), hint=f"known are {known}")
+            values[name] = value
+    values |= {name: value for name, value in given.items() if value is not None}
+    for name in ("chunk_size", "k"):
+        if name not in values:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} is missing", hint="for example: chunkplan build --chunk-size 8192 --k 4")
+    return PlanConfig(**values)
+
+
+def _describe_old(target: Path) -> str | None:
+    """What `target` holds now, in words, if it is something that the new plan replaces."""
+    from chunkplan.errors import ChunkplanError
+    from chunkplan.planfile.folder import is_replaceable
+    from chunkplan.planfile.load import load_plan
+
+    if not is_replaceable(target) or not any(target.iterdir()):
+        return None
+    try:
+        old = load_plan(target)
+    except ChunkplanError:
+        return "something that is no plan this version can read"
+    config = old.config
+    return f"a plan with chunk size {config['chunk_size']:,}, K {config['k']}, dp {config['dp']}, pp {config['pp']}"

@@ -1,0 +1,143 @@
+"""The length report in the terminal, used wherever an analysis is shown. Readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from chunkplan.lengths import LengthReport, Tail
+
+_MAX_BAR = 30
+#: Columns of the histogram that are not bars, and the space between all of them.
+_BESIDE_BARS = 52
+
+
+def print_length_report(console: Console, report: LengthReport, manifest: dict[str, Any]) -> None:
+    """Print `report`, and what `manifest` (of the same analysis) says of records rejected and sequences cut."""
+    if not report.exact:
+        message = "ESTIMATED from bytes, no tokenizer: every 4 bytes are taken for one token."
+        console.print(Text(message, style="bold yellow"))
+        console.print()
+    for part in (_totals(report, manifest), _cumulative(report), _histogram(report, console), _tails(report)):
+        console.print(part)
+        console.print()
+    console.print("* attention: the sum of squared lengths")
+    console.print(f"Padded to the longest, {_share(report.padding_share)} of what is computed would be padding.")
+
+
+def _totals(report: LengthReport, manifest: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    estimated = "" if report.exact else "estimated"
+    table.add_row("sequences", f"{report.num_sequences:,}", _dropped(report, manifest))
+    table.add_row("tokens", f"{report.num_tokens:,}", estimated)
+    targets = report.num_target_tokens / report.num_tokens
+    table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{_share(targets)} of the tokens")
+    table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
+    return table
+
+
+def _dropped(report: LengthReport, manifest: dict[str, Any]) -> str:
+    """What a reader should know before trusting the number of sequences."""
+    notes = [f"{count:,} rejected: {reason}" for reason, count in manifest.get("rejected", {}).items()]
+    truncated = manifest.get("truncated", {"num_sequences": 0})
+    if truncated["num_sequences"]:
+        notes.append(f"{truncated['num_sequences']:,} cut by {truncated['num_tokens']:,} tokens")
+    if report.num_without_target:
+        notes.append(f"{report.num_without_target:,} without a target token")
+    return "; ".join(notes)
+
+
+def _cumulative(report: LengthReport) -> Table:
+    """Quantiles beside the share of sequences below round lengths: two views of one curve, so one table."""
+    table = _table(report, "Lengths")
+    for name in ("quantile", "tokens", "", "shorter than", "of sequences", "of tokens"):
+        table.add_column(name, justify="right")
+    for quantile, band in zip(report.quantiles, report.cumulative, strict=True):
+        table.add_row(
+            "longest" if quantile.share == 1 else f"{100 * quantile.share:g} %",
+            f"{quantile.num_tokens:,}",
+            "",
+            _power(band.high),
+            _share(band.num_sequences / report.num_sequences),
+            _share(band.num_tokens / report.num_tokens),
+        )
+    return table
+
+
+def _histogram(report: LengthReport, console: Console) -> Table:
+    table = _table(report, "Histogram")
+    width = max(1, min(_MAX_BAR, (console.width - _BESIDE_BARS) // 2))
+    for name in ("from", "below", "sequences", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", width=width)
+    table.add_column("of tokens", justify="right", no_wrap=True)
+    table.add_column("", width=width)
+    most_sequences = max(band.num_sequences for band in report.histogram)
+    most_tokens = max(band.num_tokens for band in report.histogram)
+    block = "#" if console.options.ascii_only else "█"
+    for band in report.histogram:
+        table.add_row(
+            _power(band.low),
+            _power(band.high),
+            f"{band.num_sequences:,}",
+            _share(band.num_sequences / report.num_sequences),
+            block * _bar(band.num_sequences, most_sequences, width),
+            _share(band.num_tokens / report.num_tokens),
+            block * _bar(band.num_tokens, most_tokens, width),
+        )
+    return table
+
+
+def _bar(value: int, most: int, width: int) -> int:
+    """The length of a bar, of which `width` stands for `most`; a little is never nothing."""
+    return max(1, round(width * value / most)) if value else 0
+
+
+def _tails(report: LengthReport) -> Table:
+    table = _table(report, "The tail")
+    table.add_column("")
+    for name in ("from", "sequences", "share", "of tokens", "of attention*"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def add(name: str, tail: Tail) -> None:
+        shares = (tail.sequence_share, tail.token_share, tail.attention_share)
+        table.add_row(name, f"{tail.low:,}", f"{tail.num_sequences:,}", *map(_share, shares))
+
+    add("over 8K", report.over_8k)
+    add("longest 1 %", report.longest_1_percent)
+    return table
+
+
+def _table(report: LengthReport, title: str) -> Table:
+    """A table whose title says so when the lengths in it are estimated."""
+    return Table(
+        title=Text(title if report.exact else f"{title} (estimated)", style="bold"),
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
+
+
+def _share(share: float) -> str:
+    """A percentage; what is not all or nothing is never rounded to it."""
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
+    return f"{100 * share:.1f} %"
+
+
+def _power(tokens: int) -> str:
+    """A power of two as people write it: 512, 8K, 1M (K = 1024)."""
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if tokens >= size:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

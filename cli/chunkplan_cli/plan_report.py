@@ -1,0 +1,185 @@
+"""A plan in the terminal: the whole, and one step. Readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from chunkplan.planfile.plan import Action, Chunk, PlanStep
+    from chunkplan.summary import PlanSummary
+
+#: One letter an op, for the line of a stage's actions.
+_LETTERS = {
+    "forward": "F",
+    "forward_kv": "f",
+    "recompute": "R",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+#: A step of a large plan has hundreds of chunks and actions: --json shows them all.
+_MAX_CHUNKS = 40
+_MAX_ACTIONS = 200
+
+
+def print_plan_report(console: Console, summary: PlanSummary, manifest: dict[str, Any]) -> None:
+    """Print what a plan comes to."""
+    console.print(Panel(Group(*_overview(summary, manifest)), title="plan", title_align="left", expand=False))
+
+
+def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
+    exact = manifest["analysis"]["exact"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    rows = [
+        ("chunk size, K", f"{summary.chunk_size:,} tokens, {summary.k}"),
+        ("dp x pp", f"{summary.dp} x {summary.pp}"),
+        ("steps", f"{summary.num_steps:,}, {summary.global_batch:,} sequences each{_short(summary)}"),
+        (
+            "tokens",
+            f"{summary.num_tokens:,}{'' if exact else ' (ESTIMATED)'}, of which {summary.num_target_tokens:,} targets",
+        ),
+        ("chunks", _chunks(summary)),
+        ("token fill", f"{_percent(summary.token_fill)} of num_chunks x chunk size"),
+        ("fewest possible", _bound(summary)),
+        (
+            "micro-batches",
+            f"{summary.num_sequences:,} of up to {summary.longest_sequence:,} tokens -> "
+            f"{summary.num_chunks:,} of up to {summary.chunk_size:,}",
+        ),
+        (
+            "activations held",
+            f"{summary.held_tokens:,} tokens of a sequence at once, instead of {summary.longest_sequence:,}",
+        ),
+    ]
+    if summary.dp > 1:
+        rows.append(
+            (
+                "heaviest rank",
+                f"{summary.heaviest_rank_mean:.3f} of the mean over ranks, {summary.heaviest_rank_max:.3f} at worst",
+            )
+        )
+    rows += [
+        ("recomputed", f"{_percent(summary.recompute_share)} of the work"),
+        (
+            "predicted",
+            f"{_seconds(summary.predicted_us)}, at least {_seconds(summary.lower_bound_us)}"
+            f" ({_percent(summary.lower_bound_us / max(summary.predicted_us, 1e-30))})",
+        ),
+    ]
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), value)
+    rate = manifest["predictions"]["cost_model"]["flops_per_second"]
+    return [
+        grid,
+        Text(f"\ntimes: the shape of Qwen2.5-7B at {rate / 1e12:.0f} TFLOP/s a device", style="dim"),
+        Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
+    ]
+
+
+def _short(summary: PlanSummary) -> str:
+    if summary.num_dropped_sequences:
+        return f"; {summary.num_dropped_sequences:,} sequences of short last batches dropped"
+    return "" if summary.num_steps * summary.global_batch == summary.num_sequences else "; an epoch's last has fewer"
+
+
+def _chunks(summary: PlanSummary) -> str:
+    parts = [
+        f"{summary.num_standalone - summary.num_zero_loss:,} standalone",
+        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} split sequences)",
+    ]
+    if summary.num_zero_loss:
+        parts.append(f"{summary.num_zero_loss:,} zero-loss")
+    return f"{summary.num_chunks:,}: " + ", ".join(parts)
+
+
+def _bound(summary: PlanSummary) -> str:
+    proved = f"{summary.num_optimal_steps:,} of {summary.num_steps:,} steps proved to have the fewest chunks"
+    over = summary.chunks_over_bound - 1
+    return proved if over == 0 else f"{proved}; all together {_percent(over)} over the bound"
+
+
+def print_step(console: Console, step: PlanStep, config: dict[str, Any]) -> None:
+    """Print the chunks of each rank of a step, and what its stages do."""
+    console.print(
+        f"step {step.step} (epoch {step.epoch}): {step.num_sequences:,} sequences, {step.num_tokens:,} tokens, "
+        f"{step.num_target_tokens:,} targets, {step.num_chunks:,} chunks"
+        + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
+    )
+    console.print(f"predicted {_seconds(step.predicted_us)}, at least {_seconds(step.lower_bound_us)}")
+    for rank, chunks in step.chunks.items():
+        console.print()
+        console.print(_chunk_table(rank, chunks, config["chunk_size"]))
+        if len(chunks) > _MAX_CHUNKS:
+            console.print(f"... and {len(chunks) - _MAX_CHUNKS:,} more chunks (--json shows all)")
+        console.print()
+        stages = Table.grid(padding=(0, 2))
+        stages.add_column(no_wrap=True, style="dim")
+        stages.add_column()
+        for stage in range(config["pp"]):
+            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage]))
+        console.print(stages)
+    console.print()
+    console.print(Text("F forward  f forward, keeps KV only  R recompute  B backward", style="dim"))
+
+
+def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
+    table = Table(title=Text(f"rank {rank}", style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name, justify in (("chunk", "right"), ("kind", "left"), ("tokens", "right"), ("fill", "right")):
+        table.add_column(name, justify=justify, no_wrap=True, header_style="dim")  # type: ignore[arg-type]
+    for name in ("targets", "prefix", "cost"):
+        table.add_column(name, justify="right", no_wrap=True, header_style="dim")
+    table.add_column("sequences", header_style="dim", overflow="ellipsis", no_wrap=True)
+    for chunk in chunks[:_MAX_CHUNKS]:
+        table.add_row(
+            str(chunk.chunk_id),
+            _kind(chunk),
+            f"{chunk.num_tokens:,}",
+            f"{chunk.num_tokens / chunk_size:.0%}",
+            f"{chunk.num_target_tokens:,}",
+            f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else "",
+            _seconds(chunk.cost),
+            _sequences(chunk),
+        )
+    return table
+
+
+def _kind(chunk: Chunk) -> str:
+    if not chunk.segments:
+        return "zero-loss"
+    if chunk.group_id is None:
+        return "standalone"
+    return f"part {chunk.group_index + 1}/{chunk.group_size}" + ("" if chunk.keeps_activations else " kv")
+
+
+def _sequences(chunk: Chunk) -> str:
+    ids = [str(segment.sequence_id) for segment in chunk.segments]
+    shown = ", ".join(ids[:3])
+    return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
+
+
+def _action_line(actions: list[Action]) -> str:
+    words = [f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}" for action in actions[:_MAX_ACTIONS]]
+    if len(actions) > _MAX_ACTIONS:
+        words.append(f"... {len(actions) - _MAX_ACTIONS:,} more")
+    return " ".join(words)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else "<0.1%"
+
+
+def _seconds(microseconds: float) -> str:
+    """A duration as people say it."""
+    seconds = microseconds / 1e6
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,43 @@
+"""The terminal: stdout is data, stderr is everything else; readable without colour and at 80 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from chunkplan.errors import ChunkplanError
+
+
+def stdout() -> Console:
+    """The console for what was asked for. Made when used, so that a test or a pipe may replace sys.stdout."""
+    return Console(file=sys.stdout, highlight=False)
+
+
+def stderr() -> Console:
+    """The console for progress, notes and errors."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document to stdout, plain whatever the terminal."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    stderr().print(Text(message), soft_wrap=True)
+
+
+def warn(message: str) -> None:
+    """A line on stderr that must not be overlooked."""
+    stderr().print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+
+
+def print_error(error: ChunkplanError) -> None:
+    """`error: where: what` and, below it, `hint: what to do`."""
+    stderr().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    stderr().print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)

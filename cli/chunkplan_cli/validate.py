@@ -1,0 +1,64 @@
+"""`chunkplan validate`: every invariant by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from chunkplan_cli.terminal import print_json, stdout
+
+if TYPE_CHECKING:
+    from chunkplan.validation import Validation
+
+
+def validate(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PLAN|ANALYSIS]", help="What to check. Default: WORKSPACE/plan.", show_default=False),
+    ] = None,
+    analysis: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")
+    ] = None,
+    workspace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+) -> None:
+    """Check every invariant of the files of a plan or an analysis. Exit code 4 if one is broken.
+
+    `parity` checks the gradients that the runtime computes from a plan.
+
+    Example: chunkplan validate chunkplan-out/plan
+    """
+    from chunkplan.validation import validate as run
+    from chunkplan.workspace import Workspace
+
+    result = run(path or Workspace.find(workspace).plan, analysis=analysis)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _print(result)
+    if not result.ok:
+        raise typer.Exit(4)
+
+
+def _print(result: Validation) -> None:
+    console = stdout()
+    broken = {violation.invariant: violation for violation in reversed(result.violations)}
+    for name in (*result.passed, *result.unchecked):
+        checked = name in result.passed
+        console.print(
+            Text.assemble(("ok      " if checked else "not checked  ", "green" if checked else "yellow"), name)
+        )
+    for violation in result.violations:
+        more = f" (and {violation.count - 1:,} more)" if violation.count > 1 else ""
+        where = f"{violation.where}: " if violation.where else ""
+        console.print(
+            Text.assemble(("BROKEN  ", "bold red"), f"{violation.invariant}: {where}{violation.message}{more}"),
+            soft_wrap=True,
+        )
+    verdict = f"{len(result.passed)} invariants hold" if result.ok else f"{len(broken)} invariants are broken"
+    console.print(f"{result.kind} {result.path}: {verdict}", soft_wrap=True)

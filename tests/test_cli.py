@@ -1,0 +1,328 @@
+"""The command line as people type it: real files, real exit codes, stdout for data and stderr for the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chunkplan_cli.main import main
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = ROOT / "sample_data"
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `chunkplan ARGUMENTS` in an empty folder, in a terminal of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def invoke(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err, captured.err
+        return Ran(code, captured.out, captured.err)
+
+    return invoke
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """`dataset.jsonl` in the current folder: 40 short texts and one of 3,000 words."""
+    path = tmp_path / "dataset.jsonl"
+    lines = [json.dumps({"text": f"a short text, number {number} of many " * (number % 5 + 1)}) for number in range(40)]
+    lines.append(json.dumps({"text": "word " * 3000}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`chunkplan --help` and each command's help load none of torch, polars, ortools (nor what they stand on)."""
+    code = (
+        "import sys\n"
+        "from chunkplan_cli.main import main\n"
+        "for words in (['--help'], *([name, '--help'] for name in sys.argv[1:])):\n"
+        "    sys.argv = ['chunkplan', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'polars', 'ortools', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    commands = ("analyze", "build", "inspect", "validate", "parity")
+    shown = subprocess.run([sys.executable, "-c", code, *commands], check=True, capture_output=True, text=True).stdout
+    assert shown.count("Example: chunkplan ") == len(commands)
+
+
+def test_the_planner_never_imports_torch(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5, 600]))
+    code = (
+        "import sys; from chunkplan_cli.main import main\n"
+        "for words in (['build', 'lengths.npy', '--chunk-size', '128', '--k', '1'], ['inspect'], ['validate']):\n"
+        "    sys.argv = ['chunkplan', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
+    """Without a tokenizer lengths are estimated, loudly; build and inspect take the latest; each names the next."""
+    analyzed = run("analyze", "dataset.jsonl")
+    assert analyzed.code == 0
+    assert "ESTIMATED" in analyzed.out
+    assert "next: chunkplan build --chunk-size 8192 --k 4" in analyzed.err
+    built = run("build", "--chunk-size", 8192, "--k", 4)
+    assert built.code == 0
+    assert "ESTIMATED" in built.out
+    assert "estimated from bytes" in built.err
+    assert "next: chunkplan inspect" in built.err
+    assert "plan in chunkplan-out/plan" in built.err
+    inspected = run("inspect")
+    assert inspected.out == built.out
+    assert run("validate").code == 0
+
+
+def test_every_report_fits_80_columns(run: Run, dataset: Path) -> None:
+    run("analyze", dataset, "--tokenizer", SAMPLE / "tokenizer")
+    for words in (
+        ("build", "--chunk-size", 512, "--k", 2, "--dp", 2, "--pp", 2, "--global-batch", 16),
+        ("inspect",),
+        ("inspect", "--step", 0),
+        ("inspect", "chunkplan-out/analysis"),
+        ("validate",),
+    ):
+        ran = run(*words)
+        assert ran.code == 0, ran.err
+        assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_a_step_shows_its_chunks_and_actions(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    shown = run("inspect", "--step", 0).out
+    assert "part 1/3 kv" in shown
+    assert "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1" in shown
+    document = json.loads(run("inspect", "--step", 0, "--json").out)
+    assert [chunk["chunk_id"] for chunk in document["chunks"]] == [0, 1, 2, 3]
+    assert document["schedule"][0]["actions"][2] == {"op": "forward_kv", "chunk_id": 1, "virtual_stage": 0}
+    assert document["num_sequences"] == 3
+
+
+def test_json_is_one_document_with_the_numbers_of_the_report(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    built = json.loads(run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--json").out)
+    inspected = json.loads(run("inspect", "--json").out)
+    assert built["summary"] == inspected["summary"]
+    assert built["manifest"] == inspected["manifest"]
+    summary = built["summary"]
+    assert (summary["num_standalone"], summary["num_dependent"], summary["num_groups"]) == (1, 3, 1)
+    assert summary["token_fill"] == pytest.approx(350 / (4 * 128))
+    assert summary["held_tokens"] == 128
+    validated = json.loads(run("validate", "--json").out)
+    assert validated["ok"] is True
+    assert validated["content_hash"] == built["manifest"]["content_hash"]
+
+
+def test_a_config_file_gives_options_and_flags_win(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    (tmp_path / "plan.toml").write_text('chunk-size = 64\nk = 3\ndp = 2\nlast-batch = "keep"\n')
+    built = json.loads(run("build", "lengths.npy", "--config", "plan.toml", "--k", 1, "--json").out)
+    config = built["manifest"]["config"]
+    assert (config["chunk_size"], config["k"], config["dp"], config["global_batch"]) == (64, 1, 2, 256)
+
+
+def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    ran = run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--dry-run")
+    assert ran.code == 0
+    assert "nothing was written" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npy"]
+
+
+def test_a_replaced_plan_is_named(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    again = run("build", "lengths.npy", "--chunk-size", 64, "--k", 2)
+    assert "replaced a plan with chunk size 128, K 1, dp 1, pp 1" in again.err
+    assert [path.name for path in (tmp_path / "chunkplan-out").iterdir()] == ["plan"], "no temporary folder stays"
+
+
+def test_validate_names_the_place_and_exits_with_4(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    manifest = tmp_path / "chunkplan-out" / "plan" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"chunk_size": 128', '"chunk_size": 127'))
+    ran = run("validate")
+    assert ran.code == 4
+    assert "BROKEN  chunk-size: step 0, rank 0, chunk 1: " in ran.out
+
+
+def test_a_lengths_file_can_be_inspected_and_validated(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 20, 30]))
+    assert "sequences" in run("inspect", "lengths.npy").out
+    assert run("validate", "lengths.npy").code == 0
+
+
+def write(path: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).write_text(content, encoding="utf-8") and None
+
+
+def newer_plan(folder: Path) -> None:
+    plan = folder / "chunkplan-out" / "plan"
+    plan.mkdir(parents=True)
+    (plan / "manifest.json").write_text('{"kind": "plan", "schema_version": 99, "tool_version": "9.0"}')
+
+
+def something_else(folder: Path) -> None:
+    np.save(folder / "lengths.npy", np.array([3]))
+    (folder / "photos").mkdir()
+    (folder / "photos" / "one.jpg").write_text("")
+
+
+def good_text(folder: Path) -> None:
+    (folder / "good.jsonl").write_text('{"text": "a"}\n')
+
+
+BUILD = ("build", "lengths.npy", "--chunk-size", 8, "--k", 1)
+MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str]] = {
+    "missing file": (lambda folder: None, ("analyze", "nothing.jsonl"), 2, "nothing.jsonl"),
+    "unreadable line": (
+        write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
+        ("analyze", "bad.jsonl"),
+        3,
+        "bad.jsonl:2",
+    ),
+    "unknown schema": (write("odd.jsonl", '{"body": "a"}\n'), ("analyze", "odd.jsonl"), 3, "body"),
+    "empty dataset": (write("none.jsonl", ""), ("analyze", "none.jsonl"), 3, "none.jsonl"),
+    "tokenizer missing": (good_text, ("analyze", "good.jsonl", "--tokenizer", "nowhere"), 2, "nowhere"),
+    "no analysis yet": (lambda folder: None, ("build", "--chunk-size", 8, "--k", 1), 2, "there is no analysis"),
+    "no plan yet": (lambda folder: None, ("inspect",), 2, "there is no plan"),
+    "no plan to validate": (lambda folder: None, ("validate",), 2, "there is no plan"),
+    "chunk size below 1": (something_else, ("build", "lengths.npy", "--chunk-size", 0, "--k", 1), 2, "chunk-size is 0"),
+    "K below 1": (something_else, ("build", "lengths.npy", "--chunk-size", 8, "--k", 0), 2, "k is 0"),
+    "chunk size not given": (something_else, ("build", "lengths.npy", "--k", 1), 2, "--chunk-size is missing"),
+    "newer schema": (newer_plan, ("inspect",), 3, "schema version 99"),
+    "unknown key in a config": (
+        lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks = 3\n")),
+        (*BUILD, "--config", "c.toml"),
+        2,
+        "unknown option `chunks`",
+    ),
+    "config that is not TOML": (
+        lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks ==\n")),
+        (*BUILD, "--config", "c.toml"),
+        3,
+        "not TOML",
+    ),
+    "output holds something else": (
+        something_else,
+        (*BUILD, "--output", "photos"),
+        2,
+        "neither an analysis nor a plan",
+    ),
+    "lengths that are none": (write("x.npy", "no"), ("build", "x.npy", "--chunk-size", 8, "--k", 1), 3, "x.npy"),
+    "parity of no numbers": (
+        lambda folder: None,
+        ("parity", "--lengths", "a,b", "--chunk-size", 8, "--k", 1),
+        2,
+        "expected whole numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(run: Run, tmp_path: Path, mistake: str) -> None:
+    prepare, words, code, message = MISTAKES[mistake]
+    prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ran = run(*words)
+    assert ran.code == code
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert "\nhint: " in ran.err
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()] == []
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
+    run(*BUILD)
+    ran = run("inspect", "--step", 7)
+    assert (ran.code, ran.out) == (2, "")
+    assert "hint: the plan has steps 0 to 0" in ran.err
+
+
+def test_parity_without_torch_names_the_extra(tmp_path: Path) -> None:
+    """A folder with a `torch` that cannot be imported, first on the path, stands for an environment without it."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chunkplan_cli.main import main; main()"
+    words = ["parity", "--lengths", "9,8", "--chunk-size", "4", "--k", "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "torch is not installed" in ran.stderr
+    assert "hint: pip install 'chunkplan[runtime]'" in ran.stderr
+
+
+def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("parity", "--lengths", "70,13,9", "--chunk-size", 16, "--k", 2)
+    document = json.loads(run(*words, "--json").out)
+    assert 0 <= document["max_relative_error"] <= 1e-12
+    assert document["chunks"]["dependent"] == 5
+    shown = run(*words)
+    assert shown.code == 0
+    assert "exact: worst relative error" in shown.out
+    monkeypatch.setattr("chunkplan_runtime.parity.TOLERANCE", 1e-30)
+    assert run(*words).code == 1
+
+
+def test_readme_commands_exist() -> None:
+    """Every `chunkplan` command and option in the README is one the command line has."""
+    import typer
+
+    from chunkplan_cli.main import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.split("#")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    typed = [line.removeprefix("$ ").split() for line in lines if re.match(r"(\$ )?chunkplan ", line)]
+    assert {words[1] for words in typed} == set(commands)
+    for words in typed:
+        known = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_console_script_is_installed_and_knows_its_version() -> None:
+    script = Path(sys.executable).with_name("chunkplan")
+    assert script.exists(), shutil.which("chunkplan")
+    shown = subprocess.run([str(script), "--version"], check=True, capture_output=True, text=True).stdout
+    assert re.fullmatch(r"chunkplan \d+\.\d+\.\d+\n", shown)
