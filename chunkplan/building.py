@@ -14,7 +14,7 @@ from chunkplan.arrays import Int32Array
 from chunkplan.cost.flops import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import replace_folder
+from chunkplan.planfile.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import describe_plan, write_plan
@@ -37,9 +37,10 @@ def build(
         UsageError: there is no analysis, `output` holds something else, or no step is left after dropping.
         DataError: the analysis is damaged.
     """
-    tables, manifest = compute_plan(analysis, output, config, cost=cost, progress=progress)
     output = Path(output)
-    with replace_folder(output) as folder:
+    refuse_other_content(output, "plan")
+    tables, manifest = compute_plan(analysis, output, config, cost=cost, progress=progress)
+    with replace_folder(output, "plan") as folder:
         write_plan(folder, tables, manifest)
     return Plan(path=output, manifest=manifest)
 

@@ -48,9 +48,9 @@ class RankChunks:
 def make_chunks(num_tokens: Int32Array, chunk_size: int, k: int) -> RankChunks:
     """Split sequences over `chunk_size` into groups of dependent chunks and pack the others into standalone ones.
 
-    Standalone chunks come first, then the groups, longest first: on a pipeline the short chunks fill the warm-up. The
-    last min(N, K) chunks of a group keep their activations. Without sequences there is one zero-loss chunk, so that
-    every rank takes part in every step.
+    Standalone chunks come first, then the groups, longest last: on a pipeline the forwards that run between a group's
+    backwards are then those of a longer group, most of which hold no activations. The last min(N, K) chunks of a
+    group keep theirs. Without sequences there is one zero-loss chunk, so that every rank takes part in every step.
     """
     short = np.flatnonzero(num_tokens <= chunk_size)
     bins = best_fit_decreasing(num_tokens[short], chunk_size)
@@ -58,7 +58,7 @@ def make_chunks(num_tokens: Int32Array, chunk_size: int, k: int) -> RankChunks:
     num_standalone = int(bins.max()) + 1 if bins.size else 0
 
     split = np.flatnonzero(num_tokens > chunk_size)
-    split = split[np.argsort(-num_tokens[split].astype(np.int64), kind="stable")]
+    split = split[np.argsort(num_tokens[split], kind="stable")]
     sizes = -(-num_tokens[split].astype(np.int64) // chunk_size)
     group = np.repeat(np.arange(split.size), sizes)
     index = np.arange(group.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)

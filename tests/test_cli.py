@@ -246,7 +246,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         something_else,
         (*BUILD, "--output", "photos"),
         2,
-        "neither an analysis nor a plan",
+        "is not just a plan",
     ),
     "lengths that are none": (write("x.npy", "no"), ("build", "x.npy", "--chunk-size", 8, "--k", 1), 3, "x.npy"),
     "parity of no numbers": (

@@ -242,7 +242,7 @@ def test_a_source_without_any_target_fails_loudly(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_32_bits_is_an_error_and_never_wraps(tmp_path: Path) -> None:
-    with replace_folder(tmp_path / "out") as folder:
+    with replace_folder(tmp_path / "out", "analysis") as folder:
         intake = module._Intake(module.AnalysisWriter(folder), None, None)
         assert intake._cut(2**31 - 1, "x:1") == 2**31 - 1
         with pytest.raises(DataError, match="2147483648 tokens") as caught:

@@ -62,7 +62,7 @@ def analyze(
     files = find_files([paths] if isinstance(paths, (str, Path)) else paths)
     encoder = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
     total = sum(file.stat().st_size for file in files)
-    with replace_folder(Path(output)) as folder:
+    with replace_folder(Path(output), "analysis") as folder:
         intake = _Intake(AnalysisWriter(folder), encoder, max_length)
         done = 0
         for file in files:

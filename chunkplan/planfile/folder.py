@@ -12,22 +12,25 @@ from chunkplan.errors import UsageError
 
 MANIFEST = "manifest.json"
 
+#: What each kind of folder holds. One that holds anything else, such as a run's weights, is never replaced.
+_CONTENTS = {
+    "analysis": {MANIFEST, "sequences.parquet", "tokens"},
+    "plan": {MANIFEST, "steps.parquet", "chunks.parquet", "schedule.parquet"},
+}
+
 
 @contextmanager
-def replace_folder(target: Path) -> Iterator[Path]:
+def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     """Yield a temporary folder beside `target` that takes its place when the block ends without an error.
 
-    A killed run leaves the old folder or none, never half of a new one. Only an empty folder or one with a manifest
-    (an analysis or a plan) is replaced.
+    A killed run leaves the old folder or none, never half of a new one. Only an empty folder or one of the same kind
+    ("analysis" or "plan"), with nothing else in it, is replaced.
 
     Raises:
-        UsageError: `target` is a file, or a folder with other things in it.
+        UsageError: `target` is something else.
     """
-    if target.exists() and not is_replaceable(target):
-        raise UsageError(
-            f"{target} exists and is neither an analysis nor a plan",
-            hint="choose another folder; this one would have been replaced as a whole",
-        )
+    refuse_other_content(target, kind)
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
@@ -46,9 +49,14 @@ def replace_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def is_replaceable(target: Path) -> bool:
-    """Whether `target` is a folder that an analysis or a plan may replace."""
-    return target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))
+def refuse_other_content(target: Path, kind: str) -> None:
+    """Raise the UsageError of `replace_folder`; before long work, so that it is not done in vain."""
+    if not target.exists() or (target.is_dir() and {path.name for path in target.iterdir()} <= _CONTENTS[kind]):
+        return
+    raise UsageError(
+        f"{target} exists and is not just {'an analysis' if kind == 'analysis' else 'a plan'}",
+        hint="give another --output; this one would have been replaced as a whole",
+    )
 
 
 def _sync(path: Path) -> None:

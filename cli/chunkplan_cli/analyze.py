@@ -70,10 +70,9 @@ def _document(path: Path, report: dict[str, Any], manifest: dict[str, Any]) -> d
 def _describe_old(target: Path) -> str | None:
     """What `target` holds now, in words, if it is something that the new analysis replaces."""
     from chunkplan.errors import ChunkplanError
-    from chunkplan.planfile.folder import is_replaceable
     from chunkplan.planfile.manifest import read_manifest
 
-    if not is_replaceable(target) or not any(target.iterdir()):
+    if not target.is_dir() or not any(target.iterdir()):
         return None
     try:
         manifest = read_manifest(target, "analysis")

@@ -29,7 +29,7 @@ def build(
     analysis: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[ANALYSIS]",
+            metavar="ANALYSIS",
             help="An analysis, or a .parquet/.npy file with one column of lengths. Default: WORKSPACE/analysis.",
             show_default=False,
         ),
@@ -38,25 +38,15 @@ def build(
     k: Annotated[
         int | None, typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations at once.")
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences a step. [default: 256]", show_default=False)
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(metavar="N", help="Passes over the data. [default: 1]", show_default=False)
-    ] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences a step. Default: 256.")] = None,
+    epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data. Default: 1.")] = None,
     last_batch: Annotated[
         LastBatch | None,
-        typer.Option(help="A short last batch of an epoch. [default: keep]", show_default=False),
+        typer.Option(help="A short last batch of an epoch. Default: keep."),
     ] = None,
-    dp: Annotated[
-        int | None, typer.Option("--dp", metavar="N", help="Data-parallel ranks. [default: 1]", show_default=False)
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option("--pp", metavar="N", help="Pipeline stages. [default: 1]", show_default=False)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed of the shuffle. [default: 0]", show_default=False)
-    ] = None,
+    dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Data-parallel ranks. Default: 1.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline stages. Default: 1.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the shuffle. Default: 0.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="These options as `chunk-size = 8192`; options given win.")
     ] = None,
@@ -75,7 +65,7 @@ def build(
     """
     from chunkplan.building import compute_plan
     from chunkplan.errors import UsageError
-    from chunkplan.planfile.folder import replace_folder
+    from chunkplan.planfile.folder import refuse_other_content, replace_folder
     from chunkplan.planfile.load import load_analysis
     from chunkplan.planfile.plan_writer import write_plan
     from chunkplan.summary import summarize_plan
@@ -100,12 +90,13 @@ def build(
             f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
         )
     target = output or place.plan
+    refuse_other_content(target, "plan")
     lengths = load_analysis(source)
     replaced = _describe_old(target)
     with progress("planning", "steps") as report_progress:
         tables, manifest = compute_plan(lengths, target, plan_config, progress=report_progress)
     if not dry_run:
-        with replace_folder(target) as folder:
+        with replace_folder(target, "plan") as folder:
             write_plan(folder, tables, manifest)
 
     summary = summarize_plan(tables, manifest)
@@ -155,10 +146,9 @@ def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:
 def _describe_old(target: Path) -> str | None:
     """What `target` holds now, in words, if it is something that the new plan replaces."""
     from chunkplan.errors import ChunkplanError
-    from chunkplan.planfile.folder import is_replaceable
     from chunkplan.planfile.load import load_plan
 
-    if not is_replaceable(target) or not any(target.iterdir()):
+    if not target.is_dir() or not any(target.iterdir()):
         return None
     try:
         old = load_plan(target)

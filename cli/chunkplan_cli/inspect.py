@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def inspect(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[PLAN|ANALYSIS]", help="What to show. Default: WORKSPACE/plan.", show_default=False),
+        typer.Argument(metavar="PLAN|ANALYSIS", help="What to show. Default: WORKSPACE/plan.", show_default=False),
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="Show the chunks and actions of one step.")] = None,
     workspace: Annotated[

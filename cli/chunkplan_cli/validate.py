@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def validate(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[PLAN|ANALYSIS]", help="What to check. Default: WORKSPACE/plan.", show_default=False),
+        typer.Argument(metavar="PLAN|ANALYSIS", help="What to check. Default: WORKSPACE/plan.", show_default=False),
     ] = None,
     analysis: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")

@@ -67,7 +67,7 @@ def parity(
     if not lengths or min(lengths) < 1 or max(lengths) < 2:
         raise UsageError(
             "parity needs sequences of at least one token, and one of at least two",
-            hint="give lengths such as 40 5 17",
+            hint="--lengths 700,130,90",
         )
     config = small_config(max_positions=max(lengths)) if model_config is None else read_config(model_config)
     with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
