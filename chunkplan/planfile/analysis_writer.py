@@ -15,7 +15,8 @@ from chunkplan.planfile.manifest import write_manifest
 from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS
 from chunkplan.version import __version__
 
-#: A record batch is cut at whichever comes first; both keep it far below the 2^31 offsets of an Arrow list.
+#: A record batch is cut before either is passed, so that only a single sequence can make it larger: never beyond the
+#: 2^31 - 1 offsets of an Arrow list.
 _BATCH_TOKENS = 4 << 20
 _BATCH_ROWS = 4096
 _PART_TOKENS = 64 << 20
@@ -39,11 +40,11 @@ class AnalysisWriter:
     def add(self, source: int, record: int, input_ids: Int32Array, target: BoolArray) -> None:
         """Append a sequence with its tokens: int32 [n] and bool [n], target[0] false."""
         assert len(input_ids) == len(target) > 0 and not target[0]
+        if self._row_tokens + len(input_ids) > _BATCH_TOKENS or len(self._rows) >= _BATCH_ROWS:
+            self._flush()
         self.add_length(source, record, len(input_ids), int(target.sum()))
         self._rows.append((input_ids, target))
         self._row_tokens += len(input_ids)
-        if self._row_tokens >= _BATCH_TOKENS or len(self._rows) >= _BATCH_ROWS:
-            self._flush()
 
     def add_length(self, source: int, record: int, num_tokens: int, num_target_tokens: int) -> None:
         """Append a sequence of which only the length is known."""
