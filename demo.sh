@@ -5,7 +5,9 @@ cd "$(dirname "$0")"
 started=$SECONDS
 export HF_HUB_OFFLINE=1
 
-say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+bold='' plain=''
+if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+say() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
 run() { printf '$ %s\n' "$*"; "$@"; }
 
 say "1. How long are the sequences? (1,000 real records, four schemas)"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+import chunkplan
 from chunkplan.planfile import schema
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
 from chunkplan.validation import PLAN_INVARIANTS
@@ -72,3 +73,17 @@ def test_the_format_names_every_column_op_and_invariant() -> None:
     for word in (*schema.OPS, *PLAN_INVARIANTS, *ANALYSIS_INVARIANTS):
         assert f"`{word}`" in FORMAT, word
     assert f"Schema version {schema.SCHEMA_VERSION}." in FORMAT
+
+
+def test_the_sample_data_is_what_its_readme_says(tmp_path: Path) -> None:
+    """Records, tokens and longest of every file; all together within the 5 MB that a clone may cost."""
+    text = (ROOT / "sample_data" / "README.md").read_text(encoding="utf-8")
+    sources = ROOT / "sample_data"
+    analysis = chunkplan.analyze([sources], tmp_path / "analysis", tokenizer=sources / "tokenizer")
+    for index, source in enumerate(analysis.manifest["sources"]):
+        path = Path(source["path"])
+        lengths = analysis.num_tokens[analysis.source == index]
+        [row] = re.findall(rf"^\| `{path.name}` \| `.*?\| ([0-9,]+ \| [0-9,]+) \| [0-9,]+ \| ([0-9,]+) \|", text, re.M)
+        assert row == (f"{len(lengths):,} | {lengths.sum():,}", f"{lengths.max():,}")
+    assert sum(path.stat().st_size for path in sources.rglob("*")) <= 5_000_000
+    assert [(analysis.num_tokens > low).sum() for low in (8192, 32768, 100_000)] == [20, 4, 1]
