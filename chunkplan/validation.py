@@ -12,10 +12,10 @@ from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analys
 from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL, ChunkColumns
 from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, RankSchedule
 from chunkplan.planfile.folder import MANIFEST
-from chunkplan.planfile.hashing import combine_hashes, content_hash
+from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.planfile.violation import Violation
 
 #: Every invariant of a plan, in the order it is checked.
@@ -118,15 +118,11 @@ def _validation(
 def _check_hashes(plan: Plan, analysis: Analysis) -> list[Violation]:
     """The files hold what the manifest was written for, and the analysis is the one the plan was built from."""
     stated = plan.manifest["content_hashes"]
-    tables = {
-        "steps": (plan.steps(), STEPS),
-        "chunks": (plan.chunks(), CHUNKS),
-        "schedule": (plan.schedule(), SCHEDULE),
-    }
+    tables = {"steps": plan.steps(), "chunks": plan.chunks(), "schedule": plan.schedule()}
     violations = [
-        Violation("content-hash", f"{name}.parquet does not hold what the manifest was written for")
-        for name, (table, schema) in tables.items()
-        if content_hash(table, schema) != stated.get(name)
+        Violation("content-hash", f"{name} is not what the manifest was written for")
+        for name, actual in hash_plan(tables, plan.config).items()
+        if actual != stated[name]
     ]
     if combine_hashes(stated) != plan.content_hash:
         violations.append(Violation("content-hash", "the plan's hash is not that of its files' hashes"))

@@ -126,9 +126,27 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         plan.mkdir()
         manifest = describe_plan(
             written,
-            config={"chunk_size": chunk_size, "k": k, "dp": dp, "pp": pp, "global_batch": len(sequences)},
-            analysis={"path": "../analysis", "content_hash": described["content_hash"]},
-            totals={},
+            config={
+                "chunk_size": chunk_size,
+                "k": k,
+                "dp": dp,
+                "pp": pp,
+                "global_batch": len(sequences),
+                "epochs": 1,
+                "last_batch": "keep",
+                "seed": 0,
+            },
+            analysis={"path": "../analysis", "content_hash": described["content_hash"], "exact": True},
+            totals={
+                "num_steps": len(steps),
+                "num_chunks": len(tables["chunks"]),
+                "num_sequences": len(sequences),
+                "num_tokens": sum(row["num_tokens"] for row in tables["steps"]),
+                "num_target_tokens": sum(row["num_target_tokens"] for row in tables["steps"]),
+                "longest_sequence": max(len(ids) for ids, _ in sequences),
+                "num_dropped_sequences": 0,
+            },
+            predictions={"cost_model": {"flops_per_second": 1.0}, "predicted_us": 1.0, "lower_bound_us": 1.0},
         )
         write_plan(plan, written, manifest)
         return plan, analysis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,12 @@ def analysis(tmp_path: Path) -> Path:
         target = random.random(length) < 0.7
         target[0] = False
         writer.add(0, record, random.integers(0, 50, length, dtype=np.int32), target)
-    writer.finish(exact=True, sources=[{"records": len(LENGTHS)}], rejected={}, max_token_id=49)
+    writer.finish(
+        exact=True,
+        sources=[{"path": "d.jsonl", "schema": "text", "records": len(LENGTHS)}],
+        rejected={},
+        max_token_id=49,
+    )
     return folder
 
 
@@ -54,8 +60,7 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
     tables = {name: pa.Table.from_pylist(rows[name], schema) for name, schema in SCHEMAS.items()}
     manifest = json.loads((plan / "manifest.json").read_text())
     manifest["config"].update(config)
-    hashed = describe_plan(tables)
-    write_plan(plan, tables, {**manifest, **hashed})
+    write_plan(plan, tables, {**manifest, **describe_plan(tables, config=manifest["config"])})
 
 
 def find(rows: Rows, **wanted: Any) -> dict[str, Any]:
@@ -332,3 +337,48 @@ def test_a_torn_file_is_refused(plan: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"chunks\.parquet"):
         validate(plan)
+
+
+def entries(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else []
+    )
+    return [below for key, value in items for below in [(*path, key), *entries(value, (*path, key))]]
+
+
+def damage(document: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        document = document[key]
+    if value is Ellipsis:
+        del document[path[-1]]
+    else:
+        document[path[-1]] = value
+
+
+@pytest.mark.parametrize("kind", ["plan", "analysis"])
+def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
+    plan: Path, analysis: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever entry is missing or of another type: `inspect` and `validate` say so, with their exit codes."""
+    from chunkplan_cli.main import main
+
+    file = {"plan": plan, "analysis": analysis}[kind] / "manifest.json"
+    whole = file.read_text()
+    accepted = []
+    for path in entries(json.loads(whole)):
+        for value in (..., None, "x", -1, 2**70, float("nan"), [], {}, True):
+            document = json.loads(whole)
+            damage(document, path, value)
+            file.write_text(json.dumps(document))
+            for command in ("inspect", "validate"):
+                monkeypatch.setattr(sys, "argv", ["chunkplan", command, str(file.parent)])
+                with pytest.raises(SystemExit) as end:
+                    main()
+                    raise SystemExit(0)
+                assert end.value.code in (0, None, 2, 3, 4), (command, path, value, capsys.readouterr().err)
+                if command == "validate" and not end.value.code:
+                    accepted.append(path[0])
+            capsys.readouterr()
+    described = {"tool_version", "seed", "epochs", "sources", "predictions", "totals", "truncated", "analysis"}
+    assert set(accepted) <= described | {"exact", "max_token_id", "tokens", "rejected"}

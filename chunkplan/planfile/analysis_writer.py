@@ -75,6 +75,10 @@ class AnalysisWriter:
                 "num_tokens": sum(self._columns["num_tokens"]),
                 "num_target_tokens": sum(self._columns["num_target_tokens"]),
             },
+            "sources": [],
+            "rejected": {},
+            "truncated": {"num_sequences": 0, "num_tokens": 0},
+            "max_token_id": None,
             "tokens": self._parts,
             **described,
         }

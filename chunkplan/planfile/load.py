@@ -6,10 +6,9 @@ from pathlib import Path
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import content_hash
 from chunkplan.planfile.lengths_file import load_lengths
-from chunkplan.planfile.manifest import entry, read_manifest
+from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import read_table
@@ -27,12 +26,7 @@ def load_analysis(path: str | Path) -> Analysis:
         return load_lengths(path)
     manifest = read_manifest(path, "analysis")
     table = read_table(path / "sequences.parquet", SEQUENCES)
-    hashes = entry(manifest, "content_hashes", dict, path)
-    entry(manifest, "exact", bool, path)
-    for part in entry(manifest, "tokens", list, path):
-        if not isinstance(part, dict) or part.keys() < {"file", "first_sequence_id", "rows"}:
-            raise DataError("`tokens` does not describe part files", where=str(path / MANIFEST), hint="analyze again")
-    if hashes.get("sequences") != content_hash(table, SEQUENCES):
+    if manifest["content_hashes"]["sequences"] != content_hash(table, SEQUENCES):
         raise DataError(
             "the lengths are not those the manifest was written for (content hash differs)",
             where=str(path / "sequences.parquet"),
@@ -40,7 +34,7 @@ def load_analysis(path: str | Path) -> Analysis:
         )
     return Analysis(
         path=path,
-        content_hash=entry(manifest, "content_hash", str, path),
+        content_hash=manifest["content_hash"],
         manifest=manifest,
         **{name: table.column(name).to_numpy() for name in SEQUENCES.names[1:]},
     )
@@ -55,12 +49,6 @@ def load_plan(path: str | Path) -> Plan:
     """
     path = Path(path)
     manifest = read_manifest(path, "plan")
-    for name in ("config", "totals", "analysis", "content_hashes"):
-        entry(manifest, name, dict, path)
-    for name in ("analysis.path", "analysis.content_hash", "content_hash"):
-        entry(manifest, name, str, path)
-    for name in ("chunk_size", "k", "dp", "pp", "global_batch"):
-        entry(manifest, f"config.{name}", int, path)
     for name in ("steps.parquet", "chunks.parquet", "schedule.parquet"):
         if not (path / name).is_file():
             raise DataError(f"{name} is missing", where=str(path), hint="build the plan again")

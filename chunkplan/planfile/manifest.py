@@ -1,4 +1,4 @@
-"""manifest.json: read with its version checked, written with sorted, indented keys."""
+"""manifest.json: read with its version and entries checked, written indented."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.folder import MANIFEST
+from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN, find_mismatch
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
@@ -24,7 +25,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
-        DataError: it is not JSON, is of the other kind, or was written by a newer schema.
+        DataError: it is not JSON, is of the other kind, was written by a newer schema, or lacks an entry.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -33,7 +34,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         raise UsageError(what, hint=f"`{command}` writes one; give its folder")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("kind") not in ("analysis", "plan"):
         raise DataError("not the manifest of an analysis or a plan", where=str(path), hint=_HINT)
@@ -44,7 +45,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             hint=f"give the folder of the {kind}",
         )
     version = manifest.get("schema_version")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise DataError(f"schema_version is {version!r}, expected a whole number from 1", where=str(path), hint=_HINT)
     if version > SCHEMA_VERSION:
         raise DataError(
@@ -53,20 +54,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             where=str(path),
             hint="upgrade chunkplan, or analyze and build again with this version",
         )
+    mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
+    if mismatch:
+        raise DataError(mismatch, where=str(path), hint=_HINT)
     return manifest
-
-
-def entry(manifest: dict[str, Any], path: str, kind: type | tuple[type, ...], folder: Path) -> Any:
-    """The value at a dotted path of a manifest read from `folder`.
-
-    Raises:
-        DataError: it is missing or not of `kind`.
-    """
-    value: Any = manifest
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise DataError(
-            f"`{path}` is missing or not what it should be ({value!r})", where=str(folder / MANIFEST), hint=_HINT
-        )
-    return value

@@ -1,0 +1,116 @@
+"""What a manifest has to hold: every entry that a reader relies on, with what it may be.
+
+A manifest may come from anywhere. It is checked here once, when it is read, so that nothing behind has to.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+#: A dict of entries (one whose name ends in "?" may be missing), a list of one kind of entry, or a test with the words
+#: for what it expects.
+Expected = dict[str, Any] | list[Any] | tuple[Callable[[Any], bool], str]
+
+_MOST = 2**63 - 1
+_PART_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
+
+
+def whole(least: int = 0) -> Expected:
+    """A whole number from `least` on."""
+    return lambda value: type(value) is int and least <= value <= _MOST, f"a whole number from {least}"
+
+
+def or_null(expected: tuple[Callable[[Any], bool], str]) -> Expected:
+    """`expected`, or null."""
+    test, words = expected
+    return lambda value: value is None or test(value), f"{words}, or null"
+
+
+TEXT = (lambda value: isinstance(value, str), "a string")
+FLAG = (lambda value: isinstance(value, bool), "true or false")
+OBJECT = (lambda value: isinstance(value, dict), "an object")
+NUMBER = (lambda value: type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number from 0")
+COUNTS = (
+    lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
+    "whole numbers by name",
+)
+PART_FILE = (
+    lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
+    "the name of a part file in tokens/",
+)
+KEEP_OR_DROP = (lambda value: value in ("keep", "drop"), '"keep" or "drop"')
+
+ANALYSIS: Expected = {
+    "content_hash": TEXT,
+    "content_hashes": {"sequences": TEXT},
+    "totals": COUNTS,
+    "sources": [{"path": TEXT, "records": whole(), "schema": or_null(TEXT)}],
+    "exact": FLAG,
+    "rejected": COUNTS,
+    "truncated": {"num_sequences": whole(), "num_tokens": whole()},
+    "max_token_id": or_null(whole()),  # type: ignore[arg-type]
+    "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
+}
+
+PLAN: Expected = {
+    "content_hash": TEXT,
+    "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT},
+    "config": {
+        "chunk_size": whole(1),
+        "k": whole(1),
+        "global_batch": whole(1),
+        "epochs": whole(1),
+        "last_batch": KEEP_OR_DROP,
+        "dp": whole(1),
+        "pp": whole(1),
+        "seed": whole(),
+        "memory_tokens?": whole(1),
+    },
+    "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG},
+    "totals": {
+        "num_steps": whole(),
+        "num_chunks": whole(),
+        "num_sequences": whole(),
+        "num_tokens": whole(),
+        "num_target_tokens": whole(),
+        "longest_sequence": whole(),
+        "num_dropped_sequences": whole(),
+    },
+    "predictions": {
+        "cost_model": {"flops_per_second": NUMBER},
+        "predicted_us": NUMBER,
+        "lower_bound_us": NUMBER,
+    },
+}
+
+
+def find_mismatch(value: Any, expected: Expected, path: str = "") -> str | None:
+    """What is wrong with `value`, in words that name the entry, or None."""
+    if isinstance(expected, dict):
+        if not isinstance(value, dict):
+            return f"`{path}` is {_shown(value)}, expected an object"
+        for key, inner in expected.items():
+            name = key.removesuffix("?")
+            below = f"{path}.{name}" if path else name
+            if name not in value:
+                if key.endswith("?"):
+                    continue
+                return f"`{below}` is missing"
+            if found := find_mismatch(value[name], inner, below):
+                return found
+        return None
+    if isinstance(expected, list):
+        if not isinstance(value, list):
+            return f"`{path}` is {_shown(value)}, expected a list"
+        mismatches = (find_mismatch(item, expected[0], f"{path}[{index}]") for index, item in enumerate(value))
+        return next((found for found in mismatches if found), None)
+    test, words = expected
+    return None if test(value) else f"`{path}` is {_shown(value)}, expected {words}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
