@@ -367,9 +367,11 @@ def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
     whole = file.read_text()
     accepted = []
     for path in entries(json.loads(whole)):
-        for value in (..., None, "x", -1, 2**70, float("nan"), [], {}, True):
+        for value in (..., "x", 0, 2**70, []):
             document = json.loads(whole)
             damage(document, path, value)
+            if document == json.loads(whole):
+                continue
             file.write_text(json.dumps(document))
             for command in ("inspect", "validate"):
                 monkeypatch.setattr(sys, "argv", ["chunkplan", command, str(file.parent)])
