@@ -24,6 +24,7 @@ say "4. Train: a tiny model with random weights on this CPU, sequences cut at 40
 export CHUNKPLAN_WORKSPACE=chunkplan-out/demo
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer --max-length 4096 --json >/dev/null
 run chunkplan build --chunk-size 1024 --k 2 --global-batch 16
+rm -rf chunkplan-out/demo/run
 run torchrun --nproc-per-node 1 -m chunkplan_runtime.train --plan chunkplan-out/demo/plan \
     --model-config sample_data/model/config.json --output chunkplan-out/demo/run --max-steps 8 --lr 1e-3
 

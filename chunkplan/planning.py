@@ -20,6 +20,7 @@ from chunkplan.cost.flops import BACKWARD, CostModel
 from chunkplan.errors import UsageError
 from chunkplan.packing.bounds import lower_bound
 from chunkplan.plan_tables import PlanTables
+from chunkplan.planfile.manifest_entries import MAX_DP, MAX_PP
 from chunkplan.schedule import make_schedule
 from chunkplan.schedule.simulate import simulate
 
@@ -49,12 +50,12 @@ class PlanConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        limits = {"chunk_size": 1, "k": 1, "global_batch": 1, "epochs": 1, "dp": 1, "pp": 1, "seed": 0}
-        for name, least in limits.items():
+        for name in ("chunk_size", "k", "global_batch", "epochs", "dp", "pp", "seed"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+            least, most = int(name != "seed"), {"dp": MAX_DP, "pp": MAX_PP}.get(name, 2**31 - 1)
+            if type(value) is not int or not least <= value <= most:
                 raise UsageError(
-                    f"{name.replace('_', '-')} is {value!r}, expected a whole number from {least} to 2147483647",
+                    f"{name.replace('_', '-')} is {value!r}, expected a whole number from {least} to {most}",
                     hint="for example: chunkplan build --chunk-size 8192 --k 4",
                 )
         if self.last_batch not in ("keep", "drop"):

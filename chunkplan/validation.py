@@ -24,10 +24,14 @@ PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHE
 
 @dataclass(frozen=True)
 class Validation:
-    """What was looked at and what was found. `unchecked` could not be looked at because of another violation."""
+    """What was looked at and what was found. `unchecked` could not be looked at because of another violation.
+
+    `exact` is false where the lengths are estimated.
+    """
 
     path: str
     kind: str
+    exact: bool
     content_hash: str
     passed: tuple[str, ...]
     violations: tuple[Violation, ...]
@@ -72,7 +76,7 @@ def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analys
 
 def _validate_analysis(analysis: Analysis) -> Validation:
     violations = [] if analysis.path.is_file() else list(check_analysis(analysis))
-    return _validation(analysis.path, "analysis", analysis.content_hash, ANALYSIS_INVARIANTS, violations, [])
+    return _validation(analysis.path, "analysis", analysis, analysis.content_hash, ANALYSIS_INVARIANTS, violations, [])
 
 
 def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
@@ -93,12 +97,13 @@ def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
         except DataError as error:  # rows of a step are missing or out of order
             violations.append(Violation("schedule-rows", error.message))
             unchecked = list(SCHEDULE_CHECKS)
-    return _validation(plan.path, "plan", plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
+    return _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
 
 
 def _validation(
     path: Path,
     kind: str,
+    analysis: Analysis,
     content_hash: str,
     invariants: tuple[str, ...],
     violations: list[Violation],
@@ -108,6 +113,7 @@ def _validation(
     return Validation(
         path=str(path),
         kind=kind,
+        exact=analysis.is_exact,
         content_hash=content_hash,
         passed=tuple(name for name in invariants if name not in broken and name not in unchecked),
         violations=tuple(violations),
@@ -135,12 +141,14 @@ def _check_schedules(plan: Plan) -> list[Violation]:
     """One schedule row for every (step, rank, stage), and what each rank's stages do; the first violation of each."""
     found: dict[str, Violation] = {}
     config = plan.config
-    places = {(rank, stage) for rank in range(config["dp"]) for stage in range(config["pp"])}
+    num_places = config["dp"] * config["pp"]
     num_rows = 0
     for step in plan.iter_steps():
         num_rows += len(step.actions)
-        if set(step.actions) != places:
-            rank = min(rank for rank, _ in places.symmetric_difference(step.actions))
+        astray = [rank for rank, stage in step.actions if not (rank < config["dp"] and 0 <= stage < config["pp"])]
+        if astray or len(step.actions) != num_places:
+            absent = (rank for rank in step.chunks if any((rank, s) not in step.actions for s in range(config["pp"])))
+            rank = astray[0] if astray else next(absent)
             found.setdefault("schedule-rows", Violation("schedule-rows", "rows missing or extra", step.step, rank))
             continue
         for rank, chunks in step.chunks.items():

@@ -103,6 +103,9 @@ def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
     assert built.code == 0
     assert "ESTIMATED" in built.out
     assert "estimated from bytes" in built.err
+    assert "ESTIMATED" in run("inspect", "--step", 0).out
+    assert json.loads(run("inspect", "--step", 0, "--json").out)["exact"] is False
+    assert "estimated" in run("validate").err
     assert "next: chunkplan inspect" in built.err
     assert "plan in chunkplan-out/plan" in built.err
     inspected = run("inspect")
@@ -248,6 +251,17 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         2,
         "is not just a plan",
     ),
+    "data that was not analyzed": (good_text, ("build", "good.jsonl", "--chunk-size", 8, "--k", 1), 2, "neither an"),
+    "an option of the wrong type": (something_else, (*BUILD, "--seed", "x"), 2, "'--seed'"),
+    "a command that is none": (lambda folder: None, ("plan",), 2, "No such command"),
+    "a seed below 0": (
+        lambda folder: None,
+        ("parity", "--lengths", "9,8", "--chunk-size", 8, "--k", 1, "--seed", -1),
+        2,
+        "the seed is -1",
+    ),
+    "a cluster beyond reason": (something_else, (*BUILD, "--dp", 10**8), 2, "dp is 100000000"),
+    "an output within a file": (something_else, (*BUILD, "--output", "lengths.npy/plan"), 2, "File exists"),
     "lengths that are none": (write("x.npy", "no"), ("build", "x.npy", "--chunk-size", 8, "--k", 1), 3, "x.npy"),
     "parity of no numbers": (
         lambda folder: None,

@@ -102,7 +102,7 @@ def test_sharegpt_speakers_become_roles() -> None:
 @pytest.mark.parametrize(
     ("schema", "record", "message"),
     [
-        ("text", {"txt": "a"}, "`text` is missing, expected a string"),
+        ("text", {"txt": "a"}, "`text` missing, found the keys `txt`; the first record made this file text"),
         ("text", {"text": None}, "`text` is null, expected a string"),
         ("prompt+completion", {"prompt": "a", "completion": [1]}, "`completion` is a list, expected a string"),
         ("messages", {"messages": "a"}, "`messages` is a string, expected a list"),

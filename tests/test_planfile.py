@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 import struct
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkplan import PlanConfig, build, load_plan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -151,3 +156,62 @@ def test_a_parquet_file_that_is_not_one_column_of_lengths_is_refused(tmp_path: P
     pq.write_table(table, tmp_path / "lengths.parquet")
     with pytest.raises(DataError, match="expected one of whole numbers"):
         load_analysis(tmp_path / "lengths.parquet")
+
+
+def test_what_a_killed_run_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Of this machine and a process that is gone; what a running one or another machine is writing stays."""
+    done = subprocess.Popen(["true"])
+    done.wait()
+    host = socket.gethostname()
+    gone, mine, other = (
+        tmp_path / f".plan.tmp-{owner}-abc" for owner in (f"{host}-{done.pid}", f"{host}-{os.getpid()}", "else-1")
+    )
+    for folder in (gone, mine, other):
+        folder.mkdir()
+    fill(tmp_path / "plan", "new")
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, tmp_path / "plan"])
+
+
+def test_a_terminated_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    """SIGTERM in the middle of reading, as a cluster's scheduler sends it."""
+    command = ["-m", "chunkplan_cli.main", "analyze", "pipe.jsonl", "--workspace", "out"]
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    running = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stderr=subprocess.PIPE)
+    with (tmp_path / "pipe.jsonl").open("w") as pipe:  # opens when the command reads
+        pipe.write('{"text": "a"}\n')
+        pipe.flush()
+        assert len(list((tmp_path / "out").iterdir())) == 1
+        running.terminate()
+        assert running.wait(timeout=30) == 128 + 15
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_plan_behind_a_symbolic_link_finds_its_analysis(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
+    build(tmp_path / "lengths.npy", tmp_path / "deep" / "plan", PlanConfig(chunk_size=8, k=1))
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "plan")
+    assert load_plan(tmp_path / "link").analysis_path == tmp_path / "lengths.npy"
+
+
+@pytest.mark.parametrize("name", ["steps", "chunks", "schedule"])
+@pytest.mark.parametrize("damage", ["column missing", "nulls", "other type", "empty"])
+def test_a_table_that_is_not_the_contracts_is_refused_by_every_reader(tmp_path: Path, name: str, damage: str) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([30, 4]))
+    plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1))
+    path = tmp_path / "plan" / f"{name}.parquet"
+    table = pq.read_table(path)
+    last = table.num_columns - 1
+    column = table.column_names[last]
+    if damage == "column missing":
+        table = table.drop_columns([column])
+    elif damage == "nulls":
+        table = table.set_column(last, column, pa.nulls(len(table), table.schema.field(last).type))
+    elif damage == "other type":
+        table = table.set_column(last, column, pa.array(["x"] * len(table)))
+    else:
+        table = table.slice(0, 0)
+    pq.write_table(table, path)
+    with pytest.raises(DataError):
+        list(plan.iter_steps())
+    with pytest.raises(DataError):
+        getattr(plan, name)()

@@ -41,7 +41,7 @@ def write_analysis(folder: Path, lengths: list[int], seed: int = 0) -> Path:
         target = random.random(length) < 0.6
         target[0] = False
         writer.add(0, record, random.integers(0, 50, length, dtype=np.int32), target)
-    writer.finish(exact=True, sources=[{"path": "d.jsonl", "schema": "text", "records": len(lengths)}], rejected={})
+    writer.finish(exact=True, sources=[{"path": "d.jsonl", "schema": "text", "records": len(lengths)}])
     return folder
 
 

@@ -95,8 +95,15 @@ def test_a_sequence_longer_than_the_model_takes_is_refused_at_once(written):
         stream(written, max_positions=9)
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused(written):
-    opened = stream(written, vocab_size=22)
+def test_a_vocabulary_too_small_for_the_data_is_refused_at_once(written):
+    with pytest.raises(UsageError, match="the data has token id 22, the model's vocabulary has 22"):
+        stream(written, vocab_size=22)
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_whatever_the_manifest_says(written):
+    plan, analysis = open_plan(*written)
+    analysis.manifest["max_token_id"] = 3
+    opened = PlanStream(plan, analysis, vocab_size=22, max_positions=10)
     ((_, (work,)),) = list(opened)
     assert opened.load(work.chunks[0]).input_ids.shape == (1, 4)
     with pytest.raises(UsageError, match="token 2 of sequence 1 is id 22, the model's vocabulary has 22"):

@@ -71,8 +71,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(made, trained, t
     assert learning(tmp_path) == learning(trained)
     mine, other = (load_file(folder / "final" / "model.safetensors") for folder in (tmp_path, trained))
     assert all((mine[name] == other[name]).all() for name in other)
-    assert main(options(made, tmp_path, "--seed", "1", "--max-steps", "1")) == 0
-    assert learning(tmp_path)[0]["loss"] != learning(trained)[0]["loss"]
+    assert main(options(made, tmp_path / "other", "--seed", "1", "--max-steps", "1")) == 0
+    assert learning(tmp_path / "other")[0]["loss"] != learning(trained)[0]["loss"]
 
 
 def test_three_ranks_on_one_process_learn_what_one_does(made, tmp_path):
@@ -83,15 +83,13 @@ def test_three_ranks_on_one_process_learn_what_one_does(made, tmp_path):
         assert many == pytest.approx(one, rel=1e-6)
 
 
-def test_training_goes_on_from_saved_weights_and_says_that_it_replaces_metrics(made, trained, tmp_path, capsys):
+def test_training_goes_on_from_saved_weights(made, trained, tmp_path, capsys):
     arguments = ["--plan", str(made / "plan"), "--model", str(trained / "final"), "--output", str(tmp_path)]
-    for _ in range(2):
-        assert main([*arguments, "--max-steps", "1", "--clip", "0"]) == 0
+    assert main([*arguments, "--max-steps", "1", "--clip", "0"]) == 0
     assert metrics(tmp_path)[0]["loss"] < 0.8 * metrics(trained)[0]["loss"]
     assert len(metrics(tmp_path)) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.count("of an earlier run is replaced") == 1
     assert all(len(line) <= 100 for line in printed.err.splitlines() if line.startswith("step"))
     assert str(tmp_path / "final") in printed.err
     assert "chunkplan" not in (tmp_path / "final" / "config.json").read_text()
@@ -132,7 +130,7 @@ def test_it_runs_as_a_module_and_under_torchrun(made, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
-        assert "step 2/2  loss" in done.stderr
+        assert "step 1 of 2  loss" in done.stderr
     assert learning(tmp_path / "python") == learning(tmp_path / "torchrun")
 
 
@@ -190,12 +188,29 @@ def test_a_pipeline_plan_and_more_processes_are_refused(made, tmp_path, capsys, 
     assert "--nproc-per-node 1" in capsys.readouterr().err
 
 
-def test_an_output_that_is_something_else_is_refused_before_training(made, tmp_path, capsys):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "notes.txt").write_text("mine")
+@pytest.mark.parametrize("name", ["final", "metrics.jsonl"])
+def test_an_earlier_run_is_never_overwritten(made, tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
     assert main(options(made, tmp_path)) == 2
-    assert "is not a saved model" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert f"{name} of an earlier run is there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_refused_run_leaves_no_output(made, tmp_path, capsys):
+    """A vocabulary too small for the data, a config that transformers cannot build, an option that is no number."""
+    config = json.loads((made / "config.json").read_text())
+    for change, message in (
+        ({"vocab_size": 3, "pad_token_id": None}, "the model's vocabulary has 3"),
+        ({"pad_token_id": 97}, "pad_token_id is 97"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        assert main([*options(made, tmp_path / "run"), "--model-config", str(tmp_path / "config.json")]) in (2, 3)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([*options(made, tmp_path / "run"), "--max-steps", "abc"])
+    assert end.value.code == 2
+    assert "hint: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(made, tmp_path, capsys):

@@ -6,6 +6,7 @@ files, tokenizer and options give the same content hash.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -105,7 +106,6 @@ class _Intake:
         self._max_length = max_length
         self._rejected: Counter[str] = Counter()
         self._truncated = {"num_sequences": 0, "num_tokens": 0}
-        self._max_token_id: int | None = None
         self._num_targets = 0  # of the current source
         self.sources: list[dict[str, Any]] = []
 
@@ -130,7 +130,7 @@ class _Intake:
         self._add(batch, file)
         self.sources.append(
             {
-                "path": str(file),
+                "path": os.fsencode(file).decode("utf-8", "backslashreplace"),  # names may be any bytes
                 "format": "jsonl",
                 "schema": schema,
                 "bytes": lines.num_bytes,
@@ -171,7 +171,6 @@ class _Intake:
             exact=encoder is not None,
             rejected=dict(self._rejected),
             truncated=self._truncated,
-            max_token_id=self._max_token_id,
         )
 
     def _add(self, batch: list[tuple[int, Record]], file: Path) -> None:
@@ -194,7 +193,6 @@ class _Intake:
         input_ids, target = input_ids[:length], target[:length]
         self._writer.add(source, line, input_ids, target)
         self._num_targets += int(target.sum())
-        self._max_token_id = max(self._max_token_id or 0, int(input_ids.max()))
 
     def _reject(self, count: int) -> None:
         if count:

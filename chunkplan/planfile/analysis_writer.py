@@ -35,6 +35,7 @@ class AnalysisWriter:
         self._part: pa.ipc.RecordBatchFileWriter | None = None
         self._hasher = ContentHasher(TOKENS)
         self._flushed = 0
+        self._max_token_id: int | None = None
         self.num_sequences = 0
 
     def add(self, source: int, record: int, input_ids: Int32Array, target: BoolArray) -> None:
@@ -43,6 +44,7 @@ class AnalysisWriter:
         if self._row_tokens + len(input_ids) > _BATCH_TOKENS or len(self._rows) >= _BATCH_ROWS:
             self._flush()
         self.add_length(source, record, len(input_ids), int(target.sum()))
+        self._max_token_id = max(self._max_token_id or 0, int(input_ids.max()))
         self._rows.append((input_ids, target))
         self._row_tokens += len(input_ids)
 
@@ -78,7 +80,7 @@ class AnalysisWriter:
             "sources": [],
             "rejected": {},
             "truncated": {"num_sequences": 0, "num_tokens": 0},
-            "max_token_id": None,
+            "max_token_id": self._max_token_id,
             "tokens": self._parts,
             **described,
         }

@@ -54,7 +54,12 @@ def _check_tokens(analysis: Analysis) -> Iterator[Violation]:
     hasher = ContentHasher(TOKENS)
     first = 0
     largest = analysis.manifest.get("max_token_id")
-    for batch in analysis.tokens().batches():
+    stated = [(part["first_sequence_id"], part["rows"]) for part in analysis.manifest["tokens"]]
+    starts_stated = [first + sum(rows[:index]) for first, rows in stated for index in range(len(rows))]
+    for start, batch in zip(starts_stated, analysis.tokens().batches(), strict=True):
+        if start != first:
+            yield Violation("tokens", f"the manifest has sequence {start} where {first} is")
+            return
         hasher.update(batch)
         rows = slice(first, first + batch.num_rows)
         ids, target = batch.column("input_ids"), batch.column("target")

@@ -114,10 +114,15 @@ def check_chunk_ids(columns: ChunkColumns) -> Violation | None:
     if found:
         return found
     num_steps = len(columns.steps["step"])
-    absent = np.setdiff1d(np.arange(num_steps * dp), place)
-    if absent.size:
-        return Violation("chunk-ids", "a rank without chunks", int(absent[0] // dp), int(absent[0] % dp), None)
-    return columns.at("chunk-ids", lambda row: "chunks of a step that is not in steps.parquet", place >= num_steps * dp)
+    found = columns.at("chunk-ids", lambda row: "chunks of a step not in steps.parquet", place >= num_steps * dp)
+    if found:
+        return found
+    present = np.unique(place)
+    if len(present) < num_steps * dp:
+        gaps = np.flatnonzero(present != np.arange(len(present)))
+        absent = int(gaps[0]) if gaps.size else len(present)
+        return Violation("chunk-ids", "a rank without chunks", absent // dp, absent % dp)
+    return None
 
 
 def check_steps(columns: ChunkColumns) -> Violation | None:
@@ -126,9 +131,10 @@ def check_steps(columns: ChunkColumns) -> Violation | None:
     num_sequences, batch = columns.analysis.num_sequences, config["global_batch"]
     full, rest = divmod(num_sequences, batch)
     sizes = [batch] * full + ([rest] if rest and config["last_batch"] == "keep" else [])
+    num_steps = len(sizes) * config["epochs"]
+    if len(steps["step"]) != num_steps:
+        return Violation("batch-sizes", f"{len(steps['step'])} steps, expected {num_steps}")
     expected = np.tile(np.array(sizes, np.int64), config["epochs"])
-    if len(steps["step"]) != len(expected):
-        return Violation("batch-sizes", f"{len(steps['step'])} steps, expected {len(expected)}")
     epochs = np.repeat(np.arange(config["epochs"]), len(sizes))
     bad = (steps["step"] != np.arange(len(expected))) | (steps["epoch"] != epochs)
     found = columns.at_step("batch-sizes", lambda row: "step or epoch is out of order", bad)
@@ -274,17 +280,35 @@ def check_totals(columns: ChunkColumns) -> Violation | None:
         if found:
             return found
     bad = (steps["num_chunks"] < steps["chunks_lower_bound"]) | (
-        steps["optimal"] & (steps["num_chunks"] != steps["chunks_lower_bound"])
+        steps["optimal"] != (steps["num_chunks"] == steps["chunks_lower_bound"])
     )
     found = columns.at_step("totals", lambda row: "num_chunks, its lower bound and `optimal` contradict", bad)
     if found:
         return found
-    totals = columns.plan.manifest["totals"]
-    names = ("num_sequences", "num_tokens", "num_target_tokens", "num_chunks")
-    actual_totals = {"num_steps": num_steps, **{name: int(steps[name].sum()) for name in names}}
-    for name, value in actual_totals.items():
-        if totals.get(name) != value:
-            return Violation("totals", f"manifest says {name} = {totals.get(name)}, the steps have {value}")
+    found = columns.at("totals", lambda row: "a negative cost", chunks["cost"] < 0)
+    return found or _check_manifest_totals(columns)
+
+
+def _check_manifest_totals(columns: ChunkColumns) -> Violation | None:
+    steps, config, manifest = columns.steps, columns.config, columns.plan.manifest
+    num_sequences = columns.analysis.num_sequences
+    sums = {name: int(steps[name].sum()) for name in ("num_sequences", "num_tokens", "num_target_tokens", "num_chunks")}
+    actual = {
+        "totals": {
+            "num_steps": len(steps["step"]),
+            **sums,
+            "longest_sequence": int(columns.analysis.num_tokens.max()),
+            "num_dropped_sequences": config["epochs"] * num_sequences - sums["num_sequences"],
+        },
+        "predictions": {name: sum(steps[name].tolist()) for name in ("predicted_us", "lower_bound_us")},
+    }
+    for entry, values in actual.items():
+        for name, value in values.items():
+            if manifest[entry][name] != value:
+                return Violation("totals", f"manifest says {name} = {manifest[entry][name]}, counted {value}")
+    for name in ("seed", "epochs"):
+        if manifest.get(name) != config[name]:
+            return Violation("totals", f"manifest says {name} = {manifest.get(name)}, its config {config[name]}")
     return None
 
 

@@ -35,10 +35,17 @@ class RankSchedule:
 
 def check_actions(rank: RankSchedule) -> Complaint | None:
     """Each chunk has exactly one first forward and one backward (or input before weight) on every model part."""
+    num_actions = sum(map(len, rank.stages))
+    for stage, everything in enumerate(rank.stages):
+        for action in everything:
+            if not 0 <= action.virtual_stage < num_actions:
+                return f"stage {stage} names virtual stage {action.virtual_stage}", action.chunk_id
+            if action.op not in OPS:
+                return f"stage {stage} does `{action.op}`, expected one of {', '.join(OPS)}", action.chunk_id
     for stage, virtual, actions in rank.parts():
         seen: dict[int, list[str]] = {chunk.chunk_id: [] for chunk in rank.chunks}
         for action in actions:
-            if action.chunk_id not in seen or action.op not in OPS or action.virtual_stage < 0:
+            if action.chunk_id not in seen:
                 return f"stage {stage} does `{action.op}` with a chunk that is not there", action.chunk_id
             seen[action.chunk_id].append(action.op)
         for chunk_id, ops in seen.items():
@@ -60,8 +67,8 @@ def check_recompute(rank: RankSchedule) -> Complaint | None:
                 return f"stage {stage} does `{action.op}`, keeps_activations says otherwise", action.chunk_id
             recomputed = previous.op == "recompute" and previous.chunk_id == action.chunk_id
             if action.op in BACKWARDS and recomputed == keeps[action.chunk_id]:
-                wanted = "none" if recomputed else "one directly before its backward"
-                return f"stage {stage}: expected {wanted} recompute", action.chunk_id
+                wanted = "no recompute" if recomputed else "a recompute directly before its backward"
+                return f"stage {stage}: expected {wanted}", action.chunk_id
             if previous.op == "recompute" and not (recomputed and action.op in BACKWARDS):
                 return f"stage {stage} recomputes without a backward directly after", previous.chunk_id
             previous = action

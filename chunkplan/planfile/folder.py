@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +35,11 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     refuse_other_content(target, kind)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    temporary.mkdir()
+    _remove_left_behind(target)
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-{owner}-", dir=target.parent))
+    temporary.chmod(0o777 & ~_umask())
+    old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
     try:
         yield temporary
         for path in sorted(temporary.rglob("*")):
@@ -57,6 +62,32 @@ def refuse_other_content(target: Path, kind: str) -> None:
         f"{target} exists and is not just {'an analysis' if kind == 'analysis' else 'a plan'}",
         hint="give another --output; this one would have been replaced as a whole",
     )
+
+
+def _remove_left_behind(target: Path) -> None:
+    """Remove what runs on this machine left beside `target` when they were killed."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-{re.escape(socket.gethostname())}-(\d+)-\w+")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and not _is_running(int(match[2])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _umask() -> int:
+    """What a new folder is not allowed; mkdtemp makes folders that only their owner may read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

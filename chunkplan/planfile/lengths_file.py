@@ -28,6 +28,10 @@ def load_lengths(path: Path) -> Analysis:
     """
     if not path.exists():
         raise UsageError(f"there is no file {path}", hint=_HINT)
+    if path.suffix not in (".npy", ".parquet"):
+        raise UsageError(
+            f"{path} is neither an analysis nor a file of lengths", hint=f"`chunkplan analyze {path}` first"
+        )
     values = _read_npy(path) if path.suffix == ".npy" else _read_parquet(path)
     if values.size == 0:
         raise DataError("no lengths in it", where=str(path), hint=_HINT)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import content_hash
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest
@@ -30,6 +31,12 @@ def load_analysis(path: str | Path) -> Analysis:
         raise DataError(
             "the lengths are not those the manifest was written for (content hash differs)",
             where=str(path / "sequences.parquet"),
+            hint="analyze again",
+        )
+    if bool(manifest["tokens"]) != ("tokens" in manifest["content_hashes"]):
+        raise DataError(
+            "`tokens` names no part files, but there is a hash of tokens, or the other way round",
+            where=str(path / MANIFEST),
             hint="analyze again",
         )
     return Analysis(

@@ -20,6 +20,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
 
@@ -33,7 +37,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         command = "chunkplan analyze" if kind == "analysis" else "chunkplan build"
         raise UsageError(what, hint=f"`{command}` writes one; give its folder")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("kind") not in ("analysis", "plan"):

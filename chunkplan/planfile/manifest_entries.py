@@ -14,13 +14,14 @@ from typing import Any
 #: for what it expects.
 Expected = dict[str, Any] | list[Any] | tuple[Callable[[Any], bool], str]
 
-_MOST = 2**63 - 1
+#: Far beyond any cluster; a plan has rows for every rank and stage.
+MAX_DP, MAX_PP = 1 << 16, 1 << 10
 _PART_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
 
 
-def whole(least: int = 0) -> Expected:
-    """A whole number from `least` on."""
-    return lambda value: type(value) is int and least <= value <= _MOST, f"a whole number from {least}"
+def whole(least: int = 0, most: int = 2**63 - 1) -> Expected:
+    """A whole number from `least` to `most`."""
+    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
 
 
 def or_null(expected: tuple[Callable[[Any], bool], str]) -> Expected:
@@ -64,8 +65,8 @@ PLAN: Expected = {
         "global_batch": whole(1),
         "epochs": whole(1),
         "last_batch": KEEP_OR_DROP,
-        "dp": whole(1),
-        "pp": whole(1),
+        "dp": whole(1, MAX_DP),
+        "pp": whole(1, MAX_PP),
         "seed": whole(),
         "memory_tokens?": whole(1),
     },

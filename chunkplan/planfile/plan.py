@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
-from chunkplan.planfile.tables import read_table
+from chunkplan.planfile.tables import conform, read_table
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ class Plan:
     @property
     def analysis_path(self) -> Path:
         """Where the plan's analysis (or lengths file) was when it was built, relative to where the plan is now."""
-        return Path(os.path.normpath(self.path / self.manifest["analysis"]["path"]))
+        relative: str = self.manifest["analysis"]["path"]
+        return (self.path.resolve() / relative).resolve()
 
     def steps(self) -> pa.Table:
         """steps.parquet."""
@@ -136,22 +136,29 @@ def _by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[int, l
     """(step, its rows) in file order; row groups that end before `start` are not read."""
     current: int | None = None
     rows: list[dict[str, Any]] = []
+    for table in _row_groups(path, start):
+        for row in conform(table, schema, path).to_pylist():
+            if row["step"] != current:
+                if current is not None and current >= start:
+                    yield current, rows
+                current, rows = row["step"], []
+            rows.append(row)
+    if current is not None and current >= start:
+        yield current, rows
+
+
+def _row_groups(path: Path, start: int) -> Iterator[pa.Table]:
     try:
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
             statistics = file.metadata.row_group(group).column(0).statistics
             if statistics is not None and statistics.has_min_max and statistics.max < start:
                 continue
-            for row in file.read_row_group(group, columns=schema.names).to_pylist():
-                if row["step"] != current:
-                    if current is not None and current >= start:
-                        yield current, rows
-                    current, rows = row["step"], []
-                rows.append(row)
+            yield file.read_row_group(group)
+    except PermissionError:
+        raise
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint="build the plan again") from error
-    if current is not None and current >= start:
-        yield current, rows
 
 
 def _take(groups: Iterator[tuple[int, list[dict[str, Any]]]], step: int, path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""Reads a Parquet file that has to have the columns of a contract."""
+"""Reads Parquet files that have to have the columns of a contract: no more is taken from them, and no less."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -13,19 +14,49 @@ _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze
 
 
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """Read a Parquet file that must have the columns of `schema`.
+    """Read a Parquet file that must have the columns of `schema` and at least one row.
 
     Raises:
-        DataError: it is missing, damaged, or has other columns.
+        DataError: it is missing, damaged, empty, or is not as `conform` has it.
     """
     try:
         table = pq.read_table(path)
+    except PermissionError:
+        raise
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    if not table.num_rows:
+        raise DataError("has no rows", where=str(path), hint=_HINT)
+    return conform(table, schema, path)
+
+
+def conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
+    """`table`, read from `path`, with the columns and types of `schema`.
+
+    Raises:
+        DataError: a column is missing, of another type, null where it may not be, or not finite.
+    """
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise DataError(f"columns {', '.join(missing)} are missing", where=str(path), hint=_HINT)
     try:
-        return table.select(schema.names).cast(schema)
+        table = table.select(schema.names).cast(schema)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
         raise DataError(f"columns are not of the contract's types: {error}", where=str(path), hint=_HINT) from error
+    for field in schema:
+        column = table.column(field.name)
+        if any(_has_nulls(array, field.nullable) for array in column.chunks):
+            raise DataError(f"column {field.name} has nulls", where=str(path), hint=_HINT)
+        if pa.types.is_floating(field.type) and not np.isfinite(column.to_numpy()).all():
+            raise DataError(f"column {field.name} has values that are not finite", where=str(path), hint=_HINT)
+    return table
+
+
+def _has_nulls(array: pa.Array, allowed: bool) -> bool:
+    if array.null_count and not allowed:
+        return True
+    if pa.types.is_list(array.type):
+        return _has_nulls(array.flatten(), allowed=False)
+    if pa.types.is_struct(array.type):
+        return any(_has_nulls(child, allowed=False) for child in array.flatten())
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,9 +35,10 @@ def build(
             show_default=False,
         ),
     ] = None,
-    chunk_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="Most tokens in a chunk.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="Most tokens in a chunk. Required.")] = None,
     k: Annotated[
-        int | None, typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations at once.")
+        int | None,
+        typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations. Required."),
     ] = None,
     global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences a step. Default: 256.")] = None,
     epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data. Default: 1.")] = None,
@@ -110,8 +112,8 @@ def build(
         note("dry run: nothing was written")
         return
     note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
-    flags = f" {target}" if output else f" --workspace {workspace}" if workspace else ""
-    note(f"next: chunkplan inspect{flags} --step 0")
+    flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
+    note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
 
 
 def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:

@@ -88,9 +88,9 @@ def _show_step(plan: Plan, number: int, as_json: bool) -> None:
         raise UsageError(f"there is no step {number}", hint=f"the plan has steps 0 to {num_steps - 1}")
     step = next(plan.iter_steps(number))
     if as_json:
-        print_json(_step_document(step))
+        print_json({"exact": plan.manifest["analysis"]["exact"], **_step_document(step)})
     else:
-        print_step(stdout(), step, plan.config)
+        print_step(stdout(), step, plan.manifest)
 
 
 def _step_document(step: PlanStep) -> dict[str, Any]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.version import __version__
 from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
 from chunkplan_cli.inspect import inspect
 from chunkplan_cli.parity import parity
-from chunkplan_cli.terminal import print_error
+from chunkplan_cli.terminal import note, print_error
 from chunkplan_cli.validate import validate
 
 _SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
 
+#: What the system says of a path that was given wrong, rather than of a machine in trouble.
+_USERS_TO_MEND = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
+
 app = typer.Typer(
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
@@ -48,22 +52,34 @@ def _options(
 
 def main() -> None:
     """Run the command line; never a traceback for what a user can mend."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False))
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "chunkplan"
+        message = getattr(error, "format_message", error.__str__)().rstrip(".")
+        _fail(UsageError(message, hint=f"`{command} --help` shows what it takes"))
     except ChunkplanError as error:
-        print_error(error)
-        sys.exit(error.exit_code)
+        _fail(error)
+    except (KeyboardInterrupt, typer.Abort):
+        note("interrupted")
+        sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe has enough: `chunkplan inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print_error(ChunkplanError(f"{place}{error.strerror or error}", hint=_SYSTEM_HINT))
-        sys.exit(1)
+        kind = UsageError if error.errno in _USERS_TO_MEND else ChunkplanError
+        _fail(kind(f"{place}{error.strerror or error}", hint=_SYSTEM_HINT))
     except Exception:
         traceback.print_exc()
-        print_error(ChunkplanError("this is a bug in chunkplan", hint="please report it with the lines above"))
-        sys.exit(1)
+        _fail(ChunkplanError("this is a bug in chunkplan", hint="please report it with the lines above"))
+
+
+def _fail(error: ChunkplanError) -> NoReturn:
+    print_error(error)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

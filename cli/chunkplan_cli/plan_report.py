@@ -29,11 +29,17 @@ _MAX_ACTIONS = 200
 
 def print_plan_report(console: Console, summary: PlanSummary, manifest: dict[str, Any]) -> None:
     """Print what a plan comes to."""
+    print_estimated(console, manifest)
     console.print(Panel(Group(*_overview(summary, manifest)), title="plan", title_align="left", expand=False))
 
 
+def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
+    """Where the lengths behind a plan were estimated, say so above everything else."""
+    if not manifest["analysis"]["exact"]:
+        console.print(Text("ESTIMATED lengths, from bytes: a plan to look at, not to train.", style="bold yellow"))
+
+
 def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
-    exact = manifest["analysis"]["exact"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -43,7 +49,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         ("steps", f"{summary.num_steps:,}, {summary.global_batch:,} sequences each{_short(summary)}"),
         (
             "tokens",
-            f"{summary.num_tokens:,}{'' if exact else ' (ESTIMATED)'}, of which {summary.num_target_tokens:,} targets",
+            f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets",
         ),
         ("chunks", _chunks(summary)),
         ("token fill", f"{_percent(summary.token_fill)} of num_chunks x chunk size"),
@@ -105,8 +111,10 @@ def _bound(summary: PlanSummary) -> str:
     return proved if over == 0 else f"{proved}; all together {_percent(over)} over the bound"
 
 
-def print_step(console: Console, step: PlanStep, config: dict[str, Any]) -> None:
+def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> None:
     """Print the chunks of each rank of a step, and what its stages do."""
+    config = manifest["config"]
+    print_estimated(console, manifest)
     console.print(
         f"step {step.step} (epoch {step.epoch}): {step.num_sequences:,} sequences, {step.num_tokens:,} tokens, "
         f"{step.num_target_tokens:,} targets, {step.num_chunks:,} chunks"

@@ -12,9 +12,15 @@ from rich.text import Text
 from chunkplan.errors import ChunkplanError
 
 
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of a pipe has enough: `main` ends the command as done, where rich would call it an error."""
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """The console for what was asked for. Made when used, so that a test or a pipe may replace sys.stdout."""
-    return Console(file=sys.stdout, highlight=False)
+    return _Stdout(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from chunkplan_cli.terminal import print_json, stdout
+from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.validation import Validation
+
+_WRITERS = {"analysis": "analyze", "plan": "build"}
 
 
 def validate(
@@ -41,7 +43,10 @@ def validate(
         print_json(result.to_dict())
     else:
         _print(result)
+    if not result.exact:
+        warn("the lengths are estimated from bytes")
     if not result.ok:
+        note(f"hint: the {result.kind} was damaged or changed; write it again with `chunkplan {_WRITERS[result.kind]}`")
         raise typer.Exit(4)
 
 

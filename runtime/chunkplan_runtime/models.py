@@ -131,6 +131,13 @@ def check_config(config: Any, where: str) -> None:
         raise UsageError("the model is not causal", where=where, hint="chunks need causal attention")
     if getattr(config, "quantization_config", None):
         raise UsageError("the model is quantized", where=where, hint="train from weights that are not quantized")
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < config.vocab_size:
+        raise UsageError(
+            f"pad_token_id is {padding}, the vocabulary has {config.vocab_size:,}",
+            where=where,
+            hint="set it to null, or to a token of the vocabulary",
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         raise UsageError(
             f"{config.num_attention_heads} attention heads cannot share {config.num_key_value_heads} KV heads",

@@ -64,6 +64,8 @@ def parity(
     """
     from chunkplan import PlanConfig, build  # the planner, which executing a plan does not need
 
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"the seed is {seed}", hint="give a whole number from 0")
     if not lengths or min(lengths) < 1 or max(lengths) < 2:
         raise UsageError(
             "parity needs sequences of at least one token, and one of at least two",

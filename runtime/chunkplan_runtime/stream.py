@@ -73,7 +73,8 @@ class PlanStream:
     """The steps of a plan with access to their tokens.
 
     Raises:
-        UsageError: the analysis has no tokens, or a sequence is longer than `max_positions`.
+        UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
+            `max_positions`.
     """
 
     def __init__(self, plan: Plan, analysis: Analysis, *, vocab_size: int, max_positions: int) -> None:
@@ -81,6 +82,13 @@ class PlanStream:
         self._analysis = analysis
         self._tokens = analysis.tokens()
         self._vocab_size = vocab_size
+        largest = analysis.manifest["max_token_id"]
+        if largest is not None and largest >= vocab_size:
+            raise UsageError(
+                f"the data has token id {largest:,}, the model's vocabulary has {vocab_size:,}",
+                where=str(analysis.path),
+                hint="analyze with the tokenizer that belongs to the model",
+            )
         longest = int(analysis.num_tokens.argmax())
         if analysis.num_tokens[longest] > max_positions:
             raise UsageError(

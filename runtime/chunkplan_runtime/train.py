@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from chunkplan.errors import ChunkplanError, UsageError
 
@@ -27,15 +28,27 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped; metrics up to here are kept, weights are not saved", file=sys.stderr)
         return 130
     except ChunkplanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return _fail(error)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"{place}{error.strerror or error}"
+        return _fail(ChunkplanError(message, hint="check the path, and that the disk has room"))
     return 0
 
 
+def _fail(error: ChunkplanError) -> int:
+    print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As every other mistake is told, rather than with all options."""
+        sys.exit(_fail(UsageError(message, hint=f"`{self.prog} --help` shows what it takes")))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m chunkplan_runtime.train",
         description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
     )

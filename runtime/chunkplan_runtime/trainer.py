@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.models import load_model, new_model, read_config, read_pretrained_config
-from chunkplan_runtime.save import check_target, save_model
+from chunkplan_runtime.save import save_model
 from chunkplan_runtime.stream import PlanStream, open_plan
 
 METRICS = "metrics.jsonl"
@@ -53,13 +53,9 @@ def train(config: TrainConfig) -> None:
         disable_progress_bar()  # type: ignore[no-untyped-call]
     plan, analysis = open_plan(config.plan, config.analysis)
     final, metrics_path = config.output / FINAL, config.output / METRICS
-    check_target(final)
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {config.output}: {error.strerror}", hint="choose another --output"
-        ) from error
+    for earlier in (final, metrics_path):
+        if earlier.exists():
+            raise UsageError(f"{earlier} of an earlier run is there", hint="give another --output, or remove that run")
     if config.model is not None:
         model_config = read_pretrained_config(config.model)
     else:
@@ -79,8 +75,12 @@ def train(config: TrainConfig) -> None:
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=config.lr)
     executor = Executor(model)
     num_steps = min(plan.steps().num_rows, config.max_steps or sys.maxsize)
-    if metrics_path.exists():
-        _say(f"{metrics_path} of an earlier run is replaced")
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {config.output}: {error.strerror}", hint="choose another --output"
+        ) from error
     with metrics_path.open("w", encoding="utf-8") as metrics:
         for step, ranks in stream:
             if step.step == num_steps:
@@ -108,7 +108,7 @@ def train(config: TrainConfig) -> None:
             metrics.write(json.dumps(row, allow_nan=False) + "\n")
             metrics.flush()
             _say(
-                f"step {step.step + 1}/{num_steps}  loss {loss:.4f}  targets {step.num_target_tokens:,}  "
+                f"step {step.step} of {num_steps}  loss {loss:.4f}  targets {step.num_target_tokens:,}  "
                 f"grad norm {norm:.4g}  {row['tokens_per_second']:,.0f} tokens/s  {seconds:.2f} s"
             )
     save_model(model, final)

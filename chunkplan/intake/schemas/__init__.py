@@ -54,6 +54,14 @@ def parse_record(schema: str, record: dict[str, Any], where: str) -> Record:
         DataError: the record does not fit the schema.
     """
     _refuse_preferences(record, where)
+    missing = [f"`{key}`" for key in SCHEMAS[schema].keys if key not in record]
+    if missing:
+        found = ", ".join(f"`{key}`" for key in record) or "none"
+        raise DataError(
+            f"{' and '.join(missing)} missing, found the keys {found}; the first record made this file {schema}",
+            where=where,
+            hint="put records of different schemas into different files",
+        )
     return SCHEMAS[schema].parse(record, where)
 
 
