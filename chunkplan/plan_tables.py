@@ -44,7 +44,6 @@ class PlanTables:
     ) -> None:
         """The chunks of a rank and the actions of its stages; chunks count positions in `sequence_ids`."""
         num_chunks = chunks.num_chunks
-        is_part = chunks.group_id[chunks.segment_chunk] >= 0
         rows = {
             "step": np.full(num_chunks, step),
             "dp_rank": np.full(num_chunks, dp_rank),
@@ -54,7 +53,7 @@ class PlanTables:
             "group_size": chunks.group_size,
             "num_tokens": chunks.sum_segments(chunks.segment_end - chunks.segment_start),
             "num_target_tokens": chunks.sum_segments(segment_targets),
-            "prefix_tokens": chunks.sum_segments(np.where(is_part, chunks.segment_start, 0)),
+            "prefix_tokens": chunks.sum_segments(chunks.segment_start),  # whole sequences start at 0
             "keeps_activations": chunks.keeps_activations,
             "cost": cost_ns / 1e3,
         }

@@ -81,7 +81,7 @@ def plan_steps(
     num_steps = count_steps(len(num_tokens), config)
     for step, epoch, sequence_ids in batches(len(num_tokens), config):
         lengths = num_tokens[sequence_ids]
-        rank_of = spread(_sequence_costs(lengths, config, cost), config.dp)
+        rank_of = spread(sequence_costs(lengths, config, cost), config.dp)
         necessary_ns = 0
         makespans = []
         num_chunks = 0
@@ -152,7 +152,7 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> Int64Array:
     return np.argsort(keys, kind="stable")
 
 
-def _sequence_costs(lengths: Int32Array, config: PlanConfig, cost: CostModel) -> Int64Array:
+def sequence_costs(lengths: Int32Array, config: PlanConfig, cost: CostModel) -> Int64Array:
     """Forward, backward and the recompute of all but the last K parts, in ns."""
     num_parts = -(-lengths.astype(np.int64) // config.chunk_size)
     recomputed = np.maximum(0, num_parts - config.k) * config.chunk_size

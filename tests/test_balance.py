@@ -19,5 +19,10 @@ def test_the_heaviest_rank_is_within_four_thirds_of_the_best_possible(costs: lis
     assert best <= heaviest <= (4 / 3) * best
 
 
+def test_the_dearest_go_first_and_costs_count_rather_than_numbers() -> None:
+    """One long sequence has a rank to itself; in any other order, or by number, it would share."""
+    assert spread(np.array([1, 1, 1, 1, 6], np.int64), 2).tolist() == [1, 1, 1, 1, 0]
+
+
 def test_ties_are_broken_by_position_so_that_a_plan_is_the_same_everywhere() -> None:
     assert spread(np.full(5, 7, np.int64), 2).tolist() == [0, 1, 0, 1, 0]

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan import PlanConfig, build, validate
+from chunkplan.cost.flops import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planning import batches, count_all_targets, count_masked_targets, epoch_order
+from chunkplan.planfile.plan import Plan
+from chunkplan.planning import batches, count_all_targets, count_masked_targets, epoch_order, sequence_costs
 
 CONFIGS = st.builds(
     PlanConfig,
@@ -130,11 +132,49 @@ def test_costs_grow_with_the_prefix_and_recompute(tmp_path: Path) -> None:
     assert first.cost * 3 / 4 + second.cost + third.cost == pytest.approx(whole.cost, rel=1e-6)
 
 
+def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:
+    """One stage takes the sum of its chunks; one chunk takes as long on four stages as on one."""
+    np.save(tmp_path / "lengths.npy", np.array([60_000, 9_000, 500]))
+
+    def plan(**config: int) -> Plan:
+        return build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(**{"chunk_size": 8192, "k": 2, **config}))
+
+    one = next(plan().iter_steps())
+    total = sum(chunk.cost for chunk in one.chunks[0])
+    assert one.predicted_us == pytest.approx(total, rel=1e-6)
+    assert one.schedule_us[0, 0] == pytest.approx(total, rel=1e-6)
+    recomputed = sum(chunk.cost / 4 for chunk in one.chunks[0] if not chunk.keeps_activations)
+    assert one.lower_bound_us == pytest.approx(total - recomputed, rel=1e-6)
+
+    staged = next(plan(chunk_size=70_000, pp=4).iter_steps())
+    [chunk] = staged.chunks[0]
+    assert staged.predicted_us == pytest.approx(chunk.cost, rel=1e-6)
+    ends = [staged.schedule_us[0, stage] for stage in range(4)]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[3] == pytest.approx(
+        (4 + 2) / 12 * chunk.cost, rel=1e-6
+    )  # four forwards and its own backward of 12 parts
+    assert staged.lower_bound_us == pytest.approx(chunk.cost / 4, rel=1e-6)
+
+    config = PlanConfig(chunk_size=8192, k=2)
+    costs = sequence_costs(np.array([60_000, 9_000, 500], np.int32), config, CostModel())
+    assert costs.sum() / 1e3 == pytest.approx(total, rel=1e-6), "ranks are balanced by what will be predicted"
+
+
+def test_groups_run_shortest_first(tmp_path: Path) -> None:
+    """So that what runs between a group's backwards on a pipeline belongs to a longer group and mostly keeps nothing."""
+    np.save(tmp_path / "lengths.npy", np.array([50, 20, 30, 5]))
+    plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1))
+    sizes = [chunk.group_size for chunk in next(plan.iter_steps()).chunks[0]]
+    assert sizes == [1] + [3] * 3 + [4] * 4 + [7] * 7
+
+
 def test_more_ranks_than_sequences_leave_zero_loss_chunks(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([5, 6]))
     plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=4))
     step = next(plan.iter_steps())
     assert [len(chunks) for chunks in step.chunks.values()] == [1, 1, 1, 1]
+    assert (step.num_chunks, step.chunks_lower_bound, step.optimal) == (4, 4, True)
     assert sorted(chunk.num_tokens for chunks in step.chunks.values() for chunk in chunks) == [0, 0, 5, 6]
     assert validate(plan.path).ok
     assert chunkplan.summarize_plan({"steps": plan.steps(), "chunks": plan.chunks()}, plan.manifest).num_zero_loss == 2

@@ -117,3 +117,42 @@ def test_without_targets_the_loss_is_a_zero_with_a_zero_gradient():
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(hidden.grad, torch.zeros(3, 8))
+
+
+def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
+    """What K bounds: with K = 1 of four parts, autograd holds one part's activations at a time, with K = 4 all."""
+
+    def most_alive(k):
+        alive, most = 0, 0
+
+        class Saved:
+            def __init__(self, tensor):
+                nonlocal alive, most
+                self.tensor = tensor
+                alive += tensor.nbytes
+                most = max(most, alive)
+
+            def __del__(self):
+                nonlocal alive
+                alive -= self.tensor.nbytes
+
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            run_step(k=k)
+        assert alive == 0
+        return most
+
+    assert most_alive(1) < 0.5 * most_alive(4)
+
+
+def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
+    """The head sees at most `_ROWS` positions at once, and only those with a target."""
+    monkeypatch.setattr("chunkplan_runtime.loss._ROWS", 4)
+    head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
+    head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.where(torch.arange(23) % 3 > 0, torch.arange(23) % 11, -100)
+    loss = cross_entropy_sum(head, hidden, labels)
+    assert max(seen) == 4
+    assert sum(seen) == int((labels >= 0).sum())
+    whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=-100, reduction="sum")
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)

@@ -136,6 +136,69 @@ def wrong_prefix(rows: Rows) -> None:
     long_group(rows)[2]["prefix_tokens"] = 0
 
 
+def rows_unsorted(rows: Rows) -> None:
+    """Whole ranks change places; within each, ids still run from 0."""
+    rows["chunks"].sort(key=lambda row: (row["step"], -row["dp_rank"], row["chunk_id"]))
+
+
+def sequences_misstated(rows: Rows) -> None:
+    rows["steps"][1]["num_sequences"] += 1
+
+
+def empty_segment(rows: Rows) -> None:
+    chunk = find(rows, group_id=None)
+    chunk["segments"].append({**chunk["segments"][0], "end": chunk["segments"][0]["start"]})
+
+
+def last_tokens_missing(rows: Rows) -> None:
+    chunk = long_group(rows)[-1]
+    chunk["segments"][0]["end"] -= 1
+    chunk["num_tokens"] -= 1
+
+
+def recompute_too_early(rows: Rows) -> None:
+    """The recompute comes before the backward that is due before it: activations would lie about for longer."""
+    chunk = long_group(rows)[0]
+    for stage in (0, 1):
+        actions = actions_of(rows, chunk, stage)
+        place = position(actions, "recompute", chunk["chunk_id"])
+        actions.insert(place - 1, actions.pop(place))
+
+
+def recompute_at_the_end(rows: Rows) -> None:
+    chunk = long_group(rows)[0]
+    for stage in (0, 1):
+        actions_of(rows, chunk, stage).append({"op": "recompute", "chunk_id": chunk["chunk_id"], "virtual_stage": 0})
+
+
+def gradients_crossed(rows: Rows) -> None:
+    """The last stage forwards all first, then gives gradients back in another order than the first stage takes them."""
+    for stage, order in ((0, (0, 1)), (1, (1, 0))):
+        actions = actions_of(rows, rows["chunks"][0], stage)
+        backwards = [action for action in actions if action["op"] == "backward" and action["chunk_id"] in (0, 1)]
+        for action in backwards:
+            actions.remove(action)
+        place = 1 + max(position(actions, "forward", chunk_id) for chunk_id in (0, 1))
+        actions[place:place] = [next(a for a in backwards if a["chunk_id"] == chunk_id) for chunk_id in order]
+
+
+def unknown_op(rows: Rows) -> None:
+    actions_of(rows, rows["chunks"][0])[0]["op"] = "fly"
+
+
+def virtual_stage_beyond_reason(rows: Rows) -> None:
+    actions_of(rows, rows["chunks"][0])[0]["virtual_stage"] = 10**9
+
+
+def optimal_denied(rows: Rows) -> None:
+    for row in rows["steps"]:
+        row["optimal"] = not row["optimal"]
+
+
+def negative_cost(rows: Rows) -> None:
+    rows["chunks"][2]["cost"] = -1.0
+
+
 def wrong_targets(rows: Rows) -> None:
     long_group(rows)[1]["num_target_tokens"] += 1
 
@@ -190,6 +253,17 @@ def deadlock(rows: Rows) -> None:
 
 
 CASES: dict[str, tuple[str, Callable[[Rows], None], tuple[int | None, int | None, int | None] | None]] = {
+    "rows unsorted": ("chunk-ids", rows_unsorted, (0, 1, 0)),
+    "sequences misstated": ("batch-sizes", sequences_misstated, (1, None, None)),
+    "an empty segment": ("chunk-size", empty_segment, (0, 0, 0)),
+    "last tokens missing": ("tokens-once", last_tokens_missing, None),
+    "a recompute too early": ("recompute", recompute_too_early, None),
+    "a recompute at the end": ("recompute", recompute_at_the_end, None),
+    "gradients in different orders": ("links", gradients_crossed, (0, 0, None)),
+    "an unknown op": ("actions", unknown_op, (0, 0, 0)),
+    "a virtual stage beyond reason": ("actions", virtual_stage_beyond_reason, (0, 0, 0)),
+    "optimality misstated": ("totals", optimal_denied, (0, None, None)),
+    "a negative cost": ("totals", negative_cost, (0, 0, 2)),
     "a gap in chunk ids": ("chunk-ids", gap_in_chunk_ids, (0, 0, 2)),
     "a rank without chunks": ("chunk-ids", rank_without_chunks, (1, 0, None)),
     "a sequence in another step": ("batch-sizes", sequence_in_another_step, (0, None, None)),

@@ -59,11 +59,14 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
             f"{summary.num_sequences:,} of up to {summary.longest_sequence:,} tokens -> "
             f"{summary.num_chunks:,} of up to {summary.chunk_size:,}",
         ),
-        (
-            "activations held",
-            f"{summary.held_tokens:,} tokens of a sequence at once, instead of {summary.longest_sequence:,}",
-        ),
     ]
+    if summary.num_groups:
+        rows.append(
+            (
+                "activations held",
+                f"{summary.held_tokens:,} tokens of a sequence at once, instead of {summary.longest_sequence:,}",
+            )
+        )
     if summary.dp > 1:
         rows.append(
             (
