@@ -162,7 +162,7 @@ def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:
 
 
 def test_groups_run_shortest_first(tmp_path: Path) -> None:
-    """So that what runs between a group's backwards on a pipeline belongs to a longer group and mostly keeps nothing."""
+    """What runs between a group's backwards on a pipeline is then of a longer group and mostly keeps nothing."""
     np.save(tmp_path / "lengths.npy", np.array([50, 20, 30, 5]))
     plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1))
     sizes = [chunk.group_size for chunk in next(plan.iter_steps()).chunks[0]]

@@ -220,3 +220,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(made, tmp_pa
     assert 1 <= len(rows) < 12
     assert all(np.isfinite(row["loss"]) for row in rows)
     assert not (tmp_path / "final").exists()
+
+
+def test_clipping_changes_what_is_learned_and_not_what_is_reported(made, tmp_path):
+    for clip in ("0", "0.01"):
+        assert main(options(made, tmp_path / clip, "--clip", clip, "--max-steps", "3")) == 0
+    free, clipped = learning(tmp_path / "0"), learning(tmp_path / "0.01")
+    assert clipped[0] == free[0], "the norm is that before clipping"
+    assert clipped[0]["grad_norm"] > 0.01
+    assert [row["loss"] for row in clipped[1:]] != [row["loss"] for row in free[1:]]
