@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.chunks import RankChunks
+from chunkplan.errors import UsageError
 from chunkplan.planfile.schema import CHUNKS, OPS, SCHEDULE, STEPS
 from chunkplan.schedule.actions import StageActions
 
@@ -117,4 +118,9 @@ def _structs(kind: pa.StructType, columns: list[Any]) -> pa.StructArray:
 
 
 def _offsets(lengths: Int64Array) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise UsageError(
+            f"the plan has {offsets[-1]:,} segments or actions", hint="plan fewer epochs, or part of the data"
+        )
+    return offsets.astype(np.int32)

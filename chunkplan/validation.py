@@ -13,7 +13,7 @@ from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL, ChunkColu
 from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, RankSchedule
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import combine_hashes
-from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.load import load_analysis, load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.planfile.violation import Violation
@@ -67,11 +67,6 @@ def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validat
 def is_analysis(path: Path) -> bool:
     """Whether a folder looks like an analysis rather than a plan."""
     return (path / "sequences.parquet").exists() and (path / MANIFEST).exists()
-
-
-def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
-    """The analysis a plan was built from, by the path in its manifest unless another is given."""
-    return load_analysis(plan.analysis_path if analysis is None else analysis)
 
 
 def _validate_analysis(analysis: Analysis) -> Validation:

@@ -294,14 +294,15 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Run, tmp_p
     assert "hint: the plan has steps 0 to 0" in ran.err
 
 
-def test_parity_without_torch_names_the_extra(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["ModuleNotFoundError('no torch')", "OSError('libtorch_cpu.so is missing')"])
+def test_parity_without_torch_names_the_extra(tmp_path: Path, error: str) -> None:
     """A folder with a `torch` that cannot be imported, first on the path, stands for an environment without it."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chunkplan_cli.main import main; main()"
     words = ["parity", "--lengths", "9,8", "--chunk-size", "4", "--k", "1"]
     ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    assert "torch is not installed" in ran.stderr
+    assert "error: torch and transformers are needed" in ran.stderr
     assert "hint: pip install 'chunkplan[runtime]'" in ran.stderr
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan_runtime.attention import function
 from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.loss import cross_entropy_sum
 from chunkplan_runtime.models import new_model
@@ -156,3 +157,32 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     assert sum(seen) == int((labels >= 0).sum())
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=-100, reduction="sum")
     assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monkeypatch):
+    """An interruption anywhere in a backward leaves no half of a KV gradient behind."""
+    _, expected, _ = run_step(k=4)
+    calls = 0
+    backward = function.ChunkAttention.backward
+
+    def failing(ctx, *gradients):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError("as a device says it")
+        return backward(ctx, *gradients)
+
+    run = Executor.run
+
+    def run_twice(executor, work, load, num_target_tokens):
+        with monkeypatch.context() as patch:
+            patch.setattr(function.ChunkAttention, "backward", staticmethod(failing))
+            with pytest.raises(MemoryError):
+                run(executor, work, load, num_target_tokens)
+        executor._model.model.zero_grad()
+        return run(executor, work, load, num_target_tokens)
+
+    monkeypatch.setattr(Executor, "run", run_twice)
+    _, again, _ = run_step(k=4)
+    assert calls == 3
+    assert all((again[name] == expected[name]).all() for name in expected)

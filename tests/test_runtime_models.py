@@ -128,3 +128,26 @@ def test_the_same_seed_gives_the_same_weights(config_file):
     first, second, third = (new_model(config, torch.float32, seed).model.lm_head.weight for seed in (7, 7, 8))
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"hidden_size": 0},
+        {"vocab_size": -1},
+        {"num_hidden_layers": -1},
+        {"pad_token_id": 97},
+        {"dtype": "float13"},
+        {"return_dict": False},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_is_refused(tiny_config, tmp_path, change):
+    """With an error of ours, whichever of transformers' it would have been."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config("qwen2", **change)))
+    with pytest.raises((UsageError, DataError)):
+        new_model(read_config(path), torch.float32, seed=0)

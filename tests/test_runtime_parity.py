@@ -15,7 +15,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.models import check_config, new_model
-from chunkplan_runtime.parity import _relative_errors, compare_plan, parity
+from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
 from chunkplan_runtime.state import StateStore
 
 MODELS = {
@@ -177,12 +177,12 @@ def test_lengths_that_cannot_be_compared_are_refused(lengths):
 
 
 def test_a_small_gradient_is_held_to_its_own_norm():
-    """Only one that is zero but for rounding is measured against all parameters together."""
-    reference = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 1e-6), "none": torch.full((4,), 1e-13)}
-    gradients = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 2e-6), "none": torch.full((4,), 2e-13)}
-    errors = _relative_errors(
-        *({name: value.double() for name, value in each.items()} for each in (gradients, reference))
-    )
+    """Only one that is zero but for rounding is measured against all parameters together, and is named."""
+    reference = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 1e-12), "none": torch.full((4,), 1e-16)}
+    gradients = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 2e-12), "none": torch.full((4,), 2e-16)}
+    reference, gradients = ({name: value.double() for name, value in each.items()} for each in (reference, gradients))
+    assert _vanishing(reference) == ["none"]
+    errors = _relative_errors(gradients, reference, ["none"])
     assert errors["large"] == 0
     assert errors["small"] == pytest.approx(1)
-    assert errors["none"] < 1e-12
+    assert 0 < errors["none"] < 1e-15

@@ -71,7 +71,7 @@ def test_another_analysis_is_refused_with_both_hashes(written, handmade_plan):
 
 def test_an_analysis_that_is_gone_is_named(written, tmp_path):
     plan = shutil.copytree(written[0], tmp_path / "elsewhere" / "plan")
-    with pytest.raises(UsageError, match="there is no analysis at"):
+    with pytest.raises(UsageError, match=r"the analysis of the plan .* is not at"):
         open_plan(plan)
     assert open_plan(plan, written[1])[1].num_sequences == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +230,20 @@ def test_clipping_changes_what_is_learned_and_not_what_is_reported(made, tmp_pat
     assert clipped[0] == free[0], "the norm is that before clipping"
     assert clipped[0]["grad_norm"] > 0.01
     assert [row["loss"] for row in clipped[1:]] != [row["loss"] for row in free[1:]]
+
+
+def test_an_output_that_is_a_plan_or_cannot_be_written_is_refused(made, tmp_path, capsys):
+    assert main(options(made, made / "plan")) == 2
+    assert "is an analysis or a plan" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(options(made, tmp_path / "file" / "run")) == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_run_whose_first_step_fails_leaves_no_output(made, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "made")
+    chunks = tmp_path / "made" / "plan" / "chunks.parquet"
+    chunks.write_bytes(chunks.read_bytes()[:-9])
+    assert main(options(tmp_path / "made", tmp_path / "run")) == 3
+    assert "hint: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -47,7 +47,12 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
         _sync(temporary)
         if target.exists():
             target.rename(old)
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
         _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

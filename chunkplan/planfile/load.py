@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import content_hash
@@ -45,6 +45,21 @@ def load_analysis(path: str | Path) -> Analysis:
         manifest=manifest,
         **{name: table.column(name).to_numpy() for name in SEQUENCES.names[1:]},
     )
+
+
+def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
+    """The analysis a plan was built from: at `analysis`, or where the plan says it was.
+
+    Raises:
+        UsageError: it is not there.
+        DataError: what is there is not an analysis, or is damaged.
+    """
+    if analysis is None and not plan.analysis_path.exists():
+        raise UsageError(
+            f"the analysis of the plan {plan.path} is not at {plan.analysis_path}",
+            hint="say where it is with --analysis, or build the plan again",
+        )
+    return load_analysis(plan.analysis_path if analysis is None else analysis)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -34,6 +34,7 @@ def parity(
     Example: chunkplan parity --lengths 700,130,90 --chunk-size 128 --k 2
     """
     from chunkplan.errors import UsageError
+    from chunkplan_runtime.requirements import require_torch
 
     try:
         numbers = [int(length) for length in lengths.split(",")]
@@ -41,12 +42,9 @@ def parity(
         raise UsageError(
             f"--lengths is {lengths!r}, expected whole numbers with commas between", hint="--lengths 700,130,90"
         ) from None
-    try:
-        from chunkplan_runtime.parity import parity as run
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers"):
-            raise
-        raise UsageError(f"{error.name} is not installed", hint="pip install 'chunkplan[runtime]'") from None
+    require_torch()
+    from chunkplan_runtime.parity import parity as run
+
     result = run(numbers, chunk_size, k, model_config=model_config, seed=seed)
     if as_json:
         print_json(asdict(result))
@@ -68,6 +66,8 @@ def _print(result: ParityReport) -> None:
     console.print(table)
     if len(result.relative_errors) > _MAX_PARAMETERS:
         console.print(f"... and {len(result.relative_errors) - _MAX_PARAMETERS} smaller (--json shows all)")
+    if result.vanishing:
+        console.print(f"zero but for rounding: {', '.join(result.vanishing)}")
     console.print(f"loss: {result.loss:.12f} in chunks, {result.reference_loss:.12f} whole")
     verdict = "exact" if result.passed else "NOT exact"
     console.print(f"{verdict}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")

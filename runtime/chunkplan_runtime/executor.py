@@ -37,6 +37,7 @@ class Executor:
             UsageError: an op is not known here.
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
+        self.store = StateStore()  # what a run that raised left behind must not reach this one
         where = f"step {work.step}, rank {work.dp_rank}"
         done: dict[int, str | None] = dict.fromkeys(work.chunks)
         in_flight: dict[int, tuple[Tensor, tuple[Span, ...]]] = {}

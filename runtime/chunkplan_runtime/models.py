@@ -28,7 +28,29 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
-_REFUSALS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+_REFUSALS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
+
+#: Sizes of which a model has at least one, or none of its own (head_dim).
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 _CONFIG_HINT = "take the config.json that came with a model"
 
@@ -51,7 +73,10 @@ class CausalLM:
         """Final hidden states [num_tokens, hidden_size] of a chunk [1, num_tokens]."""
         device = self.model.device
         hidden: Tensor = self.model.get_decoder()(
-            input_ids=input_ids.to(device), position_ids=position_ids.to(device), use_cache=False, chunk_context=context
+            input_ids=input_ids.to(device),
+            position_ids=position_ids.to(device),
+            use_cache=False,
+            chunk_context=context,
         ).last_hidden_state
         return hidden[0]
 
@@ -111,6 +136,10 @@ def check_config(config: Any, where: str) -> None:
         UsageError: naming what, and what to do about it.
     """
     _check_model_type(config.model_type, where)
+    for name in _SIZES:
+        size = getattr(config, name, 1)
+        if size is not None and (type(size) is not int or size < 1):
+            raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
     rope_type = (config.rope_parameters or {}).get("rope_type")
     layers = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
     if rope_type not in _ROPE_TYPES:
@@ -125,6 +154,8 @@ def check_config(config: Any, where: str) -> None:
             where=where,
             hint='where the model allows it, set "sliding_window": null and "use_sliding_window": false',
         )
+    if not getattr(config, "return_dict", True):
+        raise UsageError("return_dict is false", where=where, hint="leave it out; transformers needs it itself")
     if config.attention_dropout:
         raise UsageError(f"attention_dropout is {config.attention_dropout}", where=where, hint="set it to 0")
     if not getattr(config, "is_causal", True):
@@ -175,7 +206,7 @@ def load_model(name: str, config: Any, dtype: torch.dtype) -> CausalLM:
         model, report = _AUTO_MODEL.from_pretrained(
             name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
         )
-    except (*_REFUSALS, RuntimeError, SafetensorError) as error:
+    except (*_REFUSALS, SafetensorError) as error:
         raise UsageError(
             f"cannot load model {name!r}: {_first_line(error)}",
             hint="give a saved model whose weights are whole and belong to its config.json",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.load import load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.loss import NO_TARGET, shifted_labels
 from chunkplan_runtime.state import Span
@@ -58,7 +58,7 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None) -> tuple[Pla
             f"the plan {opened.path} is for {opened.config['pp']} pipeline stages; this runtime has one",
             hint="build the plan with `--pp 1`",
         )
-    found = load_analysis(opened.analysis_path if analysis is None else analysis)
+    found = load_plan_analysis(opened, analysis)
     expected = opened.manifest["analysis"]["content_hash"]
     if found.content_hash != expected:
         raise DataError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan_runtime.requirements import require_torch
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check(options)
-        _import_torch()
+        require_torch()
         from chunkplan_runtime.trainer import TrainConfig, train
 
         train(TrainConfig(**vars(options)))
@@ -83,16 +84,6 @@ def _check(options: argparse.Namespace) -> None:
             f"this runtime runs on one process, found WORLD_SIZE={world_size}",
             hint="`torchrun --nproc-per-node 1`; a plan for several data-parallel ranks runs on one process too",
         )
-
-
-def _import_torch() -> None:
-    try:
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"training needs torch and transformers ({error})", hint="pip install 'chunkplan[runtime]'"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.planfile.folder import MANIFEST
 from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.models import load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.save import save_model
@@ -53,9 +57,7 @@ def train(config: TrainConfig) -> None:
         disable_progress_bar()  # type: ignore[no-untyped-call]
     plan, analysis = open_plan(config.plan, config.analysis)
     final, metrics_path = config.output / FINAL, config.output / METRICS
-    for earlier in (final, metrics_path):
-        if earlier.exists():
-            raise UsageError(f"{earlier} of an earlier run is there", hint="give another --output, or remove that run")
+    _check_output(config.output)
     if config.model is not None:
         model_config = read_pretrained_config(config.model)
     else:
@@ -75,13 +77,8 @@ def train(config: TrainConfig) -> None:
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=config.lr)
     executor = Executor(model)
     num_steps = min(plan.steps().num_rows, config.max_steps or sys.maxsize)
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {config.output}: {error.strerror}", hint="choose another --output"
-        ) from error
-    with metrics_path.open("w", encoding="utf-8") as metrics:
+    with ExitStack() as files:
+        metrics: TextIO | None = None
         for step, ranks in stream:
             if step.step == num_steps:
                 break
@@ -105,6 +102,9 @@ def train(config: TrainConfig) -> None:
                 "grad_norm": norm,
                 "tokens_per_second": step.num_tokens / seconds,
             }
+            if metrics is None:  # only now, so that a run that cannot do its first step leaves nothing
+                config.output.mkdir(parents=True, exist_ok=True)
+                metrics = files.enter_context(metrics_path.open("w", encoding="utf-8"))
             metrics.write(json.dumps(row, allow_nan=False) + "\n")
             metrics.flush()
             _say(
@@ -114,6 +114,18 @@ def train(config: TrainConfig) -> None:
     save_model(model, final)
     _say(f"weights: {final}")
     _say(f"metrics: {metrics_path}")
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a folder that holds something already, or that cannot be made, before any work is done."""
+    for earlier in (output / FINAL, output / METRICS):
+        if earlier.exists():
+            raise UsageError(f"{earlier} of an earlier run is there", hint="give another --output, or remove that run")
+    if (output / MANIFEST).exists():
+        raise UsageError(f"{output} is an analysis or a plan", hint="give another --output")
+    there = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"cannot write to {output}", hint="give another --output")
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,20 @@
+"""Whether torch and transformers are there: asked before they are needed, so that their absence is told at once."""
+
+from __future__ import annotations
+
+from chunkplan.errors import UsageError
+
+
+def require_torch() -> None:
+    """Import torch and transformers.
+
+    Raises:
+        UsageError: one is not installed, or its installation is broken.
+    """
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+        raise UsageError(
+            f"torch and transformers are needed ({error})", hint="pip install 'chunkplan[runtime]'"
+        ) from error
