@@ -26,7 +26,6 @@ def build(
     output: str | Path,
     config: PlanConfig,
     *,
-    cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan the dataset of `analysis` (an analysis, its folder, or a lengths file) and write the plan to `output`.
@@ -39,7 +38,7 @@ def build(
     """
     output = Path(output)
     refuse_other_content(output, "plan")
-    tables, manifest = compute_plan(analysis, output, config, cost=cost, progress=progress)
+    tables, manifest = compute_plan(analysis, output, config, progress=progress)
     with replace_folder(output, "plan") as folder:
         write_plan(folder, tables, manifest)
     return Plan(path=output, manifest=manifest)
@@ -50,7 +49,6 @@ def compute_plan(
     output: str | Path,
     config: PlanConfig,
     *,
-    cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     """The tables and the manifest that `build` writes, without writing them; `output` is where they would go."""
@@ -62,6 +60,7 @@ def compute_plan(
             f"all {num_sequences} sequences would be dropped: a global batch has {config.global_batch}",
             hint="lower --global-batch, or use --last-batch keep",
         )
+    cost = CostModel()
     tables = plan_steps(
         analysis.num_tokens, analysis.num_target_tokens, _target_counter(analysis), config, cost, progress
     )

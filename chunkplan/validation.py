@@ -140,7 +140,7 @@ def _check_schedules(plan: Plan) -> list[Violation]:
     num_rows = 0
     for step in plan.iter_steps():
         num_rows += len(step.actions)
-        astray = [rank for rank, stage in step.actions if not (rank < config["dp"] and 0 <= stage < config["pp"])]
+        astray = [rank for rank, stage in step.actions if not (0 <= rank < config["dp"] and 0 <= stage < config["pp"])]
         if astray or len(step.actions) != num_places:
             absent = (rank for rank in step.chunks if any((rank, s) not in step.actions for s in range(config["pp"])))
             rank = astray[0] if astray else next(absent)

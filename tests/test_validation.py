@@ -211,6 +211,12 @@ def stage_missing(rows: Rows) -> None:
     rows["schedule"] = [row for row in rows["schedule"] if (row["step"], row["dp_rank"], row["stage"]) != (1, 1, 0)]
 
 
+def stage_of_no_rank(rows: Rows) -> None:
+    """One row too few for rank 1 and one for a rank that cannot be: the number of rows is right."""
+    row = next(row for row in rows["schedule"] if (row["step"], row["dp_rank"], row["stage"]) == (1, 1, 0))
+    row["dp_rank"] = -1
+
+
 def step_missing_in_schedule(rows: Rows) -> None:
     rows["schedule"] = [row for row in rows["schedule"] if row["step"] != 1]
 
@@ -276,6 +282,7 @@ CASES: dict[str, tuple[str, Callable[[Rows], None], tuple[int | None, int | None
     "targets miscounted": ("targets", wrong_targets, None),
     "totals miscounted": ("totals", wrong_totals, (1, None, None)),
     "a stage without actions": ("schedule-rows", stage_missing, (1, 1, None)),
+    "actions of a rank that cannot be": ("schedule-rows", stage_of_no_rank, (1, -1, None)),
     "a step without actions": ("schedule-rows", step_missing_in_schedule, None),
     "a backward missing": ("actions", backward_missing, (0, 0, 0)),
     "a recompute missing": ("recompute", recompute_missing, None),

@@ -10,21 +10,23 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-#: A dict of entries (one whose name ends in "?" may be missing), a list of one kind of entry, or a test with the words
-#: for what it expects.
-Expected = dict[str, Any] | list[Any] | tuple[Callable[[Any], bool], str]
+#: Whether a value will do, and the words for what is expected.
+Test = tuple[Callable[[Any], bool], str]
+
+#: A dict of entries (one whose name ends in "?" may be missing), a list of one kind of entry, or a test.
+Expected = dict[str, Any] | list[Any] | Test
 
 #: Far beyond any cluster; a plan has rows for every rank and stage.
 MAX_DP, MAX_PP = 1 << 16, 1 << 10
 _PART_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
 
 
-def whole(least: int = 0, most: int = 2**63 - 1) -> Expected:
+def whole(least: int = 0, most: int = 2**63 - 1) -> Test:
     """A whole number from `least` to `most`."""
     return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
 
 
-def or_null(expected: tuple[Callable[[Any], bool], str]) -> Expected:
+def or_null(expected: Test) -> Test:
     """`expected`, or null."""
     test, words = expected
     return lambda value: value is None or test(value), f"{words}, or null"
@@ -32,7 +34,6 @@ def or_null(expected: tuple[Callable[[Any], bool], str]) -> Expected:
 
 TEXT = (lambda value: isinstance(value, str), "a string")
 FLAG = (lambda value: isinstance(value, bool), "true or false")
-OBJECT = (lambda value: isinstance(value, dict), "an object")
 NUMBER = (lambda value: type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number from 0")
 COUNTS = (
     lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
@@ -52,7 +53,7 @@ ANALYSIS: Expected = {
     "exact": FLAG,
     "rejected": COUNTS,
     "truncated": {"num_sequences": whole(), "num_tokens": whole()},
-    "max_token_id": or_null(whole()),  # type: ignore[arg-type]
+    "max_token_id": or_null(whole()),
     "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
