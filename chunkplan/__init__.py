@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from chunkplan.intake.analyze import analyze
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
-    from chunkplan.planning import PlanConfig
+    from chunkplan.planning.config import PlanConfig
+    from chunkplan.rows import pack
     from chunkplan.summary import summarize_plan
     from chunkplan.validation import validate
 
@@ -27,17 +28,19 @@ __all__ = [
     "length_report",
     "load_analysis",
     "load_plan",
+    "pack",
     "summarize_plan",
     "validate",
 ]
 
 _HOMES = {
-    "PlanConfig": "chunkplan.planning",
+    "PlanConfig": "chunkplan.planning.config",
     "analyze": "chunkplan.intake.analyze",
     "build": "chunkplan.building",
     "length_report": "chunkplan.lengths",
     "load_analysis": "chunkplan.planfile.load",
     "load_plan": "chunkplan.planfile.load",
+    "pack": "chunkplan.rows",
     "summarize_plan": "chunkplan.summary",
     "validate": "chunkplan.validation",
 }

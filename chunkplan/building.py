@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from chunkplan.arrays import Int32Array
+from chunkplan.arrays import BoolArray
 from chunkplan.cost.flops import CostModel
-from chunkplan.errors import UsageError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.plan_writer import describe_plan, write_plan
-from chunkplan.planning import CountTargets, PlanConfig, count_all_targets, count_masked_targets, plan_steps
+from chunkplan.planfile.plan_writer import PlanWriter
+from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
+from chunkplan.planning.batches import batch_sizes
+from chunkplan.planning.block import Dataset
+from chunkplan.planning.config import PlanConfig
+from chunkplan.planning.pipeline import plan_steps
+from chunkplan.planning.splitting import count_parts
+from chunkplan.planning.targets import TargetMask
+
+#: More would not fit the memory of most machines: planning takes about 100 bytes a segment.
+_MAX_SEGMENTS = 1 << 28
+
+#: Called with (steps planned, steps).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BuiltPlan:
+    """A plan's manifest and its tables `steps` and `chunks`, these without their segments."""
+
+    manifest: dict[str, Any]
+    steps: pa.Table
+    chunks: pa.Table
 
 
 def build(
@@ -26,79 +51,152 @@ def build(
     output: str | Path,
     config: PlanConfig,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Plan the dataset of `analysis` (an analysis, its folder, or a lengths file) and write the plan to `output`.
 
-    `progress` is called with (steps planned, steps). A plan already there is replaced once the new one is complete.
+    Where the config holds sequences out, a plan of these goes to the folder beside it whose name ends in `-eval`. Plans
+    already there are replaced once the new ones are complete. `workers` threads plan side by side, by default one a
+    processor; the plan is the same for any number of them. `progress` is called with (steps planned, steps).
 
     Raises:
         UsageError: there is no analysis, `output` holds something else, or no step is left after dropping.
-        DataError: the analysis is damaged.
+        DataError: the analysis is damaged, or a sequence is too long and may not be split.
     """
     output = Path(output)
-    refuse_other_content(output, "plan")
-    tables, manifest = compute_plan(analysis, output, config, progress=progress)
-    with replace_folder(output, "plan") as folder:
-        write_plan(folder, tables, manifest)
-    return Plan(path=output, manifest=manifest)
+    built = build_plans(analysis, output, config, workers=workers, progress=progress)
+    return Plan(path=output, manifest=built[output].manifest)
 
 
-def compute_plan(
+def build_plans(
     analysis: Analysis | str | Path,
-    output: str | Path,
+    output: Path,
     config: PlanConfig,
     *,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """The tables and the manifest that `build` writes, without writing them; `output` is where they would go."""
+    workers: int | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> dict[Path, BuiltPlan]:
+    """`build`, with all there is to know about every plan, by folder; a dry run writes nothing."""
+    refuse_other_content(output, "plan")
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
-    num_sequences = analysis.num_sequences
-    if config.last_batch == "drop" and num_sequences < config.global_batch:
-        raise UsageError(
-            f"all {num_sequences} sequences would be dropped: a global batch has {config.global_batch}",
-            hint="lower --global-batch, or use --last-batch keep",
-        )
-    cost = CostModel()
-    tables = plan_steps(
-        analysis.num_tokens, analysis.num_target_tokens, _target_counter(analysis), config, cost, progress
+    if config.mix:
+        config = replace(config, mix=resolve_mix(analysis, config.mix))
+    configs = {output: config}
+    if config.holdout is not None and config.part == "train":
+        held_out = replace(config, part="eval", mix=None, epochs=1, last_batch="keep")
+        configs[evaluation_folder(output)] = held_out
+    built = {}
+    with ExitStack() as all_or_nothing:
+        for target, its_config in configs.items():
+            folder = None if dry_run else all_or_nothing.enter_context(replace_folder(target, "plan"))
+            built[target] = _build_one(
+                analysis, target, its_config, PlanWriter(folder), workers or os.cpu_count() or 1, progress
+            )
+    return built
+
+
+def evaluation_folder(output: Path) -> Path:
+    """Where the plan of what a build to `output` holds out goes."""
+    return output.with_name(f"{output.name}-eval")
+
+
+def _build_one(
+    analysis: Analysis, output: Path, config: PlanConfig, writer: PlanWriter, workers: int, progress: Progress | None
+) -> BuiltPlan:
+    """Plan and write; `output` is where the plan will be."""
+    options, cost = asdict(config), CostModel()
+    check_selection(analysis, options)
+    num_steps, num_occurrences, longest = _check_sizes(analysis, config, options, cost)
+    blocks = plan_steps(
+        Dataset(analysis.num_tokens, analysis.num_target_tokens, _target_masks(analysis)),
+        lambda epoch: expected_copies(analysis, options, epoch),
+        config,
+        cost,
+        workers=workers,
     )
-    steps = tables["steps"]
-    totals = {
-        "num_steps": steps.num_rows,
-        "num_chunks": tables["chunks"].num_rows,
-        **{name: sum(steps.column(name).to_pylist()) for name in ("num_sequences", "num_tokens", "num_target_tokens")},
-        "longest_sequence": int(analysis.num_tokens.max()),
-        "num_dropped_sequences": config.epochs * num_sequences - sum(steps.column("num_sequences").to_pylist()),
-    }
-    manifest = describe_plan(
-        tables,
-        config=asdict(config),
+    step_tables, chunk_tables = [], []
+    steps_done = 0
+    for tables in blocks:
+        writer.add(tables)
+        step_tables.append(tables["steps"])
+        chunk_tables.append(tables["chunks"].drop_columns(["segments"]))
+        steps_done += tables["steps"].num_rows
+        if progress is not None:
+            progress(steps_done, num_steps)
+    steps, chunks = pa.concat_tables(step_tables), pa.concat_tables(chunk_tables)
+    sums = {name: pc.sum(steps.column(name)).as_py() for name in ("num_sequences", "num_tokens", "num_target_tokens")}
+    manifest = writer.finish(
+        config=options,
         seed=config.seed,
         epochs=config.epochs,
         analysis={
-            "path": Path(os.path.relpath(analysis.path.resolve(), Path(output).resolve())).as_posix(),
+            "path": Path(os.path.relpath(analysis.path.resolve(), output.resolve())).as_posix(),
             "content_hash": analysis.content_hash,
             "exact": analysis.is_exact,
             "has_tokens": analysis.has_tokens,
         },
-        totals=totals,
+        selection=describe_selection(analysis, options),
+        totals={
+            "num_steps": steps.num_rows,
+            "num_chunks": chunks.num_rows,
+            **sums,
+            "longest_sequence": longest,
+            "num_dropped_sequences": num_occurrences - sums["num_sequences"],
+        },
         predictions={
             "cost_model": asdict(cost),
             "predicted_us": sum(steps.column("predicted_us").to_pylist()),
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    return tables, manifest
+    return BuiltPlan(manifest, steps, chunks)
 
 
-def _target_counter(analysis: Analysis) -> CountTargets:
+def _check_sizes(
+    analysis: Analysis, config: PlanConfig, options: dict[str, Any], cost: CostModel
+) -> tuple[int, int, int]:
+    """Refuse what cannot be planned; returns steps and occurrences of sequences over all epochs, and the longest."""
+    num_parts = count_parts(analysis.num_tokens.astype(np.int64), config.chunk_size, config.split, cost)
+    num_steps = num_occurrences = num_segments = 0
+    is_planned = np.zeros(analysis.num_sequences, bool)
+    for epoch in range(config.epochs):
+        copies = expected_copies(analysis, options, epoch)
+        in_epoch = int(copies.sum(dtype=np.int64))
+        if config.last_batch == "drop" and in_epoch < config.global_batch:
+            raise UsageError(
+                f"all {in_epoch} sequences would be dropped: a global batch has {config.global_batch}",
+                hint="lower --global-batch, or use --last-batch keep",
+            )
+        num_steps += batch_sizes(in_epoch, config).size
+        num_occurrences += in_epoch
+        num_segments += int((copies * num_parts).sum())
+        is_planned |= copies > 0
+    longest = int(analysis.num_tokens[is_planned].max())
+    if num_segments > _MAX_SEGMENTS:
+        raise UsageError(
+            f"the plan would have {num_segments:,} segments, at most {_MAX_SEGMENTS:,} are possible",
+            hint="use a larger --chunk-size or fewer epochs, or plan the data in parts",
+        )
+    if config.split == "none" and longest > config.chunk_size:
+        sequence = int(np.argmax(is_planned & (analysis.num_tokens > config.chunk_size)))
+        raise DataError(
+            f"sequence {sequence} has {analysis.num_tokens[sequence]:,} tokens, and nothing may be split",
+            where=analysis.place(sequence),
+            hint=f"use a --chunk-size of {longest} or more, or leave out --no-split",
+        )
+    return num_steps, num_occurrences, longest
+
+
+def _target_masks(analysis: Analysis) -> TargetMask | None:
     if not analysis.has_tokens:
-        return count_all_targets
-    tokens = analysis.tokens()
+        return None
+    tokens, one_at_a_time = analysis.tokens(), threading.Lock()
 
-    def count(sequence_id: int, start: Int32Array, end: Int32Array) -> Int32Array:
-        return count_masked_targets(tokens(sequence_id)[1], start, end)
+    def mask(sequence_id: int) -> BoolArray:
+        with one_at_a_time:
+            return tokens(sequence_id)[1]
 
-    return count
+    return mask

@@ -9,15 +9,19 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.cost.flops import BACKWARD
+from chunkplan.planfile.schema import CHUNKS
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
     """Counts, shares (0..1) and predictions (microseconds) of a whole plan.
 
-    `token_fill`: tokens over num_chunks x ChunkSize. `longest_sequence`: what a one-sequence micro-batch would hold
-    at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its ranks, mean and maximum
-    over steps. `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds.
+    `token_fill`: tokens over ChunkSize of the chunks that are not zero-loss. `longest_sequence`: what a one-sequence
+    micro-batch would hold at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its
+    ranks, mean and maximum over the steps that can be balanced. `exceeding` are the others, in which one sequence costs
+    more than the mean rank: how many, and what they take and cannot do without, whatever the spread.
+    `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
+    a step is spread over ranks; `packing_over_bound`: given the spread.
     """
 
     num_steps: int
@@ -40,8 +44,12 @@ class PlanSummary:
     heaviest_rank_mean: float
     heaviest_rank_max: float
     recompute_share: float
+    num_exceeding_steps: int
+    exceeding_predicted_us: float
+    exceeding_lower_bound_us: float
     num_optimal_steps: int
     chunks_over_bound: float
+    packing_over_bound: float
     predicted_us: float
     lower_bound_us: float
 
@@ -55,20 +63,24 @@ class PlanSummary:
         return {**asdict(self), "held_tokens": self.held_tokens}
 
 
-def summarize_plan(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> PlanSummary:
-    """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
+def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
+    """Summarize the tables `steps` and `chunks` (its segments are not looked at) of a plan with its manifest."""
     config, totals = manifest["config"], manifest["totals"]
-    steps = pl.DataFrame(pl.from_arrow(tables["steps"]))
-    chunks = pl.DataFrame(pl.from_arrow(tables["chunks"].drop_columns(["segments"])))
+    steps = pl.DataFrame(pl.from_arrow(steps_table))
+    chunks = pl.DataFrame(pl.from_arrow(chunks_table.select([name for name in CHUNKS.names if name != "segments"])))
     dependent = chunks.filter(pl.col("group_id").is_not_null())
     recompute = _total(chunks.filter(~pl.col("keeps_activations"))["cost"]) / (2 + BACKWARD)
+    exceeding = steps.filter("exceeds_share")
     heaviest = (
-        chunks.group_by("step", "dp_rank")
+        chunks.join(steps.select("step", "exceeds_share"), on="step")
+        .filter(~pl.col("exceeds_share"))
+        .group_by("step", "dp_rank")
         .agg(pl.col("cost").cast(pl.Float64).sum())
         .group_by("step")
         .agg(over_mean=pl.col("cost").max() / pl.col("cost").mean())["over_mean"]
         .fill_nan(1.0)
     )
+    num_zero_loss = chunks.filter(pl.col("num_tokens") == 0).height
     return PlanSummary(
         **{name: config[name] for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
         **{
@@ -78,23 +90,27 @@ def summarize_plan(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> Pla
         num_chunks=chunks.height,
         num_standalone=chunks.height - dependent.height,
         num_dependent=dependent.height,
-        num_zero_loss=chunks.filter(pl.col("num_tokens") == 0).height,
+        num_zero_loss=num_zero_loss,
         num_groups=dependent.filter(pl.col("group_index") == 0).height,
-        token_fill=totals["num_tokens"] / (chunks.height * config["chunk_size"]),
+        token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config["chunk_size"]),
         longest_sequence=totals["longest_sequence"],
-        heaviest_rank_mean=_float(heaviest.mean()),
-        heaviest_rank_max=_float(heaviest.max()),
+        heaviest_rank_mean=_float(heaviest.mean()) if heaviest.len() else 1.0,
+        heaviest_rank_max=_float(heaviest.max()) if heaviest.len() else 1.0,
         recompute_share=recompute / max(_total(chunks["cost"]), 1e-30),
+        num_exceeding_steps=exceeding.height,
+        exceeding_predicted_us=_total(exceeding["predicted_us"]),
+        exceeding_lower_bound_us=_total(exceeding["lower_bound_us"]),
         num_optimal_steps=int(steps["optimal"].sum()),
-        chunks_over_bound=chunks.height / int(steps["chunks_lower_bound"].sum()),
+        chunks_over_bound=chunks.height / _total(steps["chunks_lower_bound"]),
+        packing_over_bound=chunks.height / _total(steps["packing_lower_bound"]),
         predicted_us=manifest["predictions"]["predicted_us"],
         lower_bound_us=manifest["predictions"]["lower_bound_us"],
     )
 
 
-def _total(costs: pl.Series) -> float:
-    """The sum in double precision: single loses microseconds over a large plan."""
-    return _float(costs.cast(pl.Float64).sum())
+def _total(values: pl.Series) -> float:
+    """The sum in double precision: single loses microseconds over a large plan, and 32-bit counts overflow."""
+    return _float(values.cast(pl.Float64).sum())
 
 
 def _float(value: Any) -> float:

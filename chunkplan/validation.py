@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
-from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL, ChunkColumns
-from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, RankSchedule
+from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL
+from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS
+from chunkplan.planfile.chunk_columns import ChunkColumns
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.load import load_analysis, load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
+from chunkplan.planfile.schedule_columns import ScheduleColumns, iter_blocks, match_rows
 from chunkplan.planfile.violation import Violation
 
 #: Every invariant of a plan, in the order it is checked.
@@ -75,23 +77,15 @@ def _validate_analysis(analysis: Analysis) -> Validation:
 
 
 def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
-    violations = _check_hashes(plan, analysis)
-    unchecked: list[str] = []
-    columns = ChunkColumns.read(plan, analysis)
-    names = list(CHUNK_CHECKS)
-    for position, name in enumerate(names):
-        found = CHUNK_CHECKS[name](columns)
-        if found:
-            violations.append(found)
-            if name in STRUCTURAL:
-                unchecked = [*names[position + 1 :], "schedule-rows", *SCHEDULE_CHECKS]
-                break
-    if not unchecked:
-        try:
-            violations += _check_schedules(plan)
-        except DataError as error:  # rows of a step are missing or out of order
-            violations.append(Violation("schedule-rows", error.message))
-            unchecked = list(SCHEDULE_CHECKS)
+    tables = {"steps": plan.steps(), "chunks": plan.chunks(), "schedule": plan.schedule()}
+    with ThreadPoolExecutor(1) as pool:
+        hashes = pool.submit(hash_plan, tables, plan.config)
+        columns = ChunkColumns.of(plan, analysis, tables["steps"], tables["chunks"])
+        violations, unchecked = _check_chunks(columns)
+        if not unchecked:
+            found, unchecked = _check_schedules(columns, ScheduleColumns.of(tables["schedule"]))
+            violations += found
+        violations = _check_hashes(plan, analysis, hashes.result()) + violations
     return _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
 
 
@@ -116,13 +110,12 @@ def _validation(
     )
 
 
-def _check_hashes(plan: Plan, analysis: Analysis) -> list[Violation]:
+def _check_hashes(plan: Plan, analysis: Analysis, hashes: dict[str, str]) -> list[Violation]:
     """The files hold what the manifest was written for, and the analysis is the one the plan was built from."""
     stated = plan.manifest["content_hashes"]
-    tables = {"steps": plan.steps(), "chunks": plan.chunks(), "schedule": plan.schedule()}
     violations = [
         Violation("content-hash", f"{name} is not what the manifest was written for")
-        for name, actual in hash_plan(tables, plan.config).items()
+        for name, actual in hashes.items()
         if actual != stated[name]
     ]
     if combine_hashes(stated) != plan.content_hash:
@@ -132,30 +125,34 @@ def _check_hashes(plan: Plan, analysis: Analysis) -> list[Violation]:
     return violations
 
 
-def _check_schedules(plan: Plan) -> list[Violation]:
-    """One schedule row for every (step, rank, stage), and what each rank's stages do; the first violation of each."""
+def _check_chunks(columns: ChunkColumns) -> tuple[list[Violation], list[str]]:
+    """The violations of steps and chunks, and the invariants that could not be looked at because of them."""
+    violations = []
+    names = [*CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS]
+    for position, (name, check) in enumerate(CHUNK_CHECKS.items()):
+        found = check(columns)
+        if found:
+            violations.append(found)
+            if name in STRUCTURAL:
+                return violations, names[position + 1 :]
+    return violations, []
+
+
+def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[list[Violation], list[str]]:
+    """One row for every (step, rank, stage), and what each rank's stages do: the first violation of each invariant.
+
+    And the invariants that could not be looked at.
+    """
+    ranks, missing = match_rows(columns, schedule)
+    violations = [missing] if missing else []
+    if ranks is None:
+        return violations, list(SCHEDULE_CHECKS)
     found: dict[str, Violation] = {}
-    config = plan.config
-    num_places = config["dp"] * config["pp"]
-    num_rows = 0
-    for step in plan.iter_steps():
-        num_rows += len(step.actions)
-        astray = [rank for rank, stage in step.actions if not (0 <= rank < config["dp"] and 0 <= stage < config["pp"])]
-        if astray or len(step.actions) != num_places:
-            absent = (rank for rank in step.chunks if any((rank, s) not in step.actions for s in range(config["pp"])))
-            rank = astray[0] if astray else next(absent)
-            found.setdefault("schedule-rows", Violation("schedule-rows", "rows missing or extra", step.step, rank))
-            continue
-        for rank, chunks in step.chunks.items():
-            stages = [step.actions[rank, stage] for stage in range(config["pp"])]
-            schedule = RankSchedule(chunks=chunks, stages=stages, config=config)
-            for name, check in SCHEDULE_CHECKS.items():
-                complaint = check(schedule)
-                if complaint:
-                    found.setdefault(name, Violation(name, complaint[0], step.step, rank, complaint[1]))
-                    break
-    if num_rows != plan.schedule().num_rows:
-        found.setdefault(
-            "schedule-rows", Violation("schedule-rows", "rows come twice, or for steps that are not there")
-        )
-    return list(found.values())
+    for block in iter_blocks(columns, schedule, ranks):
+        for name, check in SCHEDULE_CHECKS.items():
+            complaint = check(block)
+            if complaint:
+                step, dp_rank = divmod(int(block.ranks.place[complaint.rank]), columns.config["dp"])
+                found.setdefault(name, Violation(name, complaint.message, step, dp_rank, complaint.chunk_id))
+                block = block.without(complaint.bad)
+    return violations + [found[name] for name in SCHEDULE_CHECKS if name in found], []

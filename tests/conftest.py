@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import settings
 
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planfile.plan_writer import describe_plan, write_plan
+from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+
+# The first example of a test may have to compile what it calls.
+settings.register_profile("chunkplan", deadline=None)
+settings.load_profile("chunkplan")
 
 #: (sequence_id, start, end)
 Piece = tuple[int, int, int]
@@ -104,17 +108,18 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                         "predicted_us": 1.0,
                     }
                 )
-            ids = {piece["sequence_id"] for row in rows for piece in row["segments"]}
             tables["steps"].append(
                 {
                     "step": step,
                     "epoch": 0,
-                    "num_sequences": len(ids),
+                    "num_sequences": sum(piece["start"] == 0 for row in rows for piece in row["segments"]),
                     "num_tokens": sum(row["num_tokens"] for row in rows),
                     "num_target_tokens": sum(row["num_target_tokens"] for row in rows),
                     "num_chunks": len(rows),
                     "chunks_lower_bound": 1,
+                    "packing_lower_bound": 1,
                     "optimal": False,
+                    "exceeds_share": False,
                     "predicted_us": 1.0,
                     "lower_bound_us": 1.0,
                 }
@@ -124,8 +129,9 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         chunk_size = max(row["num_tokens"] for row in tables["chunks"])
         plan = folder / "plan"
         plan.mkdir()
-        manifest = describe_plan(
-            written,
+        writer = PlanWriter(plan)
+        writer.add(written)
+        writer.finish(
             config={
                 "chunk_size": chunk_size,
                 "k": k,
@@ -135,8 +141,24 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                 "epochs": 1,
                 "last_batch": "keep",
                 "seed": 0,
+                "split": "full",
+                "tail_sharing": True,
+                "packing": "auto",
+                "balance": "spread",
+                "equal_chunks": False,
+                "holdout": None,
+                "part": "train",
+                "mix": None,
             },
+            seed=0,
+            epochs=1,
             analysis={"path": "../analysis", "content_hash": described["content_hash"], "exact": True},
+            selection={
+                "num_sequences": len(sequences),
+                "num_held_out": 0,
+                "num_occurrences": len(sequences),
+                "sources": [],
+            },
             totals={
                 "num_steps": len(steps),
                 "num_chunks": len(tables["chunks"]),
@@ -148,7 +170,6 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
             },
             predictions={"cost_model": {"flops_per_second": 1.0}, "predicted_us": 1.0, "lower_bound_us": 1.0},
         )
-        write_plan(plan, written, manifest)
         return plan, analysis
 
     return write
@@ -158,17 +179,15 @@ def _chunk_rows(chunks: list[list[Piece]], sequences: Sequence[tuple[Any, Any]],
     split = [
         next((piece for piece in chunk if piece[2] - piece[1] < len(sequences[piece[0]][0])), None) for chunk in chunks
     ]
-    sizes = {piece[0]: sum(other is not None and other[0] == piece[0] for other in split) for piece in split if piece}
-    groups = {sequence_id: group for group, sequence_id in enumerate(sizes)}
-    next_index = {sequence_id: count() for sequence_id in sizes}
+    groups = _groups(split)
     rows = []
     for chunk_id, (chunk, piece) in enumerate(zip(chunks, split, strict=True)):
-        size = sizes[piece[0]] if piece else 1
-        index = next(next_index[piece[0]]) if piece else 0
+        group = groups[chunk_id]
+        size, index = (groups.count(group), groups[:chunk_id].count(group)) if piece else (1, 0)
         rows.append(
             {
                 "chunk_id": chunk_id,
-                "group_id": groups[piece[0]] if piece else None,
+                "group_id": group,
                 "group_index": index,
                 "group_size": size,
                 "num_tokens": sum(end - start for _, start, end in chunk),
@@ -180,6 +199,22 @@ def _chunk_rows(chunks: list[list[Piece]], sequences: Sequence[tuple[Any, Any]],
             }
         )
     return rows
+
+
+def _groups(parts: list[Piece | None]) -> list[int | None]:
+    """The group of each chunk: a part continues the first group of its sequence that ends where it starts, or none."""
+    reached: list[tuple[int, int]] = []  # by group: its sequence_id and how far it has come
+    groups: list[int | None] = []
+    for part in parts:
+        if part is None:
+            groups.append(None)
+            continue
+        sequence_id, start, end = part
+        if (sequence_id, start) not in reached:
+            reached.append((sequence_id, start))
+        groups.append(reached.index((sequence_id, start)))
+        reached[groups[-1]] = sequence_id, end
+    return groups
 
 
 def _algorithm_2(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:

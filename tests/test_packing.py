@@ -1,22 +1,36 @@
-"""Packing and its lower bound."""
+"""Packing: what every packer guarantees, and what each adds to that."""
 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing
-from chunkplan.packing.bounds import lower_bound
+from chunkplan.errors import UsageError
+from chunkplan.packing import PACKERS, Packing, certified_lower_bound, pack_lengths
 
-CAPACITIES = st.integers(1, 60)
+EVERY_PACKER = pytest.mark.parametrize("algorithm", PACKERS)
+LARGEST = 2**31 - 1
 
 
 @st.composite
 def items_and_capacity(draw: st.DrawFn, max_items: int = 60) -> tuple[np.ndarray, int]:
-    capacity = draw(CAPACITIES)
-    items = draw(st.lists(st.integers(1, capacity), max_size=max_items))
-    return np.array(items, np.int32), capacity
+    """Some capacities have as many lengths as fit in a table, some are as large as they get."""
+    capacity = draw(st.one_of(st.integers(1, 60), st.sampled_from([2047, 8192, 65536, LARGEST])))
+    shortest = draw(st.sampled_from([1, capacity // 4 + 1, capacity // 20 + 1]))
+    items = draw(st.lists(st.integers(shortest, capacity), max_size=max_items))
+    return np.array(items, draw(st.sampled_from([np.int32, np.int64]))), capacity
+
+
+def check(packing: Packing, items: np.ndarray, capacity: int) -> None:
+    assert packing.bin_of.shape == items.shape
+    loads = np.bincount(packing.bin_of, weights=items, minlength=packing.num_bins)
+    assert loads.size == packing.num_bins
+    assert (loads <= capacity).all()
+    assert (loads > 0).all(), "bins are numbered without gaps"
+    assert packing.lower_bound <= packing.num_bins
+    assert packing.optimal == (packing.gap == 0)
 
 
 def naive_best_fit_decreasing(items: np.ndarray, capacity: int) -> list[int]:
@@ -49,33 +63,132 @@ def fewest_bins(items: list[int], capacity: int) -> int:
     return solve(sorted(items, reverse=True), (), len(items) + 1)
 
 
-@given(items_and_capacity())
-def test_every_item_lies_in_one_bin_and_no_bin_overflows(case: tuple[np.ndarray, int]) -> None:
+@EVERY_PACKER
+@settings(max_examples=40, deadline=None)
+@given(case=items_and_capacity())
+def test_every_item_lies_in_one_bin_no_bin_overflows_and_packing_again_gives_the_same(
+    algorithm: str, case: tuple[np.ndarray, int]
+) -> None:
     items, capacity = case
-    bins = best_fit_decreasing(items, capacity)
-    assert bins.shape == items.shape
-    loads = np.bincount(bins, weights=items)
-    assert (loads <= capacity).all()
-    assert (loads > 0).all(), "bins are numbered without gaps"
+    packing = pack_lengths(items, capacity, algorithm)
+    check(packing, items, capacity)
+    assert packing.num_bins >= certified_lower_bound(items, capacity)
+    again = pack_lengths(items, capacity, algorithm)
+    assert (again.bin_of == packing.bin_of).all()
+    assert again.lower_bound == packing.lower_bound
 
 
-@given(items_and_capacity())
-def test_the_histogram_packs_as_the_definition_does(case: tuple[np.ndarray, int]) -> None:
+@EVERY_PACKER
+@settings(max_examples=40, deadline=None)
+@given(case=items_and_capacity(max_items=8))
+def test_the_optimum_lies_between_the_bound_and_the_bins(algorithm: str, case: tuple[np.ndarray, int]) -> None:
     items, capacity = case
-    loads = np.bincount(best_fit_decreasing(items, capacity), weights=items)
+    packing = pack_lengths(items, capacity, algorithm)
+    optimum = fewest_bins(items.tolist(), capacity)
+    assert packing.lower_bound <= optimum <= packing.num_bins
+    if algorithm == "exact":
+        assert packing.optimal
+
+
+@EVERY_PACKER
+@pytest.mark.parametrize("capacity", [1, 7, 8192, LARGEST])
+def test_none_one_full_and_equal_items(algorithm: str, capacity: int) -> None:
+    none = pack_lengths(np.array([], np.int32), capacity, algorithm)
+    assert (none.bin_of.size, none.num_bins, none.lower_bound, none.gap) == (0, 0, 0, 0)
+    one = pack_lengths(np.array([1]), capacity, algorithm)
+    assert one.bin_of.tolist() == [0]
+    assert one.optimal
+    full = pack_lengths(np.full(50, capacity, np.int32), capacity, algorithm)
+    assert sorted(full.bin_of.tolist()) == list(range(50))
+    assert full.optimal
+    for in_bin in (1, 2, 3, 7):
+        length = max(capacity // in_bin, 1)
+        equal = pack_lengths(np.full(50, length), capacity, algorithm)
+        check(equal, np.full(50, length), capacity)
+        assert equal.num_bins == -(-50 // (capacity // length))
+
+
+@EVERY_PACKER
+def test_thousands_of_items_of_few_lengths(algorithm: str) -> None:
+    """Whole runs of bins are filled at once, and the last ones of a length only in part."""
+    items = np.random.default_rng(0).choice(np.array([7, 90, 100, 333, 334, 501, 999]), 5000)
+    check(pack_lengths(items, 1000, algorithm), items, 1000)
+
+
+@settings(deadline=None)
+@given(case=items_and_capacity())
+def test_the_histogram_packs_as_best_fit_decreasing_is_defined(case: tuple[np.ndarray, int]) -> None:
+    items, capacity = case
+    loads = np.bincount(pack_lengths(items, capacity, "bfd").bin_of, weights=items)
     assert sorted(loads.astype(int).tolist()) == naive_best_fit_decreasing(items, capacity)
 
 
-@given(items_and_capacity(max_items=8))
-def test_the_bound_never_exceeds_the_optimum_nor_the_optimum_the_packing(case: tuple[np.ndarray, int]) -> None:
+@settings(max_examples=50, deadline=None)
+@given(case=items_and_capacity(max_items=10))
+def test_the_first_bin_of_minimum_bin_slack_is_as_full_as_any_with_the_longest_item(
+    case: tuple[np.ndarray, int],
+) -> None:
     items, capacity = case
-    optimum = fewest_bins(items.tolist(), capacity)
-    packed = len(set(best_fit_decreasing(items, capacity).tolist()))
-    assert -(-int(items.sum()) // capacity) <= lower_bound(items, capacity) <= optimum <= packed
+    if items.size == 0:
+        return
+    longest, *others = sorted(items.tolist(), reverse=True)
+    sums = {longest}
+    for other in others:
+        sums |= {total + other for total in sums if total + other <= capacity}
+    assert items[pack_lengths(items, capacity, "mbs").bin_of == 0].sum(dtype=np.int64) == max(sums)
 
 
-def test_the_bound_sees_more_than_the_sum() -> None:
-    """Three items just over half need three bins, though their sum would fit two; 1s beside them fit in the room."""
-    assert lower_bound(np.array([6, 6, 6, 4, 4, 4]), 10) == 3
-    assert lower_bound(np.array([6, 6, 6, 5]), 10) == 4
-    assert lower_bound(np.array([], np.int32), 10) == 0
+@settings(max_examples=20, deadline=None)
+@given(case=items_and_capacity())
+def test_auto_and_exact_have_no_more_bins_than_the_heuristics_and_no_lower_bound(case: tuple[np.ndarray, int]) -> None:
+    items, capacity = case
+    heuristics = [pack_lengths(items, capacity, algorithm) for algorithm in ("bfd", "mbs")]
+    for algorithm in ("auto", "exact"):
+        packing = pack_lengths(items, capacity, algorithm)
+        assert packing.num_bins <= min(heuristic.num_bins for heuristic in heuristics)
+        if not packing.optimal:
+            assert packing.lower_bound >= max(heuristic.lower_bound for heuristic in heuristics)
+
+
+def test_column_generation_packs_three_to_a_bin_where_the_longest_first_do_not_fit() -> None:
+    """All in (C/4, C/2]: by falling length two thirds of the bins hold two long or three short items, both waste."""
+    items = np.random.default_rng(0).integers(2049, 4097, 20_000)
+    bfd, auto = pack_lengths(items, 8192, "bfd"), pack_lengths(items, 8192)
+    check(auto, items, 8192)
+    assert auto.algorithm == "column-generation"
+    assert bfd.gap > 0.06
+    assert auto.gap < 0.004
+    assert auto.lower_bound > -(-items.sum() // 8192) * 1.03
+
+
+def test_exact_finds_planted_triplets() -> None:
+    """Every bin of the optimum is full to the last token, which only looking at true lengths finds."""
+    rng = np.random.default_rng(0)
+    first = rng.integers(390, 490, 300)
+    second = rng.integers(251, np.minimum(1000 - first - 251, 500))
+    items = rng.permutation(np.concatenate([first, second, 1000 - first - second]))
+    packing = pack_lengths(items, 1000, "exact")
+    check(packing, items, 1000)
+    assert packing.lower_bound == 300
+    assert packing.num_bins <= 303 < pack_lengths(items, 1000, "mbs").num_bins
+
+
+def test_a_step_of_many_short_sequences_is_packed_and_proved() -> None:
+    """As steps are: 13 that best-fit decreasing cannot prove among 2,000; minimum bin slack packs them all."""
+    rng = np.random.default_rng(0)
+    steps = np.clip(np.exp(rng.normal(5.5, 1.074, (500, 256))), 16, 2048).astype(np.int64)
+    unproved = [step for step in steps if not pack_lengths(step, 2048, "bfd").optimal]
+    assert len(unproved) > 10
+    assert all(pack_lengths(step, 2048).optimal for step in unproved)
+
+
+def test_an_unknown_algorithm_is_refused_naming_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="'best'") as raised:
+        pack_lengths(np.array([1]), 10, "best")
+    assert "bfd, mbs, column-generation, exact, auto" in raised.value.hint
+
+
+@pytest.mark.parametrize("length", [11, 0, -1])
+def test_an_item_out_of_range_is_refused_naming_the_first(length: int) -> None:
+    with pytest.raises(UsageError, match=f"item 2 has length {length}, expected 1 to 10"):
+        pack_lengths(np.array([1, 10, length, 12, 0]), 10)

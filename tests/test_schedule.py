@@ -10,17 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.planfile.order import StuckError, execution_order
-from chunkplan.schedule import make_schedule
-from chunkplan.schedule.actions import ChunkStates, StageActions
+from chunkplan.planfile.schema import OPS
+from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.ranks import schedule_ranks
 from chunkplan.schedule.simulate import simulate
 
 ALONE = -1
 
 
-def states(groups: list[int], keeps: list[int] | None = None) -> ChunkStates:
-    kept = [1] * len(groups) if keeps is None else keeps
-    return ChunkStates(group_id=np.array(groups, np.int32), keeps_activations=np.array(kept, bool))
+class Rank:
+    """The schedule of one rank, as lists."""
+
+    def __init__(self, groups: list[int], keeps: list[int] | None, pp: int, forward: list[int]) -> None:
+        self.keeps = np.array([1] * len(groups) if keeps is None else keeps, bool)
+        chunks = np.array([0, len(groups)])
+        self.actions, self.stage_end = schedule_ranks(
+            chunks, np.array(groups, np.int32), self.keeps, np.array(forward), pp
+        )
+        ends = simulate(self.actions, np.array(forward))
+        named = [(OPS[op], int(chunk)) for op, chunk in zip(self.actions.ops, self.actions.chunk_ids, strict=True)]
+        borders = self.actions.stages[1:-1]
+        self.stages = [[named[i] for i in part] for part in np.split(np.arange(len(named)), borders)]
+        self.ends = [part.tolist() for part in np.split(ends, borders)]
+
+    @property
+    def makespan(self) -> int:
+        return int(self.stage_end.max())
 
 
 @pytest.mark.parametrize(
@@ -37,16 +52,14 @@ def states(groups: list[int], keeps: list[int] | None = None) -> ChunkStates:
 def test_state_aware_1f1b_takes_the_published_time(
     units: list[int], groups: list[int], keeps: list[int] | None, makespan: int
 ) -> None:
-    schedule = make_schedule(states(groups, keeps), pp=4)
-    assert simulate(schedule, np.array(units)).makespan == makespan
+    assert Rank(groups, keeps, 4, units).makespan == makespan
 
 
 def test_state_aware_1f1b_draws_the_published_gantt() -> None:
     """A = pack of two, D = 2 units, X and Y = the two chunks of the long sequence; small letters backward."""
-    schedule = make_schedule(states([ALONE, ALONE, 0, 0]), pp=4)
-    ends = simulate(schedule, np.array([2, 2, 2, 2])).ends
+    rank = Rank([ALONE, ALONE, 0, 0], None, 4, [2, 2, 2, 2])
     lines = []
-    for actions, stage_ends in zip(schedule, ends, strict=True):
+    for actions, stage_ends in zip(rank.stages, rank.ends, strict=True):
         line = ["."] * 46
         for (op, chunk_id), end in zip(actions, stage_ends, strict=True):
             duration, letters = (2, "ADXY") if op == "forward" else (4, "adxy")
@@ -61,7 +74,7 @@ def test_state_aware_1f1b_draws_the_published_gantt() -> None:
 
 
 def test_algorithm_2_keeps_the_last_k_and_recomputes_in_descending_order() -> None:
-    [actions] = make_schedule(states([ALONE, 0, 0, 0, 0], [1, 0, 0, 1, 1]), pp=1)
+    [actions] = Rank([ALONE, 0, 0, 0, 0], [1, 0, 0, 1, 1], 1, [1] * 5).stages
     assert actions == [
         ("forward", 0),
         ("backward", 0),
@@ -78,14 +91,14 @@ def test_algorithm_2_keeps_the_last_k_and_recomputes_in_descending_order() -> No
     ]
 
 
-def work(actions: StageActions, forward: np.ndarray) -> int:
+def work(actions: list[tuple[str, int]], forward: list[int]) -> int:
     weight = {"forward": 1, "forward_kv": 1, "recompute": 1, "backward": 2}
-    return sum(weight[op] * int(forward[chunk_id]) for op, chunk_id in actions)
+    return sum(weight[op] * forward[chunk_id] for op, chunk_id in actions)
 
 
 @st.composite
-def ranks(draw: st.DrawFn) -> tuple[ChunkStates, np.ndarray]:
-    """Some standalone chunks, then some groups of which a random number of last chunks is kept."""
+def chunks_of_a_rank(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Some standalone chunks, then some groups of which a random number of last chunks is kept; forward times."""
     groups, keeps = [ALONE] * draw(st.integers(0, 5)), [1] * 5
     keeps = keeps[: len(groups)]
     for group in range(draw(st.integers(0 if groups else 1, 3))):
@@ -93,29 +106,42 @@ def ranks(draw: st.DrawFn) -> tuple[ChunkStates, np.ndarray]:
         kept = draw(st.integers(1, size))
         groups += [group] * size
         keeps += [0] * (size - kept) + [1] * kept
-    forward = draw(st.lists(st.integers(1, 9), min_size=len(groups), max_size=len(groups)))
-    return states(groups, keeps), np.array(forward)
+    return groups, keeps, draw(st.lists(st.integers(1, 9), min_size=len(groups), max_size=len(groups)))
 
 
-@given(ranks(), st.integers(1, 6))
-def test_the_simulator_conserves_work_and_never_beats_it(rank: tuple[ChunkStates, np.ndarray], pp: int) -> None:
-    chunks, forward = rank
-    schedule = make_schedule(chunks, pp)
-    simulation = simulate(schedule, forward)
-    for actions, end in zip(schedule, simulation.stage_end, strict=True):
-        assert work(actions, forward) <= end <= simulation.makespan
+@given(chunks_of_a_rank(), st.integers(1, 6))
+def test_the_simulator_conserves_work_and_never_beats_it(
+    chunks: tuple[list[int], list[int], list[int]], pp: int
+) -> None:
+    groups, keeps, forward = chunks
+    rank = Rank(groups, keeps, pp, forward)
+    for actions, ends, end in zip(rank.stages, rank.ends, rank.stage_end, strict=True):
+        assert work(actions, forward) <= ends[-1] == end <= rank.makespan
     if pp == 1:
-        assert simulation.makespan == work(schedule[0], forward)
-    kept = [op for op, _ in schedule[0]]
-    assert kept.count("recompute") == kept.count("forward_kv") == int((~chunks.keeps_activations).sum())
+        assert rank.makespan == work(rank.stages[0], forward)
+    ops = [op for op, _ in rank.stages[0]]
+    assert ops.count("recompute") == ops.count("forward_kv") == keeps.count(0)
 
 
-def test_a_schedule_that_waits_for_itself_is_found_stuck() -> None:
+@given(st.lists(chunks_of_a_rank(), min_size=1, max_size=4), st.integers(1, 4))
+def test_ranks_are_scheduled_together_as_they_are_alone(
+    ranks: list[tuple[list[int], list[int], list[int]]], pp: int
+) -> None:
+    groups, keeps, forward = (np.concatenate([rank[part] for rank in ranks]) for part in range(3))
+    first = np.cumsum([0, *(len(rank[0]) for rank in ranks)])
+    actions, stage_end = schedule_ranks(first, groups.astype(np.int32), keeps.astype(bool), forward, pp)
+    alone = [Rank(*rank[:2], pp, rank[2]) for rank in ranks]
+    assert actions.ops.tolist() == [op for rank in alone for op in rank.actions.ops]
+    assert actions.chunk_ids.tolist() == [chunk for rank in alone for chunk in rank.actions.chunk_ids]
+    assert stage_end.tolist() == [end for rank in alone for end in rank.stage_end]
+
+
+def test_what_waits_for_itself_is_never_done() -> None:
     """Stage 1 wants chunk 1 first, stage 0 wants chunk 0's gradient before it sends chunk 1."""
-    stages = [
-        [("forward", 0, 0), ("backward", 0, 0), ("forward", 1, 0), ("backward", 1, 0)],
-        [("forward", 1, 0), ("backward", 1, 0), ("forward", 0, 0), ("backward", 0, 0)],
-    ]
-    with pytest.raises(StuckError) as stuck:
-        list(execution_order(stages))
-    assert (stuck.value.stage, stuck.value.position) == (0, 1)
+    forward, backward = OPS.index("forward"), OPS.index("backward")
+    actions = Actions(
+        ops=np.array([forward, backward] * 4, np.int8),
+        chunk_ids=np.array([0, 0, 1, 1, 1, 1, 0, 0], np.int32),
+        stages=np.array([0, 4, 8]),
+    )
+    assert simulate(actions, np.array([1, 1])).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]

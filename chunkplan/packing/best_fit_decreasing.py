@@ -1,39 +1,66 @@
 """Best-fit decreasing over the histogram of lengths.
 
-Items are placed longest first, each into the bin it leaves least room in (Johnson 1973). Items of one length are placed
-together: the bin that fits the first of them best goes on to fit the next ones best until it is full, so the work
-depends on bins and distinct lengths, not on items.
+Items are placed longest first, each into the bin it leaves least room in (Johnson 1973). Bins with equal room behave
+alike, so that runs of bins are filled at once, with as many items of the length at hand as fit. Lengths descend, so a
+bin with too little room for one length, once it has enough for a later one, has less than all that had enough before:
+bins that fit are a stack, those that do not yet fit a heap. The work depends on the number of distinct lengths, and on
+items only where their bins are written down; the capacity does not matter.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from heapq import heappop, heappush
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.arrays import Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.packing.bounds import martello_toth_counted
+from chunkplan.packing.histogram import Histogram
+from chunkplan.packing.solution import Solution
 
 
-def best_fit_decreasing(lengths: IntArray, capacity: int) -> Int64Array:
-    """Pack items of `lengths` [n], each from 1 to `capacity`; returns each one's bin, int64 [n], 0.. without gaps."""
-    assert lengths.size == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
-    by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
-    distinct, counts = np.unique(lengths, return_counts=True)
-    bin_of = np.empty(lengths.size, np.int64)
-    open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted
-    num_bins = placed = 0
-    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        end = placed + count
-        while placed < end:
-            best = bisect_left(open_bins, (length, 0))
-            if best < len(open_bins):
-                room, target = open_bins.pop(best)
-            else:
-                room, target = capacity, num_bins
-                num_bins += 1
-            fitting = min(room // length, end - placed)
-            bin_of[by_length[placed : placed + fitting]] = target
-            placed += fitting
-            if room > fitting * length:
-                insort(open_bins, (room - fitting * length, target))
-    return bin_of
+def best_fit_decreasing(items: Histogram, capacity: int) -> Solution:
+    """Pack `items`, each of length 1 to `capacity`."""
+    sorted_bins = np.empty(items.num_items, np.int64)
+    num_bins = best_fit_decreasing_counted(items.distinct, items.counts, capacity, sorted_bins)
+    return Solution(sorted_bins, num_bins, martello_toth_counted(items.distinct, items.counts, capacity), "bfd")
+
+
+@compiled
+def best_fit_decreasing_counted(
+    distinct: Int64Array, counts: Int64Array, capacity: int, sorted_bins: Int64Array
+) -> int:
+    """Pack counts[i] items of length distinct[i], ascending; returns the number of bins.
+
+    Writes the bin of each item, in ascending order of length, to `sorted_bins` int64 [n].
+    """
+    # Runs of bins: (room, first bin, number). At the bottom lie the bins not yet opened, more than are needed.
+    fitting = [(capacity, 0, sorted_bins.size + 1)]
+    waiting = [(0, 0, 0)]  # a heap, by -room; this one never fits
+    end = sorted_bins.size
+    for index in range(distinct.size - 1, -1, -1):
+        length, left = distinct[index], counts[index]
+        while -waiting[0][0] >= length:
+            negative_room, first, num_bins = heappop(waiting)
+            fitting.append((-negative_room, first, num_bins))
+        while left > 0:
+            room, first, num_bins = fitting.pop()
+            each = room // length
+            full = min(num_bins, left // each)
+            for target in range(first, first + full):
+                sorted_bins[end - each : end] = target
+                end -= each
+            left -= full * each
+            if full > 0 and room - each * length >= distinct[0]:
+                heappush(waiting, (each * length - room, first, full))
+            if full < num_bins:  # the items do not fill another one
+                started = 1 if left > 0 else 0
+                fitting.append((room, first + full + started, num_bins - full - started))
+                if left > 0:
+                    sorted_bins[end - left : end] = first + full
+                    end -= left
+                    fitting.append((room - left * length, first + full, 1))
+                    left = 0
+    _, num_opened, _ = fitting[0]
+    return num_opened

@@ -1,27 +1,48 @@
-"""Lower bounds on the number of bins: no packing needs fewer."""
+"""Lower bounds on the number of bins from counting alone: no packing needs fewer."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import IntArray
+from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.compiled import compiled
+from chunkplan.packing.histogram import histogram
 
 
 def lower_bound(lengths: IntArray, capacity: int) -> int:
-    """L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990), at least L1.
+    """L2 of Martello and Toth, at least L1 = ceil(sum / capacity), of items of `lengths` [n], 1 to `capacity` each."""
+    items = histogram(lengths)
+    return int(martello_toth_counted(items.distinct, items.counts, capacity))
 
-    For a threshold t <= capacity / 2: items over capacity - t share a bin with nothing counted here, items over
-    capacity / 2 share with no other such item, and what items of [t, capacity / 2] do not find room for beside the
-    latter needs bins of its own. t = 0 gives at least L1 = ceil(sum / capacity).
+
+@compiled
+def martello_toth(ascending: Int64Array, capacity: int) -> int:
+    """L2 of items sorted `ascending` [n]; see `martello_toth_counted`."""
+    return martello_toth_counted(ascending, np.ones_like(ascending), capacity)
+
+
+@compiled
+def martello_toth_counted(distinct: Int64Array, counts: Int64Array, capacity: int) -> int:
+    """L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990).
+
+    There are counts[i] items of length distinct[i], ascending. For a threshold t <= capacity / 2: items over
+    capacity - t share a bin with nothing counted here, items over capacity / 2 share with no other such item, and what
+    items of [t, capacity / 2] do not find room for beside the latter needs bins of its own. t = 0 gives L1 at least.
+    Both ends of the window move one way as t grows, so one pass over the lengths does.
     """
-    if lengths.size == 0:
-        return 0
-    items = np.sort(lengths.astype(np.int64))
-    total = np.concatenate([[0], np.cumsum(items)])  # total[i]: sum of the i shortest
-    half = int(np.searchsorted(items, capacity // 2, side="right"))  # items[half:] are over capacity / 2
-    thresholds = np.concatenate([[0], np.unique(items[:half])])
-    first = np.searchsorted(items, thresholds, side="left")
-    alone = np.searchsorted(items, capacity - thresholds, side="right")  # items[alone:] are over capacity - t
-    room = (alone - half) * capacity - (total[alone] - total[half])
-    excess = total[half] - total[first] - room
-    return int(np.max(items.size - half + np.maximum(0, -(-excess // capacity))))
+    half = np.searchsorted(distinct, capacity // 2, side="right")  # distinct[half:] are over capacity / 2
+    num_large, room, small = 0, 0, 0
+    for index in range(half, distinct.size):
+        num_large += counts[index]
+        room += counts[index] * (capacity - distinct[index])
+    for index in range(half):
+        small += counts[index] * distinct[index]
+    best = num_large + max(0, -((room - small) // capacity))
+    alone = distinct.size  # distinct[alone:] are over capacity - t
+    for first in range(half):
+        while alone > half and distinct[alone - 1] > capacity - distinct[first]:
+            alone -= 1
+            room -= counts[alone] * (capacity - distinct[alone])
+        best = max(best, num_large + max(0, -((room - small) // capacity)))
+        small -= counts[first] * distinct[first]
+    return best

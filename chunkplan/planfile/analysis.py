@@ -44,6 +44,13 @@ class Analysis:
         """False where lengths were estimated rather than counted by a tokenizer."""
         return bool(self.manifest["exact"])
 
+    def place(self, sequence_id: int) -> str:
+        """Where a sequence comes from: file:line, or the row of a file of lengths."""
+        record = int(self.record[sequence_id])
+        if not self.manifest.get("sources"):
+            return f"{self.path}, row {record}"
+        return f"{self.manifest['sources'][int(self.source[sequence_id])]['path']}:{record + 1}"
+
     def tokens(self) -> TokenReader:
         """Random access to the tokens.
 

@@ -6,10 +6,16 @@ They identify what a file says. File bytes do not: Parquet and Arrow store the w
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+
+from chunkplan.planfile.arrow import to_arrow, to_numpy, words_to_arrow
 
 
 class ContentHasher:
@@ -26,14 +32,22 @@ class ContentHasher:
     def update(self, batch: pa.RecordBatch | pa.Table) -> None:
         """Add the rows of `batch`, whose columns must be those of the schema."""
         for field in self._schema:
-            column = batch.column(field.name)
-            for array in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-                for name, values in _leaves(field.name, array, field.nullable):
-                    self._streams.setdefault(name, hashlib.sha256()).update(values)
+            self._update_column(field, batch.column(field.name))
+
+    def update_in_threads(self, table: pa.Table) -> None:
+        """The same, columns side by side: for large tables."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(lambda field: self._update_column(field, table.column(field.name)), self._schema):
+                pass
 
     def hexdigest(self) -> str:
         """The digest of all rows so far."""
         return combine_hashes({name: stream.hexdigest() for name, stream in self._streams.items()})
+
+    def _update_column(self, field: pa.Field, column: pa.Array | pa.ChunkedArray) -> None:
+        for array in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            for name, values in _leaves(field.name, array, field.nullable):
+                self._streams.setdefault(name, hashlib.sha256()).update(values)
 
 
 def combine_hashes(hashes: Mapping[str, str]) -> str:
@@ -47,25 +61,38 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
 def content_hash(table: pa.Table, schema: pa.Schema) -> str:
     """The content hash of a whole table."""
     hasher = ContentHasher(schema)
-    hasher.update(table)
+    hasher.update_in_threads(table)
     return hasher.hexdigest()
 
 
-def _leaves(name: str, array: pa.Array, nullable: bool) -> Iterator[tuple[str, bytes]]:
+def _leaves(name: str, array: pa.Array, nullable: bool) -> Iterator[tuple[str, bytes | memoryview]]:
     if nullable:
-        yield f"{name}:valid", array.is_valid().to_numpy(zero_copy_only=False).tobytes()
-        array = array.fill_null(0)
+        valid = to_numpy(array.is_valid())
+        yield f"{name}:valid", _bytes(valid)
+        array = to_arrow(to_numpy(array) * valid)
     kind = array.type
     if pa.types.is_list(kind):
-        yield f"{name}:length", np.diff(array.offsets.to_numpy()).astype("<i8").tobytes()
+        yield f"{name}:length", _bytes(np.diff(to_numpy(array.offsets)).astype("<i8"))
         yield from _leaves(f"{name}.item", array.flatten(), nullable=False)
     elif pa.types.is_struct(kind):
         for index in range(kind.num_fields):
             yield from _leaves(f"{name}.{kind.field(index).name}", array.field(index), nullable=False)
     elif pa.types.is_dictionary(kind):
-        yield from _leaves(name, array.dictionary_decode(), nullable=False)
+        words = words_to_arrow([f"{word}\0" for word in array.dictionary.to_pylist()])
+        yield name, _text(words.take(array.indices))
     elif pa.types.is_string(kind):
         yield name, "".join(f"{text}\0" for text in array.to_pylist()).encode()
     else:
-        values = array.to_numpy(zero_copy_only=False)
-        yield name, values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+        values = to_numpy(array)
+        yield name, _bytes(values.astype(values.dtype.newbyteorder("<"), copy=False))
+
+
+def _bytes(values: npt.NDArray[Any]) -> bytes | memoryview:
+    """The memory of an array, without a copy where it lies in one piece."""
+    return np.ascontiguousarray(values).view(np.uint8).data
+
+
+def _text(strings: pa.StringArray) -> bytes | memoryview:
+    """The characters of fresh strings, one after another."""
+    data = strings.buffers()[2]
+    return b"" if data is None else memoryview(data)

@@ -9,8 +9,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from chunkplan.arrays import IntArray
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.hashing import combine_hashes, content_hash
 from chunkplan.planfile.schema import SEQUENCES
 
@@ -45,7 +47,8 @@ def load_lengths(path: Path) -> Analysis:
     num_tokens = values.astype(np.int32)
     record = np.arange(num_tokens.size)
     source = np.zeros(num_tokens.size, np.int32)
-    table = pa.table([record, source, record, num_tokens, num_tokens - 1], schema=SEQUENCES)
+    columns: list[IntArray] = [record, source, record, num_tokens, num_tokens - 1]
+    table = pa.Table.from_arrays([to_arrow(column) for column in columns], schema=SEQUENCES)
     return Analysis(
         path=path,
         content_hash=combine_hashes({"sequences": content_hash(table, SEQUENCES)}),

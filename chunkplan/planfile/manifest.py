@@ -11,6 +11,9 @@ from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN, find_mismatch
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
+#: The oldest version of each kind that is still read.
+_OLDEST = {"analysis": 1, "plan": 2}
+
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
 
@@ -29,7 +32,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
-        DataError: it is not JSON, is of the other kind, was written by a newer schema, or lacks an entry.
+        DataError: it is not JSON, is of the other kind, was written by a newer or too old a schema, or lacks an entry.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -57,6 +60,13 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             f"this chunkplan reads up to version {SCHEMA_VERSION}",
             where=str(path),
             hint="upgrade chunkplan, or analyze and build again with this version",
+        )
+    if version < _OLDEST[kind]:
+        raise DataError(
+            f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
+            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {_OLDEST[kind]} on",
+            where=str(path),
+            hint=_HINT,
         )
     mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
     if mismatch:

@@ -43,7 +43,20 @@ PART_FILE = (
     lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
     "the name of a part file in tokens/",
 )
-KEEP_OR_DROP = (lambda value: value in ("keep", "drop"), '"keep" or "drop"')
+HOLDOUT = (
+    lambda value: (type(value) is int and value >= 1) or (type(value) is float and 0 < value < 1),
+    "a share between 0 and 1, or a whole number from 1",
+)
+WEIGHTS = (
+    lambda value: isinstance(value, dict) and all(NUMBER[0](weight) for weight in value.values()),
+    "numbers from 0 by name",
+)
+
+
+def one_of(*choices: str) -> Test:
+    """One of some strings."""
+    return lambda value: isinstance(value, str) and value in choices, " or ".join(f'"{choice}"' for choice in choices)
+
 
 ANALYSIS: Expected = {
     "content_hash": TEXT,
@@ -57,6 +70,7 @@ ANALYSIS: Expected = {
     "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
+_SELECTED: dict[str, Any] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
 PLAN: Expected = {
     "content_hash": TEXT,
     "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT},
@@ -65,13 +79,22 @@ PLAN: Expected = {
         "k": whole(1),
         "global_batch": whole(1),
         "epochs": whole(1),
-        "last_batch": KEEP_OR_DROP,
+        "last_batch": one_of("keep", "drop"),
         "dp": whole(1, MAX_DP),
         "pp": whole(1, MAX_PP),
         "seed": whole(),
+        "split": one_of("full", "even", "cost", "none"),
+        "tail_sharing": FLAG,
+        "packing": TEXT,
+        "balance": one_of("spread", "search"),
+        "equal_chunks": FLAG,
+        "holdout": or_null(HOLDOUT),
+        "part": one_of("train", "eval"),
+        "mix": or_null(WEIGHTS),
         "memory_tokens?": whole(1),
     },
     "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG},
+    "selection": {**_SELECTED, "sources": [{"path": TEXT, **_SELECTED}]},
     "totals": {
         "num_steps": whole(),
         "num_chunks": whole(),

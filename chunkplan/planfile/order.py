@@ -6,53 +6,38 @@ behind it did. Within a stage actions run in the order they are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import numpy as np
+
+from chunkplan.arrays import Int64Array
 
 FORWARDS = frozenset({"forward", "forward_kv"})
 #: A split backward sends its gradient on with the first half.
 BACKWARDS = frozenset({"backward", "backward_input"})
 
-#: (op, chunk_id, virtual_stage)
-StageAction = tuple[str, int, int]
 
+def run_rows(rows: Int64Array, pp: int, waits_for: Int64Array) -> Int64Array:
+    """Do the actions of many ranks side by side, each stage one after another: where every stage ends up.
 
-class StuckError(ValueError):
-    """No stage can go on. `stage` and `position` name the first action that waits for ever."""
+    Args:
+        rows: int64 [num_ranks x pp + 1], where the actions of each stage of each rank begin.
+        waits_for: int64 [num_actions], the action, of the same rank, that has to be done before; -1 for none.
 
-    def __init__(self, stage: int, position: int) -> None:
-        super().__init__(f"stage {stage} waits for ever at action {position}")
-        self.stage = stage
-        self.position = position
-
-
-def execution_order(stages: Sequence[Sequence[StageAction]]) -> Iterator[tuple[int, int]]:
-    """Yield (stage, position) of every action in an order that respects every link.
-
-    Raises:
-        StuckError: the graph has a cycle, or an action waits for one that does not exist.
+    Returns:
+        int64 [num_ranks x pp], the first action of each stage that waits for ever, or where its actions end.
     """
-    pp = len(stages)
-    last_part = pp * (1 + max((action[2] for stage in stages for action in stage), default=0)) - 1
-    done: set[tuple[str, int, int]] = set()  # (direction, chunk_id, model part)
-    position = [0] * pp
-    progress = True
-    while progress:
-        progress = False
-        for stage, actions in enumerate(stages):
-            while position[stage] < len(actions):
-                op, chunk_id, virtual_stage = actions[position[stage]]
-                part = virtual_stage * pp + stage
-                if op in FORWARDS:
-                    if part > 0 and ("forward", chunk_id, part - 1) not in done:
-                        break
-                    done.add(("forward", chunk_id, part))
-                elif op in BACKWARDS:
-                    if part < last_part and ("backward", chunk_id, part + 1) not in done:
-                        break
-                    done.add(("backward", chunk_id, part))
-                yield stage, position[stage]
-                position[stage] += 1
-                progress = True
-    for stage, actions in enumerate(stages):
-        if position[stage] < len(actions):
-            raise StuckError(stage, position[stage])
+    position, end = rows[:-1].copy(), rows[1:]
+    done = np.zeros(waits_for.size + 1, bool)
+    done[-1] = True
+    moved = np.zeros(position.size // pp, np.int64)  # the last turn in which a stage of the rank went on
+    active = np.flatnonzero(position < end)
+    turn = 0
+    while active.size:
+        turn += 1
+        actions = position[active]
+        ready = done[waits_for[actions]]
+        going = active[ready]
+        done[actions[ready]] = True
+        position[going] += 1
+        moved[going // pp] = turn
+        active = active[(position[active] < end[active]) & (moved[active // pp] == turn)]
+    return position

@@ -63,7 +63,9 @@ class PlanStep:
     num_target_tokens: int
     num_chunks: int
     chunks_lower_bound: int
+    packing_lower_bound: int
     optimal: bool
+    exceeds_share: bool
     predicted_us: float
     lower_bound_us: float
     chunks: dict[int, list[Chunk]] = field(repr=False)

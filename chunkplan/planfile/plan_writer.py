@@ -1,4 +1,4 @@
-"""Writes the files of a plan."""
+"""Writes the files of a plan as its steps come, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,40 +10,71 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chunkplan.planfile.hashing import combine_hashes, content_hash
+from chunkplan.planfile.hashing import ContentHasher, combine_hashes, content_hash
 from chunkplan.planfile.manifest import write_manifest
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SCHEMA_VERSION, STEPS
 from chunkplan.version import __version__
 
 _SCHEMAS = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
 
-#: Small enough that a reader that streams steps holds little, large enough to compress well.
+#: Rows. Small enough that a reader that streams steps holds little, large enough to compress well.
 _ROW_GROUP = 64 << 10
 
 
-def describe_plan(tables: dict[str, pa.Table], *, config: dict[str, Any], **described: Any) -> dict[str, Any]:
-    """The manifest of a plan of `tables` (steps, chunks, schedule) with its `config` and the entries `described`."""
-    hashes = hash_plan(tables, config)
-    return {
-        "kind": "plan",
-        "schema_version": SCHEMA_VERSION,
-        "tool_version": __version__,
-        "content_hash": combine_hashes(hashes),
-        "content_hashes": hashes,
-        "config": config,
-        **described,
-    }
+class PlanWriter:
+    """Writes a plan into `folder` (see `folder.replace_folder`); without one it only finds out the manifest."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._hashers = {name: ContentHasher(schema) for name, schema in _SCHEMAS.items()}
+        self._waiting: dict[str, list[pa.Table]] = {name: [] for name in _SCHEMAS}
+        self._files: dict[str, pq.ParquetWriter] = {}
+
+    def add(self, tables: dict[str, pa.Table]) -> None:
+        """Append rows to `steps`, `chunks` and `schedule`."""
+        for name, table in tables.items():
+            self._hashers[name].update(table)
+            self._waiting[name].append(table)
+            if sum(waiting.num_rows for waiting in self._waiting[name]) >= _ROW_GROUP:
+                self._flush(name)
+
+    def finish(self, *, config: dict[str, Any], **described: Any) -> dict[str, Any]:
+        """Write what is left and the manifest, with its `config` and the entries `described`; returns the manifest."""
+        for name in _SCHEMAS:
+            self._flush(name)
+        for file in self._files.values():
+            file.close()
+        hashes = {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
+        hashes["config"] = _hash_config(config)
+        manifest = {
+            "kind": "plan",
+            "schema_version": SCHEMA_VERSION,
+            "tool_version": __version__,
+            "content_hash": combine_hashes(hashes),
+            "content_hashes": hashes,
+            "config": config,
+            **described,
+        }
+        if self._folder is not None:
+            write_manifest(self._folder, manifest)
+        return manifest
+
+    def _flush(self, name: str) -> None:
+        tables, self._waiting[name] = self._waiting[name], []
+        if self._folder is None or not tables:
+            return
+        if name not in self._files:
+            path = self._folder / f"{name}.parquet"
+            self._files[name] = pq.ParquetWriter(path, _SCHEMAS[name], compression="zstd")
+        self._files[name].write_table(pa.concat_tables(tables), row_group_size=_ROW_GROUP)
 
 
 def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, str]:
-    """The content hashes of a plan's tables and of its configuration, as JSON with sorted keys."""
+    """The content hashes of a plan's tables and of its configuration."""
     hashes = {name: content_hash(tables[name], schema) for name, schema in _SCHEMAS.items()}
-    hashes["config"] = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return hashes
+    return {**hashes, "config": _hash_config(config)}
 
 
-def write_plan(folder: Path, tables: dict[str, pa.Table], manifest: dict[str, Any]) -> None:
-    """Write `tables` and `manifest` into `folder` (see `folder.replace_folder`)."""
-    for name in _SCHEMAS:
-        pq.write_table(tables[name], folder / f"{name}.parquet", compression="zstd", row_group_size=_ROW_GROUP)
-    write_manifest(folder, manifest)
+def _hash_config(config: dict[str, Any]) -> str:
+    """Of the configuration as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -1,40 +1,26 @@
-"""What the schedules work on: the chunks of a rank in their order, and the actions of a stage."""
+"""What a schedule is: for every pipeline stage of a rank, what it does with which chunk, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from chunkplan.arrays import BoolArray, Int32Array
+import numpy as np
+import numpy.typing as npt
 
-#: (op, chunk_id) in the order the stage does them; ops are those of `planfile.schema.OPS`.
-StageActions = list[tuple[str, int]]
+from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.planfile.schema import OPS
+
+Int8Array = npt.NDArray[np.int8]
+
+FORWARD, FORWARD_KV, RECOMPUTE, BACKWARD = (OPS.index(op) for op in ("forward", "forward_kv", "recompute", "backward"))
 
 
-@dataclass(frozen=True)
-class ChunkStates:
-    """What a schedule needs of a rank's chunks, in chunk_id order; the parts of a group follow one another.
+class Actions(NamedTuple):
+    """The actions of some stages, one stage after another.
 
-    group_id int32 [n], -1 for standalone; keeps_activations bool [n].
+    `ops` int8, `chunk_ids` int32 [num_actions]; `stages` int64 [num_stages + 1], where each stage's begin.
     """
 
-    group_id: Int32Array
-    keeps_activations: BoolArray
-
-    def units(self) -> Iterator[list[int]]:
-        """A standalone chunk alone, or all chunks of a group, ascending."""
-        start = 0
-        for chunk_id in range(1, len(self.group_id) + 1):
-            same = chunk_id < len(self.group_id) and self.group_id[chunk_id] == self.group_id[start] >= 0
-            if not same:
-                yield list(range(start, chunk_id))
-                start = chunk_id
-
-    def first_forward(self, chunk_id: int) -> tuple[str, int]:
-        """The forward that keeps activations, or the one that leaves only KV behind."""
-        return ("forward" if self.keeps_activations[chunk_id] else "forward_kv"), chunk_id
-
-    def backward(self, chunk_id: int) -> StageActions:
-        """The backward, after a recompute where the forward kept nothing."""
-        recompute = [] if self.keeps_activations[chunk_id] else [("recompute", chunk_id)]
-        return [*recompute, ("backward", chunk_id)]
+    ops: Int8Array
+    chunk_ids: Int32Array
+    stages: Int64Array

@@ -7,14 +7,30 @@ later chunks have sent theirs.
 
 from __future__ import annotations
 
-from chunkplan.schedule.actions import ChunkStates, StageActions
+from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.compiled import compiled
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array
 
 
-def algorithm2(chunks: ChunkStates) -> StageActions:
-    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending."""
-    actions: StageActions = []
-    for unit in chunks.units():
-        actions += [chunks.first_forward(chunk_id) for chunk_id in unit]
-        for chunk_id in reversed(unit):
-            actions += chunks.backward(chunk_id)
-    return actions
+@compiled
+def algorithm2(group_id: Int32Array, keeps: BoolArray, ops: Int8Array, chunk_ids: Int32Array) -> None:
+    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending.
+
+    `group_id` (-1 for standalone) and `keeps` [num_chunks] are those of a rank's chunks; the actions are written to
+    `ops` and `chunk_ids`.
+    """
+    action = first = 0
+    while first < group_id.size:
+        last = first + 1
+        while last < group_id.size and group_id[last] == group_id[first] >= 0:
+            last += 1
+        for chunk in range(first, last):
+            ops[action], chunk_ids[action] = FORWARD if keeps[chunk] else FORWARD_KV, chunk
+            action += 1
+        for chunk in range(last - 1, first - 1, -1):
+            if not keeps[chunk]:
+                ops[action], chunk_ids[action] = RECOMPUTE, chunk
+                action += 1
+            ops[action], chunk_ids[action] = BACKWARD, chunk
+            action += 1
+        first = last

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.cost.flops import BACKWARD
-from chunkplan.planfile.order import BACKWARDS, FORWARDS, execution_order
-from chunkplan.schedule.actions import StageActions
+from chunkplan.compiled import compiled
+from chunkplan.cost.flops import BACKWARD as BACKWARD_WORK
+from chunkplan.schedule.actions import BACKWARD, RECOMPUTE, Actions
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """Times in the unit of the costs: the end of every action by stage, when each stage is done, when all are."""
+@compiled
+def simulate(actions: Actions, forward: Int64Array) -> Int64Array:
+    """When each action of a rank's stages ends, int64 [num_actions], in the unit of `forward` [num_chunks].
 
-    ends: list[list[int]]
-    stage_end: list[int]
-    makespan: int
-
-
-def simulate(stages: list[StageActions], forward: Int64Array) -> Simulation:
-    """Simulate `stages`; `forward` [num_chunks] is the time of a chunk's forward on one stage. Links take no time."""
-    pp = len(stages)
-    duration = forward.tolist()
-    forward_end: dict[tuple[int, int], int] = {}
-    backward_end: dict[tuple[int, int], int] = {}
-    clock = [0] * pp
-    ends: list[list[int]] = [[] for _ in stages]
-    for stage, position in execution_order([[(op, chunk_id, 0) for op, chunk_id in actions] for actions in stages]):
-        op, chunk_id = stages[stage][position]
-        if op in BACKWARDS:
-            start = max(clock[stage], backward_end.get((chunk_id, stage + 1), 0))
-            clock[stage] = backward_end[chunk_id, stage] = start + BACKWARD * duration[chunk_id]
-        elif op in FORWARDS:
-            start = max(clock[stage], forward_end.get((chunk_id, stage - 1), 0))
-            clock[stage] = forward_end[chunk_id, stage] = start + duration[chunk_id]
-        else:
-            clock[stage] += duration[chunk_id]  # recompute, local to the stage
-        ends[stage].append(clock[stage])
-    return Simulation(ends=ends, stage_end=list(clock), makespan=max(clock))
+    `forward` is the time of a chunk's forward on one stage. Links take no time. Where stages wait for each other for
+    ever, the actions that are never done end at -1.
+    """
+    pp = actions.stages.size - 1
+    ends = np.full(actions.ops.size, -1, np.int64)
+    forward_end = np.full((pp, forward.size), -1, np.int64)
+    backward_end = np.full((pp, forward.size), -1, np.int64)
+    clock = np.zeros(pp, np.int64)
+    position = actions.stages[:-1].copy()
+    moving = True
+    while moving:
+        moving = False
+        for stage in range(pp):
+            while position[stage] < actions.stages[stage + 1]:
+                action = position[stage]
+                op, chunk = actions.ops[action], actions.chunk_ids[action]
+                ready = np.int64(0)  # recompute is local to the stage
+                if op == BACKWARD:
+                    ready = backward_end[stage + 1, chunk] if stage + 1 < pp else ready
+                elif op != RECOMPUTE:
+                    ready = forward_end[stage - 1, chunk] if stage > 0 else ready
+                if ready < 0:
+                    break
+                clock[stage] = max(clock[stage], ready) + forward[chunk] * (BACKWARD_WORK if op == BACKWARD else 1)
+                ends[action] = clock[stage]
+                if op == BACKWARD:
+                    backward_end[stage, chunk] = clock[stage]
+                elif op != RECOMPUTE:
+                    forward_end[stage, chunk] = clock[stage]
+                position[stage] += 1
+                moving = True
+    return ends

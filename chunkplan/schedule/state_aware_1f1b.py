@@ -6,37 +6,52 @@ group. A stage recomputes locally, from its own saved input, directly before the
 
 from __future__ import annotations
 
-from chunkplan.schedule.actions import ChunkStates, StageActions
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array
 
 
-def state_aware_1f1b(chunks: ChunkStates, pp: int) -> list[StageActions]:
-    """The actions of stages 0..pp-1.
+@compiled
+def state_aware_1f1b(
+    group_id: Int32Array, keeps: BoolArray, warm_up: int, ops: Int8Array, chunk_ids: Int32Array
+) -> None:
+    """The actions of the stage that warms up with `warm_up` forwards: of pp stages, stage s with pp - s.
 
-    Stage s warms up with pp - s forwards, then alternates backward and forward; where the next backward lacks its
-    forward, it forwards instead.
+    After that it alternates backward and forward; where the next backward lacks its forward, it forwards instead.
+    `group_id` (-1 for standalone) and `keeps` [num_chunks] are those of a rank's chunks; the actions are written to
+    `ops` and `chunk_ids`.
     """
-    forwards = [chunk_id for unit in chunks.units() for chunk_id in unit]
-    backwards = [chunk_id for unit in chunks.units() for chunk_id in reversed(unit)]
-    place = {chunk_id: position for position, chunk_id in enumerate(forwards)}
-    return [_stage(chunks, forwards, backwards, place, warm_up=pp - stage) for stage in range(pp)]
-
-
-def _stage(
-    chunks: ChunkStates, forwards: list[int], backwards: list[int], place: dict[int, int], warm_up: int
-) -> StageActions:
-    actions: StageActions = []
-    forwarded = 0
-    backwarded = 0
+    backwards = _backward_order(group_id)
+    action = forwarded = backwarded = 0
     backward_is_due = False
-    while backwarded < len(backwards):
-        forwards_left = forwarded < len(forwards)
-        can_backward = place[backwards[backwarded]] < forwarded
-        if can_backward and (backward_is_due or not forwards_left):
-            actions += chunks.backward(backwards[backwarded])
+    while backwarded < backwards.size:
+        chunk = backwards[backwarded]
+        if chunk < forwarded and (backward_is_due or forwarded == backwards.size):
+            if not keeps[chunk]:
+                ops[action], chunk_ids[action] = RECOMPUTE, chunk
+                action += 1
+            ops[action], chunk_ids[action] = BACKWARD, chunk
             backwarded += 1
             backward_is_due = False
         else:
-            actions.append(chunks.first_forward(forwards[forwarded]))
+            ops[action], chunk_ids[action] = FORWARD if keeps[forwarded] else FORWARD_KV, forwarded
             forwarded += 1
             backward_is_due = forwarded >= warm_up
-    return actions
+        action += 1
+
+
+@compiled
+def _backward_order(group_id: Int32Array) -> Int64Array:
+    """Chunks in order, those of a group descending."""
+    order = np.empty(group_id.size, np.int64)
+    first = 0
+    while first < group_id.size:
+        last = first + 1
+        while last < group_id.size and group_id[last] == group_id[first] >= 0:
+            last += 1
+        for chunk in range(first, last):
+            order[chunk] = first + last - 1 - chunk
+        first = last
+    return order

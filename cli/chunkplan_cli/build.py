@@ -13,8 +13,7 @@ from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
-    from chunkplan.planning import PlanConfig
-
+    from chunkplan.planning.config import PlanConfig
 
 _CONFIG_HINT = "a config holds lines such as chunk-size = 8192"
 
@@ -24,6 +23,22 @@ class LastBatch(StrEnum):
 
     KEEP = "keep"
     DROP = "drop"
+
+
+class Split(StrEnum):
+    """Where a sequence over ChunkSize is cut."""
+
+    FULL = "full"
+    EVEN = "even"
+    COST = "cost"
+    NONE = "none"
+
+
+class Balance(StrEnum):
+    """How sequences are spread over ranks."""
+
+    SPREAD = "spread"
+    SEARCH = "search"
 
 
 def build(
@@ -49,6 +64,46 @@ def build(
     dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Data-parallel ranks. Default: 1.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline stages. Default: 1.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the shuffle. Default: 0.")] = None,
+    split: Annotated[
+        Split | None,
+        typer.Option(
+            help="Cut a long sequence at ChunkSize (full), into parts of equal length (even), or of equal predicted "
+            "time (cost), or refuse it (none). Default: full."
+        ),
+    ] = None,
+    no_split: Annotated[
+        bool, typer.Option("--no-split", help="The same as --split none: pack only, for models that are not causal.")
+    ] = False,
+    tail_sharing: Annotated[
+        bool | None,
+        typer.Option(
+            help="Fill the free room in the chunks of split sequences with short ones. Default: on one stage."
+        ),
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For ranks that best-fit decreasing is not proved to pack best: auto, bfd (leave them), mbs, "
+            "column-generation or exact. Default: auto.",
+        ),
+    ] = None,
+    balance: Annotated[
+        Balance | None,
+        typer.Option(help="search: look for a better spread of every step with CP-SAT, slowly. Default: spread."),
+    ] = None,
+    equal_chunks: Annotated[
+        bool | None,
+        typer.Option("--equal-chunks", help="The same number of chunks on every rank, as ZeRO-3 needs it."),
+    ] = None,
+    holdout: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE|N", help="Hold out a share (0.01) or a number of sequences: a plan of their own."),
+    ] = None,
+    mix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE=WEIGHT", help="How often an epoch takes a source: 2 twice, 0.5 half. Repeatable."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="These options as `chunk-size = 8192`; options given win.")
     ] = None,
@@ -58,6 +113,10 @@ def build(
     workspace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Threads that plan; the plan is the same. Default: processors."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and report, write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
 ) -> None:
@@ -65,15 +124,17 @@ def build(
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """
-    from chunkplan.building import compute_plan
+    from chunkplan.building import build_plans, evaluation_folder
     from chunkplan.errors import UsageError
-    from chunkplan.planfile.folder import refuse_other_content, replace_folder
+    from chunkplan.planfile.folder import refuse_other_content
     from chunkplan.planfile.load import load_analysis
-    from chunkplan.planfile.plan_writer import write_plan
     from chunkplan.summary import summarize_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_plan_report
 
+    if split and no_split:
+        raise UsageError("--split and --no-split exclude each other", hint="leave one of them out")
     given = {
         "chunk_size": chunk_size,
         "k": k,
@@ -83,6 +144,13 @@ def build(
         "dp": dp,
         "pp": pp,
         "seed": seed,
+        "split": "none" if no_split else split.value if split else None,
+        "tail_sharing": tail_sharing,
+        "packing": packing,
+        "balance": balance.value if balance else None,
+        "equal_chunks": equal_chunks,
+        "holdout": _number(holdout) if holdout else None,
+        "mix": _weights(mix) if mix else None,
     }
     plan_config = _resolve(given, config)
     place = Workspace.find(workspace)
@@ -95,25 +163,52 @@ def build(
     refuse_other_content(target, "plan")
     lengths = load_analysis(source)
     replaced = _describe_old(target)
-    with progress("planning", "steps") as report_progress:
-        tables, manifest = compute_plan(lengths, target, plan_config, progress=report_progress)
-    if not dry_run:
-        with replace_folder(target, "plan") as folder:
-            write_plan(folder, tables, manifest)
+    with note_compilation(), progress("planning", "steps") as report_progress:
+        plans = build_plans(lengths, target, plan_config, workers=workers, progress=report_progress, dry_run=dry_run)
 
-    summary = summarize_plan(tables, manifest)
+    manifest = plans[target].manifest
+    summary = summarize_plan(plans[target].steps, plans[target].chunks, manifest)
     if as_json:
         print_json({"plan": None if dry_run else str(target), "manifest": manifest, "summary": summary.to_dict()})
     else:
         print_plan_report(stdout(), summary, manifest)
     if not lengths.is_exact:
         warn("the lengths are estimated from bytes: this plan shows what to expect, it cannot be trained")
+    evaluation = evaluation_folder(target)
+    if evaluation in plans:
+        note(f"plan of the {manifest['selection']['num_held_out']:,} sequences held out in {evaluation}")
     if dry_run:
         note("dry run: nothing was written")
         return
+    if evaluation not in plans and evaluation.exists():
+        warn(f"{evaluation} is of an earlier build: what it holds out, this plan trains on")
     note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
     flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
     note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
+
+
+def _number(text: str) -> int | float:
+    """A whole number where it is written as one."""
+    from chunkplan.errors import UsageError
+
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number", hint="for example: --holdout 0.01 --mix code.jsonl=2") from None
+
+
+def _weights(mix: list[str]) -> dict[str, int | float]:
+    from chunkplan.errors import UsageError
+
+    weights = {}
+    for text in mix:
+        source, equals, weight = text.rpartition("=")
+        if not equals or not source:
+            raise UsageError(f"--mix {text!r}, expected SOURCE=WEIGHT", hint="for example: --mix code.jsonl=2")
+        if source in weights:
+            raise UsageError(f"{source} has two weights", hint="name every source at most once")
+        weights[source] = _number(weight)
+    return weights
 
 
 def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:
@@ -121,7 +216,7 @@ def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:
     import tomllib
 
     from chunkplan.errors import DataError, UsageError
-    from chunkplan.planning import PlanConfig
+    from chunkplan.planning.config import PlanConfig
 
     values: dict[str, Any] = {}
     if config is not None:

@@ -72,7 +72,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     from chunkplan.summary import summarize_plan
     from chunkplan_cli.plan_report import print_plan_report
 
-    summary = summarize_plan({"steps": plan.steps(), "chunks": plan.chunks()}, plan.manifest)
+    summary = summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
     if as_json:
         print_json({"plan": str(plan.path), "manifest": plan.manifest, "summary": summary.to_dict()})
     else:

@@ -51,8 +51,9 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
             "tokens",
             f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets",
         ),
+        *_selection(manifest),
         ("chunks", _chunks(summary)),
-        ("token fill", f"{_percent(summary.token_fill)} of num_chunks x chunk size"),
+        ("token fill", f"{_percent(summary.token_fill)} of chunk size"),
         ("fewest possible", _bound(summary)),
         (
             "micro-batches",
@@ -71,9 +72,11 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         rows.append(
             (
                 "heaviest rank",
-                f"{summary.heaviest_rank_mean:.3f} of the mean over ranks, {summary.heaviest_rank_max:.3f} at worst",
+                f"{summary.heaviest_rank_mean:.4f} of the mean over ranks, {summary.heaviest_rank_max:.4f} at worst",
             )
         )
+    if summary.num_exceeding_steps:
+        rows.append(("too long a sequence", _exceeding(summary)))
     rows += [
         ("recomputed", f"{_percent(summary.recompute_share)} of the work"),
         (
@@ -109,9 +112,35 @@ def _chunks(summary: PlanSummary) -> str:
 
 
 def _bound(summary: PlanSummary) -> str:
-    proved = f"{summary.num_optimal_steps:,} of {summary.num_steps:,} steps proved to have the fewest chunks"
+    proved = f"{summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal: proved to have the fewest chunks"
     over = summary.chunks_over_bound - 1
-    return proved if over == 0 else f"{proved}; all together {_percent(over)} over the bound"
+    if over == 0:
+        return proved
+    if summary.dp == 1:
+        return f"{proved}; all together {_percent(over)} over the bound"
+    return (
+        f"{_percent(summary.packing_over_bound - 1)} over the bound, given what each rank has to run; {_percent(over)} "
+        f"over that of any spread, for balance ({summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal)"
+    )
+
+
+def _exceeding(summary: PlanSummary) -> str:
+    return (
+        f"in {summary.num_exceeding_steps:,} steps one costs more than a rank's share: no spread can balance them. "
+        f"They take {_seconds(summary.exceeding_predicted_us)}, at least {_seconds(summary.exceeding_lower_bound_us)}"
+    )
+
+
+def _selection(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the plan holds of the data, where that is not every sequence once an epoch."""
+    config, selection = manifest["config"], manifest["selection"]
+    rows = []
+    if config["holdout"] is not None:
+        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
+        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
+    if config["mix"]:
+        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
+    return rows
 
 
 def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> None:
@@ -183,7 +212,7 @@ def _action_line(actions: list[Action]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share == 0 or share >= 0.001 else "<0.1%"
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2%}" if share >= 0.0001 else "<0.01%"
 
 
 def _seconds(microseconds: float) -> str:

@@ -136,7 +136,8 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM) -> ParityReport:
         loss = sum(executor.run(work, stream.load, step.num_target_tokens) for work in ranks)
         gradients = _take_gradients(model)
         chunks = [chunk for work in ranks for chunk in work.chunks.values()]
-        sequences = sorted({segment.sequence_id for chunk in chunks for segment in chunk.segments})
+        # A sequence counts as often as it occurs: every occurrence has one segment that starts it.
+        sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
         reference_loss = _run_whole(model, load_analysis(analysis), sequences)
         reference = _take_gradients(model)
     vanishing = _vanishing(reference)

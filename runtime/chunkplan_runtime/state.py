@@ -1,9 +1,9 @@
 """What outlives a chunk: keys, values and their gradients of the split sequences in flight.
 
 A sequence takes its place for its whole length at first use and gives it back when its first part has done its
-backward. Writes go to the slice of the part, so that writing twice (forward, then recompute) changes nothing. The
-gradient of a part's KV is the sum of what all later parts sent to it: it is complete when, and only when, backwards
-run in descending order, which is checked.
+backward; one that occurs twice in a step is two groups and takes two places. Writes go to the slice of the part, so
+that writing twice (forward, then recompute) changes nothing. The gradient of a part's KV is the sum of what all later
+parts sent to it: it is complete when, and only when, backwards run in descending order, which is checked.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from chunkplan.errors import DataError
 
 @dataclass(frozen=True)
 class Span:
-    """Where a segment lies: tokens [start, end) of a sequence of `length` are tokens [first, last) of its chunk."""
+    """Where a segment lies: tokens [start, end) of a sequence of `length` are tokens [first, last) of its chunk.
+
+    `group_id` is that of the chunk.
+    """
 
     sequence_id: int
     start: int
     end: int
     length: int
     first: int
+    group_id: int | None = None
 
     @property
     def last(self) -> int:
@@ -36,6 +40,11 @@ class Span:
     def is_split(self) -> bool:
         """Whether the sequence has tokens in other chunks too."""
         return self.end - self.start < self.length
+
+    @property
+    def occurrence(self) -> tuple[int, int | None]:
+        """Tells a split sequence in flight from any other, also from itself where a step has it more than once."""
+        return self.sequence_id, self.group_id
 
 
 @dataclass
@@ -53,14 +62,14 @@ class _Sequence:
     length: int
     layers: dict[int, _Layer] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
-    complete_from: int = 0  # gradients of tokens [complete_from, length) were handed out
+    complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
 
 
 class StateStore:
-    """KV and dKV by sequence and layer. Only split sequences enter it."""
+    """KV and dKV by occurrence of a sequence and layer. Only split sequences enter it."""
 
     def __init__(self) -> None:
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -83,7 +92,7 @@ class StateStore:
         Raises:
             DataError: an earlier part has not.
         """
-        sequence = self._sequences.setdefault(span.sequence_id, _Sequence(span.length, complete_from=span.length))
+        sequence = self._sequences.setdefault(span.occurrence, _Sequence(span.length, complete_from=span.length))
         if span.start > sequence.forwarded:
             raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
         sequence.forwarded = max(sequence.forwarded, span.end)
@@ -92,21 +101,21 @@ class StateStore:
         """Say that a part is about to run backward.
 
         Raises:
-            DataError: a later part has not.
+            DataError: a later part has not, or this one has already.
         """
-        complete_from = self._sequences[span.sequence_id].complete_from
-        if span.end != complete_from:
-            raise _out_of_order(span, "backward", f"tokens from {span.end} to {complete_from} had none")
+        sequence = self._sequences.get(span.occurrence)
+        if sequence is None or span.end != sequence.complete_from:
+            raise _out_of_order(span, "backward", "a later part has none yet, or this one had its own")
+        sequence.complete_from = span.start
 
     def finish_backward(self, span: Span) -> None:
         """Say that a part has run backward; with the first part the sequence gives back its memory."""
-        self._sequences[span.sequence_id].complete_from = span.start
         if span.start == 0:
-            del self._sequences[span.sequence_id]
+            del self._sequences[span.occurrence]
 
     def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep the KV of a part: [kv_heads, num_tokens, head_dim] each."""
-        sequence = self._sequences[span.sequence_id]
+        sequence = self._sequences[span.occurrence]
         if layer not in sequence.layers:
             shape = (key.shape[0], sequence.length, key.shape[2])
             sequence.layers[layer] = _Layer(key.new_empty(shape), value.new_empty(shape))
@@ -116,12 +125,12 @@ class StateStore:
 
     def read(self, span: Span, layer: int, tokens: slice) -> tuple[Tensor, Tensor]:
         """Views of the KV of `tokens` of the sequence."""
-        held = self._sequences[span.sequence_id].layers[layer]
+        held = self._sequences[span.occurrence].layers[layer]
         return held.key[:, tokens], held.value[:, tokens]
 
     def gradient(self, span: Span, layer: int, tokens: slice) -> tuple[Tensor, Tensor]:
         """Views of the KV gradients of `tokens`, to read or to add to: float32, or float64 when the KV is."""
-        held = self._sequences[span.sequence_id].layers[layer]
+        held = self._sequences[span.occurrence].layers[layer]
         if held.grad_key is None or held.grad_value is None:
             # bfloat16 would lose what many small contributions add up to.
             dtype = torch.promote_types(held.key.dtype, torch.float32)

@@ -151,7 +151,7 @@ class PlanStream:
             ids.append(input_ids[start:end].astype(np.int64))
             labels.append(shifted_labels(input_ids[start : end + 1], target[start : end + 1])[: end - start])
             positions.append(np.arange(start, end))
-            spans.append(Span(sequence_id, start, end, length=len(input_ids), first=first))
+            spans.append(Span(sequence_id, start, end, length=len(input_ids), first=first, group_id=chunk.group_id))
             first += end - start
         joined = np.concatenate(labels)
         found = int((joined != NO_TARGET).sum())

@@ -1,0 +1,193 @@
+"""Measures the planner: a whole plan, its validation, how evenly it spreads, what it proves.
+
+    python benchmarks/planning.py                              # everything, about 5 minutes on 2 cores
+    python benchmarks/planning.py --only plan --sizes 100000   # one part of it
+    python benchmarks/planning.py --real lengths.parquet       # a distribution of your own beside the synthetic one
+
+Times are whole commands in processes of their own, the second run of each (the first one compiles and warms caches).
+benchmarks/packing_peers.py measures packing alone, beside other packers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from lengths import lengths
+
+import chunkplan
+from chunkplan.planning.config import PlanConfig
+
+Row = dict[str, Any]
+
+
+def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
+    """`chunkplan build --dp 8` and `chunkplan validate` on long-tail lengths, as a user runs them."""
+    rows = []
+    for size in sizes:
+        source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
+        build = ["build", source, "--chunk-size", "8192", "--k", "4", "--dp", "8", "--output", folder / "plan"]
+        validate = ["validate", folder / "plan"]
+        run(build)
+        build_seconds, build_bytes = run(build)
+        run(validate)
+        validate_seconds, validate_bytes = run(validate)
+        rows.append(
+            {
+                "sequences": size,
+                "build s": round(build_seconds, 2),
+                "build GB": round(build_bytes / 1e9, 2),
+                "validate s": round(validate_seconds, 2),
+                "validate GB": round(validate_bytes / 1e9, 2),
+                "plan MB": round(sum(path.stat().st_size for path in (folder / "plan").iterdir()) / 1e6, 1),
+            }
+        )
+    return rows
+
+
+def run(arguments: list[Any]) -> tuple[float, int]:
+    """Seconds and peak bytes of a `chunkplan` command; it uses threads, no further processes."""
+    command = [sys.executable, "-m", "chunkplan_cli.main", *map(str, arguments)]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return time.perf_counter() - started, usage.ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def measure_balance(distributions: dict[str, np.ndarray], folder: Path) -> list[Row]:
+    """The heaviest rank over the mean, over the steps in which no sequence costs more than a rank's share."""
+    rows = []
+    for name, values in distributions.items():
+        for dp in (8, 16):
+            for chunk_size in (2048, 8192):
+                plan = build(values, folder, chunk_size=chunk_size, k=4, dp=dp)
+                summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
+                rows.append(
+                    {
+                        "lengths": name,
+                        "dp": dp,
+                        "chunk size": chunk_size,
+                        "steps": summary.num_steps,
+                        "one exceeds": summary.num_exceeding_steps,
+                        "heaviest / mean": round(summary.heaviest_rank_mean, 5),
+                        "worst": round(summary.heaviest_rank_max, 4),
+                    }
+                )
+    return rows
+
+
+def measure_certificates(distributions: dict[str, np.ndarray], folder: Path) -> list[Row]:
+    """Steps proved to have the fewest chunks, on one rank and without tail sharing."""
+    rows = []
+    for name, values in distributions.items():
+        for chunk_size in (2048, 8192):
+            for packing in ("bfd", "auto"):
+                started = time.perf_counter()
+                plan = build(values, folder, chunk_size=chunk_size, k=4, tail_sharing=False, packing=packing)
+                seconds = time.perf_counter() - started
+                steps = plan.steps()
+                optimal = np.array(steps.column("optimal"))
+                num_chunks, bound = (
+                    np.array(steps.column(column)).sum() for column in ("num_chunks", "chunks_lower_bound")
+                )
+                rows.append(
+                    {
+                        "lengths": name,
+                        "chunk size": chunk_size,
+                        "packing": packing,
+                        "steps": optimal.size,
+                        "optimal": f"{optimal.mean():.4%}",
+                        "not proved": int((~optimal).sum()),
+                        "gap": f"{num_chunks / bound - 1:.4%}",
+                        "s": round(seconds, 1),
+                    }
+                )
+    return rows
+
+
+def build(values: np.ndarray, folder: Path, **config: Any) -> Any:
+    source = write_lengths(folder / "lengths.parquet", values)
+    return chunkplan.build(source, folder / "plan", PlanConfig(**config))
+
+
+def write_lengths(path: Path, values: np.ndarray) -> Path:
+    pq.write_table(pa.table({"length": values}), path)
+    return path
+
+
+def print_table(title: str, rows: list[Row]) -> None:
+    print(f"\n{title}\n")
+    print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
+    for row in rows:
+        print("| " + " | ".join(f"{value:,}" if type(value) is int else str(value) for value in row.values()) + " |")
+
+
+def machine() -> Row:
+    """What the figures were measured on."""
+    names = ("chunkplan", "numpy", "numba", "pyarrow", "polars", "ortools")
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+    }
+
+
+def processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["plan", "balance", "certificates"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--steps-of", type=int, default=1_000_000, help="synthetic sequences for balance")
+    parser.add_argument("--real", type=Path, nargs="*", default=[], help=".parquet files with a column of lengths")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    real = {path.stem: pq.read_table(path).column(0).to_numpy() for path in options.real}
+    parts: dict[str, Callable[[Path], list[Row]]] = {
+        "plan": lambda folder: measure_plan(options.sizes, folder),
+        "balance": lambda folder: measure_balance(
+            {"long-tail": lengths("long-tail", options.steps_of, cap=None), **real}, folder
+        ),
+        "certificates": lambda folder: measure_certificates(
+            {"long-tail": lengths("long-tail", max(options.sizes), cap=None), **real}, folder
+        ),
+    }
+    result: dict[str, Any] = {"machine": machine()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in parts.items():
+            if options.only in (None, name):
+                result[name] = part(Path(folder))
+                if not options.json:
+                    print_table(TITLES[name], result[name])
+    print(json.dumps(result, indent=2) if options.json else "\n" + str(result["machine"]))
+
+
+TITLES = {
+    "plan": "Whole plan: read, batch, spread, pack, certify, write (global batch 256, dp 8, C 8192)",
+    "balance": "Heaviest rank over the mean (global batch 256)",
+    "certificates": "Steps proved to have the fewest chunks (dp 1, no tail sharing, global batch 256)",
+}
+
+
+if __name__ == "__main__":
+    main()

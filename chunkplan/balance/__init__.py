@@ -1,0 +1,1 @@
+"""Spreads the sequences of a step over data-parallel ranks, by cost."""

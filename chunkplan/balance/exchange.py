@@ -1,0 +1,84 @@
+"""Exchanges of single sequences between two ranks, by which a spread is made more even."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.compiled import compiled
+
+#: An exchange has to gain 1/_WORTH of the mean, so that there are few of them.
+_WORTH = 4096
+
+
+@compiled
+def least_gain(loads: Int64Array) -> int:
+    """What an exchange has to take off the heavier of two ranks, given the loads of all, to be worth it."""
+    return max(int(loads.sum()) // loads.size // _WORTH, 1)
+
+
+@compiled
+def best_exchange(
+    work: Int64Array, rank_of: Int64Array, giver: int, taker: int, gap: int, least: int
+) -> tuple[int, int]:
+    """The exchange that brings two ranks, `gap` > 0 apart, closest together: (given, taken).
+
+    `work` [n] is in descending order. `taken` is -1 where nothing comes back, `given` -1 where no exchange takes at
+    least `least` off the heavier of the two.
+    """
+    half = gap // 2  # moving half the gap closes it
+    best = gap - 2 * least + 1  # twice the distance from that
+    given = taken = -1
+    candidate = -1  # the last sequence of the taker that is dearer than wanted
+    following = -1  # the first one that is not
+    for mine in range(work.size):
+        if rank_of[mine] != giver:
+            continue
+        wanted = work[mine] - half
+        while following < work.size and (following < 0 or rank_of[following] != taker or work[following] > wanted):
+            if following >= 0 and rank_of[following] == taker:
+                candidate = following
+            following += 1
+        for theirs in (candidate, following, -1):
+            if theirs == work.size:
+                continue
+            moved = work[mine] - (work[theirs] if theirs >= 0 else 0)
+            distance = abs(2 * moved - gap)
+            if 0 < moved < gap and distance < best:
+                best, given, taken = distance, mine, theirs
+    return given, taken
+
+
+@compiled
+def even_out(work: Int64Array, rank_of: Int64Array, dp: int) -> None:
+    """Exchange sequences between the heaviest rank and lighter ones until no exchange helps; changes `rank_of`.
+
+    `work` [n] is in descending order; ranks that hold nothing take part.
+    """
+    loads = np.zeros(dp, np.int64)
+    for sequence in range(work.size):
+        loads[rank_of[sequence]] += work[sequence]
+    mean = loads.sum() // dp
+    least = least_gain(loads)
+    while True:
+        heaviest = int(loads.argmax())
+        if loads[heaviest] - mean <= least:
+            return
+        improved = False
+        for taker in np.argsort(loads, kind="mergesort"):
+            gap = loads[heaviest] - loads[taker]
+            if gap <= least:
+                break
+            given, taken = best_exchange(work, rank_of, heaviest, taker, gap, least)
+            if given < 0:
+                continue
+            moved = work[given] - (work[taken] if taken >= 0 else 0)
+            rank_of[given] = taker
+            if taken >= 0:
+                rank_of[taken] = heaviest
+            loads[heaviest] -= moved
+            loads[taker] += moved
+            improved = True
+            break
+        if not improved:
+            return

@@ -1,0 +1,244 @@
+"""Which sequences an epoch holds, and how often: a part held out for evaluation, and sources mixed by weight.
+
+Whether a sequence is held out follows from its tokens alone, so that copies of a text are never on both sides. The
+planner builds with what `expected_copies` says, and the validator checks against it.
+
+A config has these entries, each of which may be missing: `holdout`, a share in (0, 1) or a number of sequences;
+`part`, "train" (the default) or "eval", the sequences that are held out; `mix`, weights by the path of a source, 1 for
+those that are not named; `seed` of the shuffles that the mix takes from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis
+
+UInt64Array = npt.NDArray[np.uint64]
+
+#: Far beyond any use; keeps counts within int32 and int64.
+_MAX_WEIGHT = 1_000_000
+
+#: Sets the shuffles of sources apart from those of epochs, which are seeded by (seed, epoch).
+_MIX_STREAM = 1
+
+_HOLDOUT_HINT = "hold out a share such as 0.01, or a number of sequences such as 500"
+
+#: Keys by the id of their analysis, as long as it lives: every epoch asks for them, and they take reading all tokens.
+_keys: dict[int, UInt64Array] = {}
+
+
+def content_keys(analysis: Analysis) -> UInt64Array:
+    """A key for every sequence, uint64 [num_sequences], evenly spread and the same wherever the sequence stands.
+
+    The 8-byte BLAKE2b digest of its little-endian int32 token ids, read as a little-endian number; computed once for an
+    analysis. Without tokens a mix of the sequence_id instead, so that what is appended changes no key, but copies of a
+    text have different ones.
+
+    Raises:
+        DataError: the tokens cannot be read, or are of another number of sequences.
+    """
+    if id(analysis) not in _keys:
+        keys = _token_keys(analysis) if analysis.has_tokens else _split_mix(np.arange(analysis.num_sequences))
+        keys.flags.writeable = False
+        _keys[id(analysis)] = keys
+        weakref.finalize(analysis, _keys.pop, id(analysis))
+    return _keys[id(analysis)]
+
+
+def expected_copies(analysis: Analysis, config: Mapping[str, Any], epoch: int) -> Int32Array:
+    """How often each sequence occurs in an epoch (from 0) of a plan with this config, int32 [num_sequences].
+
+    A share f holds out the sequences with a content key below f * 2^64: which these are depends on nothing else. A
+    number N holds out the N smallest keys, and the copies of the last of them. More data can push a sequence out of
+    the N, never into them: what was trained on stays in training, and only what is new, or was held out, changes sides.
+
+    Part "eval" has what is held out once in every epoch, whatever the mix. Part "train" has the others. Of a source
+    with n of these and weight w an epoch takes m = w * n (half rounded up) from an endlessly repeated shuffle, from
+    where the epoch before stopped: from the first epoch on, its sequences occur equally often to within one. The
+    shuffle depends on the seed, the source's place among the sources, and n. Weights count as they are written: 0.1
+    is 1/10.
+
+    `check_selection` says whether a config makes sense.
+    """
+    held_out = _held_out(analysis, config.get("holdout"))
+    if config.get("part") == "eval":
+        return held_out.astype(np.int32)
+    copies = (~held_out).astype(np.int32)
+    mix = config.get("mix") or {}
+    for source, path in enumerate(_paths(analysis)):
+        if path in mix:
+            mine = np.flatnonzero((analysis.source == source) & ~held_out)
+            if mine.size:
+                copies[mine] = _draw(mine.size, Fraction(str(mix[path])), [config["seed"], source, _MIX_STREAM], epoch)
+    return copies
+
+
+def resolve_mix(analysis: Analysis, mix: Mapping[str, float]) -> dict[str, float]:
+    """`mix` with the paths that the analysis has for its sources; a source may be named by its file name alone.
+
+    Raises:
+        UsageError: a name is that of no source, of several, or of one named before; or the analysis has no sources.
+    """
+    paths = list(dict.fromkeys(_paths(analysis)))
+    resolved: dict[str, float] = {}
+    for name, weight in mix.items():
+        found = [name] if name in paths else [path for path in paths if Path(path).name == name]
+        if not found:
+            raise _unknown_source(name, analysis, paths)
+        if len(found) > 1:
+            raise UsageError(
+                f"{name} names {len(found)} sources of the analysis: {_shortened(found)}",
+                hint="name the source by its whole path",
+            )
+        if found[0] in resolved:
+            raise UsageError(f"the source {found[0]} has two weights", hint="name every source at most once")
+        resolved[found[0]] = weight
+    return resolved
+
+
+def check_selection(analysis: Analysis, config: Mapping[str, Any]) -> None:
+    """Refuse a config that selects nothing or cannot be meant. Names in its mix are whole paths (see `resolve_mix`).
+
+    Raises:
+        UsageError: part or hold-out is not what it may be; no sequence is left for training or for evaluation; a source
+            of the mix is not in the analysis; a weight is out of range; the weights leave nothing.
+        DataError: the tokens cannot be read.
+    """
+    part = config.get("part", "train")
+    if part not in ("train", "eval"):
+        raise UsageError(f"part is {part!r}", hint="it is train or eval")
+    _check_holdout(analysis, config.get("holdout"), part)
+    mix = config.get("mix") or {}
+    paths = _paths(analysis)
+    for name, weight in mix.items():
+        if name not in paths:
+            raise _unknown_source(name, analysis, paths)
+        if type(weight) not in (int, float) or not 0 <= weight <= _MAX_WEIGHT:
+            raise UsageError(
+                f"the weight of {name} is {weight!r}, expected a number from 0 to {_MAX_WEIGHT:,}",
+                hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
+            )
+    if mix and not expected_copies(analysis, config, 0).any():
+        raise UsageError(
+            "these weights leave no sequence for training", hint="raise a weight: of n sequences an epoch takes w * n"
+        )
+
+
+def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts for a manifest: sequences in the analysis, of these held out, and occurrences in the first epoch.
+
+    In total, and for each source of the analysis in its order.
+    """
+    paths = _paths(analysis)
+    counts = {
+        "num_sequences": np.ones(analysis.num_sequences, np.int32),
+        "num_held_out": _held_out(analysis, config.get("holdout")),
+        "num_occurrences": expected_copies(analysis, config, 0),
+    }
+    sources = [
+        {"path": path, **{name: int(values[analysis.source == source].sum()) for name, values in counts.items()}}
+        for source, path in enumerate(paths)
+    ]
+    return {**{name: int(values.sum(dtype=np.int64)) for name, values in counts.items()}, "sources": sources}
+
+
+def _token_keys(analysis: Analysis) -> UInt64Array:
+    keys = np.concatenate([_hash_rows(batch.column("input_ids")) for batch in analysis.tokens().batches()])
+    if len(keys) != analysis.num_sequences:
+        raise DataError(
+            f"tokens of {len(keys):,} sequences, expected {analysis.num_sequences:,}",
+            where=str(analysis.path),
+            hint="analyze again",
+        )
+    return keys
+
+
+def _hash_rows(rows: pa.ListArray) -> UInt64Array:
+    values = memoryview(rows.values.to_numpy().astype("<i4", copy=False)).cast("B")
+    offsets = (4 * rows.offsets.to_numpy().astype(np.int64)).tolist()
+    digests = [hashlib.blake2b(values[start:end], digest_size=8).digest() for start, end in pairwise(offsets)]
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+
+
+def _split_mix(values: npt.NDArray[np.int64]) -> UInt64Array:
+    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the values'th outputs of the generator seeded with 0."""
+    mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
+    if holdout is None:
+        return np.zeros(analysis.num_sequences, bool)
+    keys = content_keys(analysis)
+    if isinstance(holdout, float):
+        return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))
+    last = min(holdout, len(keys)) - 1
+    threshold: np.uint64 = np.partition(keys, last)[last]
+    return keys <= threshold
+
+
+def _draw(num_sequences: int, weight: Fraction, seed: Sequence[int], epoch: int) -> Int32Array:
+    """How often an epoch takes each of the sequences of a source, int32 [num_sequences]."""
+    num_taken = math.floor(weight * num_sequences + Fraction(1, 2))
+    times, rest = divmod(num_taken, num_sequences)
+    if not rest:
+        return np.full(num_sequences, times, np.int32)
+    first = epoch * num_taken % num_sequences
+    # As in the shuffles of epochs: numpy keeps PCG64's raw stream stable between versions.
+    order = np.argsort(np.random.PCG64(np.random.SeedSequence(seed)).random_raw(num_sequences), kind="stable")
+    copies = np.empty(num_sequences, np.int32)
+    copies[order] = times + ((np.arange(num_sequences) - first) % num_sequences < rest)
+    return copies
+
+
+def _check_holdout(analysis: Analysis, holdout: Any, part: str) -> None:
+    if holdout is None:
+        if part == "eval":
+            raise UsageError("there is nothing to evaluate on: no sequence is held out", hint=_HOLDOUT_HINT)
+        return
+    if not ((type(holdout) is int and holdout >= 1) or (type(holdout) is float and 0 < holdout < 1)):
+        raise UsageError(
+            f"holdout is {holdout!r}, expected a share between 0 and 1 or a whole number from 1", hint=_HOLDOUT_HINT
+        )
+    num_sequences, num_held_out = analysis.num_sequences, int(_held_out(analysis, holdout).sum())
+    if num_held_out in (0, num_sequences):
+        what, left = ("none", "evaluation") if num_held_out == 0 else ("all", "training")
+        raise UsageError(
+            f"a holdout of {holdout} takes {what} of the {num_sequences:,} sequences: none is left for {left}",
+            hint=f"{'raise' if num_held_out == 0 else 'lower'} it, or analyze more data",
+        )
+
+
+def _paths(analysis: Analysis) -> list[str]:
+    return [source["path"] for source in analysis.manifest.get("sources", [])]
+
+
+def _unknown_source(name: str, analysis: Analysis, paths: Sequence[str]) -> UsageError:
+    if not paths:
+        return UsageError(
+            f"there is no source {name}: {analysis.path} holds lengths without sources",
+            hint="analyze the data files themselves to mix them by weight",
+        )
+    return UsageError(f"the analysis has no source {name}", hint=f"its sources are {_shortened(paths)}")
+
+
+def _shortened(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")

@@ -1,0 +1,1 @@
+"""Batches -> ranks -> chunks -> order -> predictions: the planner, as pure functions over arrays."""

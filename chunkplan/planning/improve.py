@@ -1,0 +1,108 @@
+"""Second looks at what the fast pass could not prove best: a rank's packing, a step's spread."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.balance.search import search_ranks
+from chunkplan.packing import pack_lengths
+from chunkplan.planning.ranks import Placement, Rules, Sequences, fewest_chunks, settle, step_sequences
+
+#: Deterministic seconds of CP-SAT for a step.
+_EFFORT = 0.1
+
+
+def pack_better(first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, algorithm: str) -> None:
+    """Pack ranks that have more chunks than their bound with `algorithm`; keep what has fewer, and better bounds.
+
+    Changes `placement`. With tail sharing the parts of chunks that keep activations go in as items of their own: their
+    chunks are bins that other items may join, but two parts may not share one. (A bound counts only where no other
+    chunk has room.)
+    """
+    num_parts = parts_per_rank(first, sequences, placement)
+    num_chunks = placement.num_standalone + num_parts
+    for step, rank in np.argwhere(num_chunks > placement.rank_bound).tolist():
+        mine = first[step] + np.flatnonzero(placement.rank_of[first[step] : first[step + 1]] == rank)
+        is_split = np.diff(sequences.parts)[mine] > 0
+        short = mine[~is_split]
+        parts = np.array(
+            [part for i in mine[is_split][::-1] for part in range(sequences.parts[i], sequences.parts[i + 1])], np.int64
+        )
+        rooms = rules.chunk_size - sequences.part_tokens[parts]
+        has_room = (rooms > 0) & rules.tail_sharing
+        shared = np.flatnonzero(has_room & sequences.part_keeps[parts])
+        items = np.concatenate([sequences.tokens[short], sequences.part_tokens[parts[shared]]])
+        packing = pack_lengths(items, rules.chunk_size, algorithm)
+        closed = parts.size - shared.size
+        if shared.size == has_room.sum():
+            placement.rank_bound[step, rank] = max(placement.rank_bound[step, rank], closed + packing.lower_bound)
+        bins_of_parts = packing.bin_of[short.size :]
+        if closed + packing.num_bins >= num_chunks[step, rank] or np.unique(bins_of_parts).size < shared.size:
+            continue
+        chunk_of_bin = np.full(packing.num_bins, -1)
+        chunk_of_bin[bins_of_parts] = shared
+        standalone = chunk_of_bin < 0
+        chunk_of_bin[standalone] = parts.size + np.arange(standalone.sum())
+        placement.bin_of[short] = chunk_of_bin[packing.bin_of[: short.size]]
+        placement.num_standalone[step, rank] = standalone.sum()
+    if rules.dp == 1:
+        placement.step_bound[:] = np.maximum(placement.step_bound, placement.rank_bound[:, 0])
+
+
+def spread_better(
+    first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, *, equal_chunks: bool
+) -> None:
+    """Look for a spread of each step with CP-SAT, hinted with the one there is; keep it where it is faster.
+
+    Changes `placement`. With `equal_chunks` every rank takes as many chunks as the one that has most.
+    """
+    for step in range(first.size - 1):
+        here = slice(int(first[step]), int(first[step + 1]))
+        mine = step_sequences(sequences, here.start, here.stop)
+        num_parts = np.diff(mine.parts)
+        hint = placement.rank_of[here].copy()
+        found = search_ranks(
+            costs=mine.work - num_parts * rules.chunk_ns,
+            demands=np.where(num_parts > 0, _demand_of_parts(mine, rules), mine.tokens),
+            own_chunks=num_parts,
+            hint=hint,
+            dp=rules.dp,
+            chunk_size=rules.chunk_size,
+            chunk_cost=rules.chunk_ns,
+            equal_chunks=equal_chunks,
+            effort=_EFFORT,
+        )
+        old, new = (_Spread(mine, rules, rank_of, equal_chunks) for rank_of in (hint, found))
+        if new.slowest_ns < old.slowest_ns:
+            placement.rank_of[here], placement.bin_of[here] = new.rank_of, new.bin_of
+            placement.num_standalone[step] = new.num_standalone
+            for rank in range(rules.dp):
+                placement.rank_bound[step, rank] = fewest_chunks(mine, rules, new.rank_of == rank)
+
+
+class _Spread:
+    """A spread of a step, packed, and when its slowest rank is done."""
+
+    def __init__(self, sequences: Sequences, rules: Rules, rank_of: Int64Array, equal_chunks: bool) -> None:
+        self.rank_of = rank_of.astype(np.int64)
+        self.bin_of, self.num_standalone, times = settle(sequences, rules, self.rank_of)
+        num_chunks = self.num_standalone.copy()
+        np.add.at(num_chunks, self.rank_of, np.diff(sequences.parts))
+        filled_up = (num_chunks.max() - num_chunks) * rules.chunk_ns if equal_chunks else 0
+        self.slowest_ns = int((times + filled_up).max())
+
+
+def _demand_of_parts(sequences: Sequences, rules: Rules) -> Int64Array:
+    """Tokens that split sequences take of shared chunks: minus the room their own chunks leave, if that is shared."""
+    room = np.diff(sequences.parts) * rules.chunk_size - sequences.tokens
+    return -room if rules.tail_sharing else 0 * room
+
+
+def parts_per_rank(first: Int64Array, sequences: Sequences, placement: Placement) -> Int64Array:
+    """How many parts of split sequences each rank has, int64 [num_steps, dp]."""
+    num_steps, dp = placement.num_standalone.shape
+    rank = np.repeat(np.arange(num_steps), np.diff(first)) * dp + placement.rank_of
+    counts = np.zeros(num_steps * dp, np.int64)
+    np.add.at(counts, rank, np.diff(sequences.parts))
+    return counts.reshape(num_steps, dp)

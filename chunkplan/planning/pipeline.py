@@ -1,0 +1,58 @@
+"""Batches -> ranks -> chunks -> order -> predictions: the whole planner, as a function over arrays.
+
+The same lengths, targets and configuration give the same tables on any machine and with any number of workers: shuffles
+come from the raw stream of a bit generator, costs are whole nanoseconds, ties are broken by position, solvers are
+limited by deterministic measures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pyarrow as pa
+
+from chunkplan.arrays import Int32Array
+from chunkplan.cost.flops import CostModel
+from chunkplan.planning.batches import batch_sizes, epoch_order
+from chunkplan.planning.block import BLOCK_SEQUENCES, Block, Dataset, plan_block
+from chunkplan.planning.config import PlanConfig
+
+#: Blocks that each worker may be ahead of whoever takes the rows: they are small, and taking is uneven.
+_AHEAD = 8
+
+
+def plan_steps(
+    dataset: Dataset, copies: Callable[[int], Int32Array], config: PlanConfig, cost: CostModel, *, workers: int = 1
+) -> Iterator[dict[str, pa.Table]]:
+    """Plan a dataset: rows of the tables `steps`, `chunks` and `schedule` of the contract, some steps at a time.
+
+    `copies` says how often each sequence occurs in an epoch, int32 [num_sequences]. `workers` threads plan side by
+    side.
+    """
+    waiting: deque[Future[dict[str, pa.Table]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for block in _blocks(copies, config):
+                waiting.append(pool.submit(plan_block, block, dataset, config, cost))
+                if len(waiting) > _AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iterator[Block]:
+    """The steps of all epochs, as many together as fit a block. No step spans two epochs."""
+    first_step = 0
+    for epoch in range(config.epochs):
+        order = epoch_order(copies(epoch), config.seed, epoch)
+        sizes = batch_sizes(order.size, config)
+        per_block = max(1, BLOCK_SEQUENCES // config.global_batch)
+        for first in range(0, sizes.size, per_block):
+            mine = sizes[first : first + per_block]
+            start = first * config.global_batch
+            yield Block(first_step + first, epoch, order[start : start + int(mine.sum())], mine)
+        first_step += sizes.size

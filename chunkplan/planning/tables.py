@@ -1,0 +1,135 @@
+"""The tables of the contract for some consecutive steps, from the planner's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.errors import UsageError
+from chunkplan.planfile.arrow import to_arrow, words_to_arrow
+from chunkplan.planfile.schema import CHUNKS, OPS, SCHEDULE, STEPS
+from chunkplan.planning.chunks import Chunks
+from chunkplan.planning.ranks import Placement, Sequences
+from chunkplan.schedule.actions import Actions
+
+
+def steps_table(
+    first_step: int,
+    epoch: int,
+    first: Int64Array,
+    sequences: Sequences,
+    placement: Placement,
+    *,
+    target_tokens: Int32Array,
+    rank_chunks: Int64Array,
+    rank_ns: Int64Array,
+    rank_end_ns: Int64Array,
+    necessary_ns: Int64Array,
+    chunk_ns: int,
+    pp: int,
+) -> pa.Table:
+    """Rows of `steps`.
+
+    Args:
+        first_step, epoch: of the first row; every row's.
+        first: int64 [num_steps + 1], where the sequences of each step begin.
+        target_tokens: of each sequence [n].
+        rank_chunks: int64 [num_steps * dp + 1], where the chunks of each rank begin.
+        rank_ns, rank_end_ns: [num_steps * dp], the cost of a rank's chunks, and when its pipeline is done.
+        necessary_ns: [n], forward and backward of each sequence, however it is cut; without what chunks cost beside.
+        chunk_ns: that.
+        pp: pipeline stages.
+    """
+    num_steps, dp = placement.num_standalone.shape
+    starts = first[:-1]
+    num_chunks = np.diff(rank_chunks[::dp])
+    bound = placement.step_bound
+    sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
+    one_sequence_ns = necessary_ns + chunk_ns
+    all_ns = np.add.reduceat(necessary_ns, starts) + bound * chunk_ns
+    return _table(
+        STEPS,
+        step=_int32(np.arange(first_step, first_step + num_steps)),
+        epoch=np.full(num_steps, epoch, np.int32),
+        num_sequences=_int32(np.diff(first)),
+        num_tokens=np.add.reduceat(sequences.tokens, starts),
+        num_target_tokens=np.add.reduceat(target_tokens.astype(np.int64), starts),
+        num_chunks=_int32(num_chunks),
+        chunks_lower_bound=_int32(bound),
+        packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
+        optimal=num_chunks == bound,
+        exceeds_share=np.maximum.reduceat(sequence_ns, starts) * dp > rank_ns.reshape(num_steps, dp).sum(axis=1),
+        predicted_us=_microseconds(rank_end_ns.reshape(num_steps, dp).max(axis=1)),
+        lower_bound_us=_microseconds(
+            np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
+        ),
+    )
+
+
+def chunks_table(first_step: int, dp: int, chunks: Chunks, cost_ns: Int64Array) -> pa.Table:
+    """Rows of `chunks`."""
+    sizes = np.diff(chunks.rank_chunks)
+    rank = np.repeat(np.arange(sizes.size), sizes)
+    kind = CHUNKS.field("segments").type
+    return _table(
+        CHUNKS,
+        step=_int32(first_step + rank // dp),
+        dp_rank=_int32(rank % dp),
+        chunk_id=_int32(np.arange(rank.size) - chunks.rank_chunks[rank]),
+        group_id=to_arrow(np.maximum(chunks.group_id, 0), valid=chunks.group_id >= 0),
+        group_index=chunks.group_index,
+        group_size=chunks.group_size,
+        num_tokens=chunks.num_tokens,
+        num_target_tokens=chunks.num_target_tokens,
+        prefix_tokens=chunks.prefix_tokens,
+        keeps_activations=chunks.keeps_activations,
+        cost=_microseconds(cost_ns),
+        segments=_lists(
+            kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]
+        ),
+    )
+
+
+def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array) -> pa.Table:
+    """Rows of `schedule`."""
+    stage = np.arange(stage_end_ns.size)
+    ops = pa.DictionaryArray.from_arrays(to_arrow(actions.ops), words_to_arrow(OPS))
+    virtual_stage = to_arrow(np.zeros_like(actions.chunk_ids))
+    return _table(
+        SCHEDULE,
+        step=_int32(first_step + stage // (dp * pp)),
+        dp_rank=_int32(stage // pp % dp),
+        stage=_int32(stage % pp),
+        actions=_lists(
+            SCHEDULE.field("actions").type, actions.stages, [ops, to_arrow(actions.chunk_ids), virtual_stage]
+        ),
+        predicted_us=_microseconds(stage_end_ns),
+    )
+
+
+def _table(schema: pa.Schema, **columns: Any) -> pa.Table:
+    arrays = [column if isinstance(column, pa.Array) else to_arrow(column) for column in columns.values()]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _lists(kind: pa.ListType, first: Int64Array, fields: list[pa.Array]) -> pa.ListArray:
+    """Lists of structs; the structs of list i are those from first[i] to before first[i + 1]."""
+    if first[-1] > np.iinfo(np.int32).max:
+        raise UsageError(
+            f"a few steps have {first[-1]:,} segments or actions",
+            hint="use a larger --chunk-size or a smaller --global-batch",
+        )
+    structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(to_arrow(_int32(first)), structs, type=kind)
+
+
+def _int32(values: Int64Array) -> Int32Array:
+    return values.astype(np.int32)
+
+
+def _microseconds(nanoseconds: Int64Array) -> npt.NDArray[np.float32]:
+    return (nanoseconds / 1e3).astype(np.float32)

@@ -1,0 +1,405 @@
+"""What is held out follows from the text alone, and a mix gives every source its exact share of every epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile import analysis_writer
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.load import load_analysis
+from chunkplan.planfile.selection import (
+    check_selection,
+    content_keys,
+    describe_selection,
+    expected_copies,
+    resolve_mix,
+)
+
+WEIGHTS = [0, 0.1, 0.333, 0.5, 1, 1.0, 1.5, 2, 2.75, 3, 1e-05]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """`make(texts by path)` -> an analysis of them; a text is a list of token ids."""
+
+    def make(**sources):
+        folder = tmp_path_factory.mktemp("analysis")
+        writer = AnalysisWriter(folder)
+        for source, texts in enumerate(sources.values()):
+            for record, text in enumerate(texts):
+                writer.add(source, record, np.array(text, np.int32), np.arange(len(text)) > 0)
+        described = [{"path": f"data/{name}.jsonl", "records": len(texts)} for name, texts in sources.items()]
+        described = [{**source, "schema": None} for source in described]
+        writer.finish(exact=True, sources=described)
+        return load_analysis(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_lengths(tmp_path_factory):
+    """`make_lengths(n)` -> a lengths file of n sequences."""
+
+    def make_lengths(num_sequences):
+        path = tmp_path_factory.mktemp("lengths") / "lengths.npy"
+        np.save(path, np.full(num_sequences, 7))
+        return load_analysis(path)
+
+    return make_lengths
+
+
+def numbered(num_texts, first=0):
+    """Texts that differ."""
+    return [[first + text, 5] for text in range(num_texts)]
+
+
+def held_out(analysis, holdout):
+    return expected_copies(analysis, {"holdout": holdout, "part": "eval"}, 0) > 0
+
+
+texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=30)
+shares = st.floats(0, 1, exclude_min=True, exclude_max=True)
+numbers = st.integers(1, 40)
+
+
+def test_a_key_is_the_digest_of_the_token_ids_whatever_the_files_are_cut_into(make, monkeypatch):
+    data = [[1, 2, 3], [70000], [1, 2], [1, 2, 3], [2**31 - 1, 0]]
+    expected = [
+        int.from_bytes(hashlib.blake2b(np.array(text, "<i4").tobytes(), digest_size=8).digest(), "little")
+        for text in data
+    ]
+    assert content_keys(make(a=data)).tolist() == expected
+    monkeypatch.setattr(analysis_writer, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(analysis_writer, "_PART_TOKENS", 5)
+    cut = make(a=data)
+    assert len(cut.manifest["tokens"]) > 1
+    keys = content_keys(cut)
+    assert keys.dtype == np.uint64
+    assert keys.tolist() == expected
+
+
+def test_tokens_are_read_once_an_analysis(make):
+    analysis = make(a=numbered(9))
+    keys = content_keys(analysis)
+    for part in (analysis.path / "tokens").iterdir():
+        part.unlink()
+    assert content_keys(analysis) is keys
+    with pytest.raises(DataError, match="cannot read the tokens"):
+        content_keys(load_analysis(analysis.path))
+
+
+def test_tokens_of_another_number_of_sequences_are_refused(make):
+    analysis = make(a=numbered(9))
+    path = analysis.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["tokens"] *= 2
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="tokens of 18 sequences, expected 9"):
+        content_keys(load_analysis(analysis.path))
+
+
+def test_keys_without_tokens_are_those_of_split_mix_64(make_lengths):
+    # The first outputs of the published generator with seed 0.
+    assert content_keys(make_lengths(3)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=texts, holdout=st.one_of(shares, numbers))
+def test_copies_of_a_text_are_on_the_same_side(make, data, holdout):
+    analysis = make(a=data)
+    sides = {}
+    for text, out in zip(data, held_out(analysis, holdout), strict=True):
+        assert sides.setdefault(tuple(text), out) == out
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=texts, more=texts, share=shares)
+def test_more_data_moves_nothing_across_a_share(make, data, more, share):
+    before, after = make(a=data), make(a=data, b=more)
+    assert np.array_equal(held_out(after, share)[: len(data)], held_out(before, share))
+    moved = make(b=more, a=data)
+    assert np.array_equal(held_out(moved, share)[len(more) :], held_out(before, share))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=texts, more=texts, number=numbers)
+def test_more_data_holds_out_nothing_that_was_trained_on(make, data, more, number):
+    before, after = make(a=data), make(a=data, b=more)
+    assert not (held_out(after, number)[: len(data)] & ~held_out(before, number)).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=texts, number=numbers)
+def test_a_number_holds_out_that_many_and_the_copies_of_the_last(make, data, number):
+    analysis = make(a=data)
+    keys, out = content_keys(analysis), held_out(analysis, number)
+    assert out.sum() >= min(number, len(data))
+    last = keys[out].max()
+    assert (keys[out] < last).sum() < number
+    assert out.all() or keys[~out].min() > last
+
+
+def test_a_number_is_exact_where_texts_differ(make):
+    analysis = make(a=numbered(300))
+    for number in (1, 17, 299):
+        assert held_out(analysis, number).sum() == number
+
+
+def test_a_share_is_about_as_much(make, make_lengths):
+    # Five standard deviations of 20,000 draws are less than 0.02.
+    for analysis in (make(a=numbered(20_000)), make_lengths(20_000)):
+        assert held_out(analysis, 0.3).mean() == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-05, 0.1, 0.5, 1 - 2**-53])
+def test_a_share_is_compared_exactly(make_lengths, share):
+    analysis = make_lengths(50_000)
+    keys = content_keys(analysis).tolist()
+    bound = Fraction(str(share)) * 2**64
+    assert held_out(analysis, share).tolist() == [key < bound for key in keys]
+
+
+def test_shares_next_to_a_key_are_compared_exactly(make_lengths):
+    """In floating point, keys within 2^10 of the bound would be on either side."""
+    analysis = make_lengths(3000)
+    for sequence, key in enumerate(content_keys(analysis).tolist()):
+        assert held_out(analysis, key / 2**64)[sequence] == (key < Fraction(str(key / 2**64)) * 2**64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=texts, holdout=st.one_of(shares, numbers), epoch=st.integers(0, 2**31))
+def test_training_and_evaluation_are_disjoint_and_together_everything(make, data, holdout, epoch):
+    analysis = make(a=data)
+    sides = [expected_copies(analysis, {"holdout": holdout, "part": part}, epoch) for part in ("train", "eval")]
+    assert all(side.dtype == np.int32 for side in sides)
+    assert (sides[0] + sides[1]).tolist() == [1] * len(data)
+
+
+def test_a_lengths_file_can_be_held_out_from_and_longer_ones_keep_their_sides(make_lengths):
+    short, long = make_lengths(400), make_lengths(500)
+    assert np.array_equal(held_out(long, 0.2)[:400], held_out(short, 0.2))
+    assert held_out(short, 30).sum() == 30
+    assert not (held_out(long, 30)[:400] & ~held_out(short, 30)).any()
+    check_selection(short, {"holdout": 0.2, "part": "eval"})
+
+
+def test_nothing_asked_for_is_everything_once(make):
+    analysis = make(a=numbered(5), b=numbered(3, 10))
+    nothing = {"holdout": None, "part": "train", "mix": None, "seed": 0}
+    for config in ({}, nothing, {**nothing, "mix": {}}):
+        check_selection(analysis, config)
+        assert expected_copies(analysis, config, 3).tolist() == [1] * 8
+
+
+def mix(weight, seed=0, **others):
+    return {"mix": {"data/a.jsonl": weight}, "seed": seed, **others}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_texts=st.integers(1, 25),
+    weight=st.one_of(st.sampled_from(WEIGHTS), st.floats(0, 4)),
+    holdout=st.one_of(st.none(), shares),
+    seed=st.integers(0, 2**31 - 1),
+    first=st.sampled_from([0, 0, 5, 2**30]),
+)
+def test_every_epoch_has_the_exact_share_and_epochs_are_even(make, num_texts, weight, holdout, seed, first):
+    analysis = make(a=numbered(num_texts), b=numbered(4, 100))
+    config = mix(weight, seed, holdout=holdout)
+    out = np.zeros(num_texts + 4, bool) if holdout is None else held_out(analysis, holdout)
+    mine = np.flatnonzero(~out[:num_texts])
+    doubled = 2 * Fraction(str(weight)) * len(mine)
+    expected = (int(doubled) + 1) // 2  # half rounded up
+    total = np.zeros(num_texts + 4, np.int64)
+    for epoch in range(first, first + 7):
+        copies = expected_copies(analysis, config, epoch)
+        assert copies[:num_texts].sum() == expected
+        assert not copies[out].any()
+        assert (copies[num_texts:] == ~out[num_texts:]).all()  # not named: once
+        if mine.size:
+            assert np.ptp(copies[mine]) <= 1
+        total += copies
+        if mine.size and first == 0:
+            assert np.ptp(total[mine]) <= 1
+
+
+def test_half_of_a_source_is_followed_by_the_other_half(make):
+    analysis = make(a=numbered(10))
+    first, second, third = (expected_copies(analysis, mix(0.5), epoch) for epoch in range(3))
+    assert (first + second).tolist() == [1] * 10
+    assert np.array_equal(first, third)
+    once_and_a_half = [expected_copies(analysis, mix(1.5), epoch) for epoch in range(2)]
+    assert set(once_and_a_half[0].tolist()) == {1, 2}
+    assert sum(once_and_a_half).tolist() == [3] * 10
+
+
+@pytest.mark.parametrize(
+    ("weight", "num_texts", "expected"),
+    [
+        (0.1, 10, 1),
+        (0.1, 15, 2),
+        (0.1, 14, 1),
+        (0.333, 3, 1),
+        (0.333, 1000, 333),
+        (0, 9, 0),
+        (3, 9, 27),
+        (0.29, 50, 15),
+    ],
+)
+def test_weights_count_as_they_are_written(make, weight, num_texts, expected):
+    """Half is rounded up: 1.5 of 15 is 2; 0.29 * 50 in binary is below 14.5."""
+    assert expected_copies(make(a=numbered(num_texts)), mix(weight), 4).sum() == expected
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_source_and_on_nothing_else(make):
+    config = mix(0.5, 3)
+    drawn = expected_copies(make(a=numbered(40)), config, 1)
+    others = make(a=numbered(40), b=numbered(7, 50), c=numbered(2, 90))
+    with_others = expected_copies(others, {**config, "mix": {**config["mix"], "data/b.jsonl": 0.3}}, 1)
+    assert np.array_equal(with_others[:40], drawn)
+    assert not np.array_equal(expected_copies(make(a=numbered(40)), mix(0.5, 4), 1), drawn)
+    second = expected_copies(make(b=[[1]], a=numbered(40)), config, 1)[1:]
+    assert second.sum() == drawn.sum()
+    assert not np.array_equal(second, drawn)
+
+
+def test_the_shuffle_is_the_same_on_every_machine_and_with_every_numpy(make):
+    drawn = [np.flatnonzero(expected_copies(make(a=numbered(12)), mix(0.25, 5), epoch)).tolist() for epoch in range(4)]
+    assert drawn == [[1, 7, 10], [3, 6, 8], [0, 2, 9], [4, 5, 11]]
+
+
+def test_evaluation_ignores_the_mix(make):
+    analysis = make(a=numbered(40))
+    for epoch in range(2):
+        copies = expected_copies(analysis, mix(0, holdout=10, part="eval"), epoch)
+        assert np.array_equal(copies, held_out(analysis, 10))
+    check_selection(analysis, mix(0, holdout=10, part="eval"))
+
+
+def test_sources_are_named_by_path_or_by_a_file_name_that_is_theirs_alone(make):
+    analysis = make(a=numbered(2), b=numbered(2), **{"deep/b": numbered(2)})
+    assert resolve_mix(analysis, {"a.jsonl": 2.0, "data/b.jsonl": 0.5}) == {"data/a.jsonl": 2.0, "data/b.jsonl": 0.5}
+    assert resolve_mix(analysis, {}) == {}
+    with pytest.raises(UsageError, match=r"b\.jsonl names 2 sources .*: data/b\.jsonl, data/deep/b\.jsonl") as raised:
+        resolve_mix(analysis, {"b.jsonl": 1})
+    assert "whole path" in raised.value.hint
+    with pytest.raises(UsageError, match=r"data/a\.jsonl has two weights"):
+        resolve_mix(analysis, {"data/a.jsonl": 1, "a.jsonl": 2})
+
+
+def test_a_file_given_twice_is_one_name(make):
+    analysis = make(a=numbered(2), b=numbered(2))
+    analysis.manifest["sources"][1]["path"] = "data/a.jsonl"
+    assert resolve_mix(analysis, {"a.jsonl": 3}) == {"data/a.jsonl": 3}
+    assert expected_copies(analysis, mix(3), 0).tolist() == [3, 3, 3, 3]
+
+
+def test_a_source_that_is_not_there_is_named_with_those_that_are(make, make_lengths):
+    few, many = make(a=[[1]], b=[[2]]), make(**{f"s{index}": [[index]] for index in range(11)})
+    for refuse in (lambda analysis: resolve_mix(analysis, {"c": 1}), lambda a: check_selection(a, {"mix": {"c": 1}})):
+        with pytest.raises(UsageError, match="no source c") as raised:
+            refuse(few)
+        assert raised.value.hint == "its sources are data/a.jsonl, data/b.jsonl"
+        with pytest.raises(UsageError) as raised:
+            refuse(many)
+        assert raised.value.hint.endswith("data/s7.jsonl and 3 more")
+        with pytest.raises(UsageError, match="lengths without sources") as raised:
+            refuse(make_lengths(3))
+        assert "analyze the data" in raised.value.hint
+
+
+@pytest.mark.parametrize("weight", [-0.5, -1, float("nan"), float("inf"), 10**400, 1_000_001, True, "2", None])
+def test_weights_that_cannot_be_are_refused(make, weight):
+    with pytest.raises(UsageError, match=r"the weight of data/a\.jsonl is") as raised:
+        check_selection(make(a=[[1]]), mix(weight))
+    assert raised.value.hint
+
+
+def test_the_largest_weights_and_epochs_are_counted_right(make):
+    analysis = make(a=numbered(9999))
+    check_selection(analysis, mix(1_000_000))
+    assert (expected_copies(analysis, mix(1_000_000), 2**31 - 2) == 1_000_000).all()
+    copies = expected_copies(analysis, mix(999_999.5), 2**31 - 2)
+    assert copies.sum(dtype=np.int64) == 9_998_995_001
+    assert np.ptp(copies) == 1
+
+
+@pytest.mark.parametrize("weight", [0, 0.001])
+def test_weights_that_leave_nothing_are_refused(make, weight):
+    with pytest.raises(UsageError, match="leave no sequence for training") as raised:
+        check_selection(make(a=numbered(9)), mix(weight))
+    assert raised.value.hint
+    check_selection(make(a=numbered(9), b=[[77]]), mix(weight))
+
+
+@pytest.mark.parametrize(
+    "holdout", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), float("inf"), True, "0.1", 2**63 * 1.0, [1]]
+)
+def test_holdouts_that_cannot_be_are_refused(make, holdout):
+    with pytest.raises(UsageError, match=r"holdout is .*, expected a share between 0 and 1") as raised:
+        check_selection(make(a=numbered(9)), {"holdout": holdout})
+    assert "0.01" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("holdout", "message", "hint"),
+    [
+        (9, "takes all of the 9 sequences: none is left for training", "lower"),
+        (10**30, "takes all of the 9 sequences", "lower"),
+        (0.9999999, "takes all of the 9 sequences", "lower"),
+        (1e-9, "takes none of the 9 sequences: none is left for evaluation", "raise"),
+    ],
+)
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_a_holdout_that_leaves_one_side_empty_is_refused(make, holdout, message, hint, part):
+    with pytest.raises(UsageError, match=message) as raised:
+        check_selection(make(a=numbered(9)), {"holdout": holdout, "part": part})
+    assert raised.value.hint.startswith(hint)
+
+
+def test_copies_of_one_text_cannot_be_divided(make):
+    with pytest.raises(UsageError, match="a holdout of 1 takes all of the 5 sequences"):
+        check_selection(make(a=[[1, 2]] * 5), {"holdout": 1})
+
+
+def test_a_part_has_to_be_one_that_there_is(make):
+    with pytest.raises(UsageError, match="part is 'test'") as raised:
+        check_selection(make(a=numbered(9)), {"holdout": 3, "part": "test"})
+    assert "train or eval" in raised.value.hint
+    with pytest.raises(UsageError, match="nothing to evaluate on") as raised:
+        check_selection(make(a=numbered(9)), {"part": "eval"})
+    assert "hold out" in raised.value.hint
+
+
+def test_what_is_selected_is_described_in_numbers_that_json_has(make, make_lengths):
+    analysis = make(a=numbered(10), b=numbered(20, 50), c=[])
+    config = mix(2.5, holdout=6)
+    described = describe_selection(analysis, config)
+    assert json.loads(json.dumps(described)) == described
+    out = held_out(analysis, 6)
+    of_a, of_b = int(out[:10].sum()), int(out[10:].sum())
+    occurrences = (5 * (10 - of_a) + 1) // 2
+    assert described == {
+        "num_sequences": 30,
+        "num_held_out": 6,
+        "num_occurrences": occurrences + 20 - of_b,
+        "sources": [
+            {"path": "data/a.jsonl", "num_sequences": 10, "num_held_out": of_a, "num_occurrences": occurrences},
+            {"path": "data/b.jsonl", "num_sequences": 20, "num_held_out": of_b, "num_occurrences": 20 - of_b},
+            {"path": "data/c.jsonl", "num_sequences": 0, "num_held_out": 0, "num_occurrences": 0},
+        ],
+    }
+    assert describe_selection(make_lengths(50), {"holdout": 5, "part": "eval"}) == {
+        "num_sequences": 50,
+        "num_held_out": 5,
+        "num_occurrences": 5,
+        "sources": [],
+    }

@@ -1,0 +1,65 @@
+"""Cutting sequences into parts: whatever the rule, every token once, in order, never more than ChunkSize."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkplan.cost.flops import CostModel
+from chunkplan.planning.config import Split
+from chunkplan.planning.splitting import split_sequences
+
+SPLITS = [split for split in get_args(Split) if split != "none"]
+COST = CostModel()
+
+
+def cut(lengths: list[int], chunk_size: int, split: Split) -> list[np.ndarray]:
+    """The tokens of each part of each sequence."""
+    num_parts, ends = split_sequences(np.array(lengths, np.int64), chunk_size, split, COST)
+    assert num_parts.sum() == ends.size
+    return [np.diff(own, prepend=0) for own in np.split(ends, np.cumsum(num_parts)[:-1])]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@given(st.integers(1, 9000), st.lists(st.integers(1, 100_000), min_size=1, max_size=3))
+def test_parts_cover_a_sequence_and_none_is_empty_or_over_chunk_size(
+    split: Split, chunk_size: int, beyond: list[int]
+) -> None:
+    lengths = [chunk_size + more for more in beyond]
+    for length, parts in zip(lengths, cut(lengths, chunk_size, split), strict=True):
+        assert parts.sum() == length
+        assert parts.min() >= 1
+        assert parts.max() <= chunk_size
+
+
+@given(st.integers(1, 9000), st.integers(1, 100_000))
+def test_full_and_even_make_as_few_parts_as_there_can_be(chunk_size: int, beyond: int) -> None:
+    length = chunk_size + beyond
+    [full], [even] = cut([length], chunk_size, "full"), cut([length], chunk_size, "even")
+    assert len(full) == len(even) == -(-length // chunk_size)
+    assert (full[:-1] == chunk_size).all()
+    assert even.max() - even.min() <= 1
+
+
+@pytest.mark.parametrize(("length", "chunk_size"), [(100_000, 8192), (1_000_000, 8192), (300_000, 2048), (9000, 8192)])
+def test_parts_of_equal_cost_take_the_same_time(length: int, chunk_size: int) -> None:
+    """But for whole tokens; where every full part is the same length the last takes several times the first."""
+
+    def times(parts: np.ndarray) -> np.ndarray:
+        return COST.forward_ns(parts, np.cumsum(parts) - parts)
+
+    [equal], [full] = cut([length], chunk_size, "cost"), cut([length], chunk_size, "full")
+    assert np.ptp(times(equal)) <= 0.01 * times(equal).max()
+    assert np.ptp(times(full)) > 2 * np.ptp(times(equal))
+    assert times(equal).max() <= 1.01 * COST.forward_ns(np.array([chunk_size]), np.array([0]))[0]
+
+
+def test_parts_of_equal_cost_all_have_a_token() -> None:
+    """At the end of ten million tokens a single one takes longer than a first chunk of two: all have one token."""
+    [parts] = cut([2_000_000], 2, "cost")
+    assert parts.min() == 1
+    assert parts.max() <= 2
