@@ -159,7 +159,8 @@ def _check_sizes(
     analysis: Analysis, config: PlanConfig, options: dict[str, Any], cost: CostModel
 ) -> tuple[int, int, int]:
     """Refuse what cannot be planned; returns steps and occurrences of sequences over all epochs, and the longest."""
-    num_parts = count_parts(analysis.num_tokens.astype(np.int64), config.chunk_size, config.split, cost)
+    is_long = analysis.num_tokens > config.chunk_size
+    num_parts = count_parts(analysis.num_tokens[is_long].astype(np.int64), config.chunk_size, config.split, cost)
     num_steps = num_occurrences = num_segments = 0
     is_planned = np.zeros(analysis.num_sequences, bool)
     for epoch in range(config.epochs):
@@ -172,7 +173,7 @@ def _check_sizes(
             )
         num_steps += batch_sizes(in_epoch, config).size
         num_occurrences += in_epoch
-        num_segments += int((copies * num_parts).sum())
+        num_segments += in_epoch + int((copies[is_long] * (num_parts - 1)).sum())
         is_planned |= copies > 0
     longest = int(analysis.num_tokens[is_planned].max())
     if num_segments > _MAX_SEGMENTS:
@@ -181,7 +182,7 @@ def _check_sizes(
             hint="use a larger --chunk-size or fewer epochs, or plan the data in parts",
         )
     if config.split == "none" and longest > config.chunk_size:
-        sequence = int(np.argmax(is_planned & (analysis.num_tokens > config.chunk_size)))
+        sequence = int(np.argmax(is_planned & is_long))
         raise DataError(
             f"sequence {sequence} has {analysis.num_tokens[sequence]:,} tokens, and nothing may be split",
             where=analysis.place(sequence),

@@ -37,14 +37,14 @@ def load_lengths(path: Path) -> Analysis:
     values = _read_npy(path) if path.suffix == ".npy" else _read_parquet(path)
     if values.size == 0:
         raise DataError("no lengths in it", where=str(path), hint=_HINT)
-    wrong = np.flatnonzero((values < 1) | (values > np.iinfo(np.int32).max))
-    if wrong.size:
+    if not 1 <= values.min() <= values.max() <= np.iinfo(np.int32).max:
+        wrong = np.flatnonzero((values < 1) | (values > np.iinfo(np.int32).max))
         raise DataError(
             f"the length of sequence {wrong[0]} is {values[wrong[0]]}, expected 1 to 2147483647",
             where=f"{path}, row {wrong[0]}",
             hint="leave out sequences without tokens; longer ones cannot be planned",
         )
-    num_tokens = values.astype(np.int32)
+    num_tokens = values.astype(np.int32, copy=False)
     record = np.arange(num_tokens.size)
     source = np.zeros(num_tokens.size, np.int32)
     columns: list[IntArray] = [record, source, record, num_tokens, num_tokens - 1]

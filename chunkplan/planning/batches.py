@@ -15,7 +15,9 @@ def epoch_order(copies: Int32Array, seed: int, epoch: int) -> Int32Array:
     A Fisher-Yates shuffle (Durstenfeld 1964) on PCG64's raw stream, which numpy keeps stable between versions as it
     does not `permutation`.
     """
-    order = np.repeat(np.arange(copies.size, dtype=np.int32), copies)
+    order = np.arange(copies.size, dtype=np.int32)
+    if (copies != 1).any():
+        order = np.repeat(order, copies)
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(max(order.size, 1))
     _shuffle(order, keys)
     return order

@@ -44,8 +44,7 @@ class Dataset:
 def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel) -> dict[str, pa.Table]:
     """The rows of tables `steps`, `chunks` and `schedule` for the steps of `block`."""
     first = np.concatenate([[0], np.cumsum(block.sizes)])
-    ids = _longest_first(block, dataset.num_tokens)
-    tokens = dataset.num_tokens[ids].astype(np.int64)
+    ids, tokens = _longest_first(block, dataset.num_tokens)
     whole_ns = cost.forward_ns(tokens, 0 * tokens)
     sequences = _split(tokens, whole_ns, config, cost)
     rules = Rules(
@@ -90,18 +89,20 @@ def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostMod
     }
 
 
-def _longest_first(block: Block, num_tokens: Int32Array) -> Int32Array:
-    """The sequence ids of a block, those of each step by descending tokens; equal ones stay in order.
+def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
+    """The sequence ids of a block and their tokens, those of each step descending; equal ones stay in order.
 
     Sorts (step, -tokens, position) packed into one integer, which is several times faster than an indirect sort.
     """
     num_bits = int(block.sequence_ids.size).bit_length()
+    longest = np.iinfo(np.int32).max
     step = np.repeat(np.arange(block.sizes.size), block.sizes)
-    shortness = np.iinfo(np.int32).max - num_tokens[block.sequence_ids].astype(np.int64)
-    keys = (((step << 31) + shortness) << num_bits) + np.arange(block.sequence_ids.size)
+    keys = (step << 31) + (longest - num_tokens[block.sequence_ids])
+    keys = (keys << num_bits) + np.arange(block.sequence_ids.size)
     keys.sort()
     ids: Int32Array = block.sequence_ids[keys & ((1 << num_bits) - 1)]
-    return ids
+    tokens: Int64Array = longest - ((keys >> num_bits) & longest)
+    return ids, tokens
 
 
 def _split(tokens: Int64Array, whole_ns: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:

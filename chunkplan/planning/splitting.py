@@ -10,13 +10,13 @@ from chunkplan.planning.config import Split
 
 
 def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel) -> Int64Array:
-    """How many parts `split_sequences` cuts sequences of `lengths` [n] into: 1 for those within ChunkSize."""
+    """How many parts `split_sequences` cuts sequences of `lengths` [n] into, which are all longer than `chunk_size`."""
     fewest = -(-lengths // chunk_size)
     if split != "cost":
         return fewest
     ratio = _linear_over_quadratic(cost)
     equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + float(chunk_size) ** 2)).astype(np.int64)
-    return np.where(fewest == 1, 1, np.minimum(np.maximum(equal, fewest), lengths))
+    return np.minimum(np.maximum(equal, fewest), lengths)
 
 
 def split_sequences(
