@@ -121,16 +121,19 @@ def measure_certificates(distributions: dict[str, np.ndarray], folder: Path) -> 
 
 
 def build(values: np.ndarray, folder: Path, **config: Any) -> Any:
+    """A plan of sequences of these lengths."""
     source = write_lengths(folder / "lengths.parquet", values)
     return chunkplan.build(source, folder / "plan", PlanConfig(**config))
 
 
 def write_lengths(path: Path, values: np.ndarray) -> Path:
+    """A file of lengths."""
     pq.write_table(pa.table({"length": values}), path)
     return path
 
 
 def print_table(title: str, rows: list[Row]) -> None:
+    """As Markdown."""
     print(f"\n{title}\n")
     print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
     for row in rows:
@@ -149,12 +152,14 @@ def machine() -> Row:
 
 
 def processor() -> str:
+    """The name the processor gives itself."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["plan", "balance", "certificates"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])

@@ -30,4 +30,6 @@ def compiled(function: Function) -> Function:
 
 def has_compiled() -> bool:
     """Whether this process had to compile anything so far, or is at it."""
+    if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: functions stay as they are
+        return False
     return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)

@@ -1,0 +1,84 @@
+"""Compiled loops: what they give, where they are kept, what the command line says of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: Packs two items; says what came out, and whether something was compiled.
+PACK = (
+    "import numpy as np; from chunkplan.compiled import has_compiled; from chunkplan.packing.best_fit import best_fit\n"
+    "none = np.zeros(0, np.int64)\n"
+    "bins, number = best_fit(np.array([6, 5]), 10, none, none > 0, 0)\n"
+    "print(bins.tolist(), number, has_compiled())"
+)
+
+
+def pack(**environment: str) -> str:
+    """Output of PACK in a process of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PACK],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ran.stdout.strip()
+
+
+def test_code_is_compiled_once_and_kept(tmp_path: Path) -> None:
+    """In a fresh cache folder the first process compiles, the second one finds the code."""
+    first, second = (pack(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first == "[0, 1] 2 True"
+    assert second == "[0, 1] 2 False"
+
+
+def test_the_loops_are_plain_python_too() -> None:
+    """Uncompiled they give the same, which is how to step through them in a debugger."""
+    assert pack(NUMBA_DISABLE_JIT="1").startswith("[0, 1] 2")
+
+
+def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    from chunkplan import compiled
+
+    real = numba.njit
+
+    def without_cache(**options: bool) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(**options)
+
+    monkeypatch.setattr(compiled.numba, "njit", without_cache)
+
+    def double(values: np.ndarray) -> np.ndarray:
+        return values * 2
+
+    assert compiled.compiled(double)(np.array([1, 2])).tolist() == [2, 4]
+
+
+def test_a_long_compilation_is_explained(tmp_path: Path) -> None:
+    """The first build after an installation says why nothing happens; a later one is silent about it."""
+    np.save(tmp_path / "lengths.npy", np.array([5, 6, 7]))
+    words = ["build", "lengths.npy", "--chunk-size", "8", "--k", "1"]
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", "chunkplan_cli.main", *words],
+            cwd=tmp_path,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        for _ in range(2)
+    ]
+    assert "compiling the planner's loops" in said[0]
+    assert "compiling" not in said[1]
