@@ -24,12 +24,11 @@ def compiled(function: Function) -> Function:
         dispatcher = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # nowhere to keep it: neither the installation nor the user's cache folder can be written
         dispatcher = numba.njit(nogil=True)(function)
-    _dispatchers.append(dispatcher)
+    if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
+        _dispatchers.append(dispatcher)
     return cast(Function, dispatcher)
 
 
 def has_compiled() -> bool:
     """Whether this process had to compile anything so far, or is at it."""
-    if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: functions stay as they are
-        return False
     return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)

@@ -52,10 +52,10 @@ def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
     real = numba.njit
 
-    def without_cache(**options: bool) -> object:
+    def without_cache(*arguments: object, **options: bool) -> object:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(compiled.numba, "njit", without_cache)
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from chunkplan.errors import UsageError
 from chunkplan.packing import PACKERS, Packing, certified_lower_bound, pack_lengths
+from chunkplan.packing.assignment import close_gap
 from chunkplan.packing.histogram import histogram
+from chunkplan.packing.solution import Solution
 
 EVERY_PACKER = pytest.mark.parametrize("algorithm", PACKERS)
 LARGEST = 2**31 - 1
@@ -17,11 +19,22 @@ LARGEST = 2**31 - 1
 
 @st.composite
 def items_and_capacity(draw: st.DrawFn, max_items: int = 60) -> tuple[np.ndarray, int]:
-    """Some capacities have as many lengths as fit in a table, some are as large as they get."""
+    """Of any length, of two to four to a bin, close to unit fractions of a bin, or cut from full bins."""
     capacity = draw(st.one_of(st.integers(1, 60), st.sampled_from([2047, 8192, 65536, LARGEST])))
-    shortest = draw(st.sampled_from([1, capacity // 4 + 1, capacity // 20 + 1]))
-    items = draw(st.lists(st.integers(shortest, capacity), max_size=max_items))
-    return np.array(items, draw(st.sampled_from([np.int32, np.int64]))), capacity
+    shape = draw(st.sampled_from(["any", "large", "fractions", "cut"]))
+    count = draw(st.integers(0, max_items))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    if shape == "any":
+        items = rng.integers(1, capacity + 1, count)
+    elif shape == "large":
+        items = rng.integers(capacity // 5 + 1, capacity // 2 + 2, count)
+    elif shape == "fractions":
+        items = capacity // rng.integers(1, 8, count) + rng.integers(-1, 2, count)
+    else:
+        cuts = np.sort(rng.integers(0, capacity + 1, (count // 4, 3)))
+        items = np.diff(cuts, prepend=0, append=capacity).ravel()
+    items = np.clip(items, 1, capacity)
+    return items.astype(draw(st.sampled_from([np.int32, np.int64]))), capacity
 
 
 def check(packing: Packing, items: np.ndarray, capacity: int) -> None:
@@ -66,7 +79,7 @@ def fewest_bins(items: list[int], capacity: int) -> int:
 
 @EVERY_PACKER
 @settings(max_examples=40, deadline=None)
-@given(case=items_and_capacity())
+@given(case=items_and_capacity(max_items=24))
 def test_every_item_lies_in_one_bin_no_bin_overflows_and_packing_again_gives_the_same(
     algorithm: str, case: tuple[np.ndarray, int]
 ) -> None:
@@ -116,7 +129,7 @@ def test_thousands_of_items_of_few_lengths(algorithm: str) -> None:
     check(pack_lengths(items, 1000, algorithm), items, 1000)
 
 
-@settings(deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(case=items_and_capacity())
 def test_the_histogram_packs_as_best_fit_decreasing_is_defined(case: tuple[np.ndarray, int]) -> None:
     items, capacity = case
@@ -140,7 +153,7 @@ def test_the_first_bin_of_minimum_bin_slack_is_as_full_as_any_with_the_longest_i
 
 
 @settings(max_examples=20, deadline=None)
-@given(case=items_and_capacity())
+@given(case=items_and_capacity(max_items=24))
 def test_auto_and_exact_have_no_more_bins_than_the_heuristics_and_no_lower_bound(case: tuple[np.ndarray, int]) -> None:
     items, capacity = case
     heuristics = [pack_lengths(items, capacity, algorithm) for algorithm in ("bfd", "mbs")]
@@ -149,6 +162,35 @@ def test_auto_and_exact_have_no_more_bins_than_the_heuristics_and_no_lower_bound
         assert packing.num_bins <= min(heuristic.num_bins for heuristic in heuristics)
         if not packing.optimal:
             assert packing.lower_bound >= max(heuristic.lower_bound for heuristic in heuristics)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=items_and_capacity(max_items=8))
+def test_the_constraint_solver_alone_finds_and_proves_the_optimum(case: tuple[np.ndarray, int]) -> None:
+    items, capacity = case
+    if items.size == 0:
+        return
+    counted = histogram(items)
+    one_each = Solution(np.arange(items.size), items.size, int((items > capacity // 2).sum()) or 1, "none")
+    solution = close_gap(counted, capacity, one_each, effort=10)
+    check(
+        Packing(counted.in_item_order(solution.sorted_bins), solution.num_bins, solution.lower_bound, ""),
+        items,
+        capacity,
+    )
+    assert solution.num_bins == solution.lower_bound == fewest_bins(items.tolist(), capacity)
+
+
+def test_the_constraint_solver_lets_two_halves_share_a_bin() -> None:
+    halves = histogram(np.array([5, 5, 5, 5, 3]))
+    solution = close_gap(halves, 10, Solution(np.arange(5), 5, 1, "none"), effort=1)
+    assert solution.num_bins == solution.lower_bound == 3
+
+
+def test_the_better_of_two_solutions_keeps_the_higher_bound_and_ties_keep_the_first() -> None:
+    first, second = Solution(np.zeros(0, np.int64), 5, 3, "a"), Solution(np.zeros(0, np.int64), 5, 4, "b")
+    assert (first.better(second).algorithm, first.better(second).lower_bound) == ("a", 4)
+    assert (second.better(first).algorithm, second.better(first).lower_bound) == ("b", 4)
 
 
 def test_column_generation_packs_three_to_a_bin_where_the_longest_first_do_not_fit() -> None:

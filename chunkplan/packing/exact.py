@@ -16,7 +16,7 @@ from chunkplan.packing.solution import Solution
 
 # Items times bins that the constraint solver is asked about, and its deterministic seconds for a number of bins.
 _LARGEST_ASSIGNMENT = 20_000
-_EFFORT = 2.0
+_EFFORT = 1.0
 
 
 def exact(items: Histogram, capacity: int) -> Solution:

@@ -55,7 +55,7 @@ class Relaxation:
 
 
 def solve_relaxation(sizes: Int64Array, counts: Int64Array, capacity: int) -> Relaxation:
-    """Relax the packing of counts[i] items of size sizes[i], ascending, each from 1 to `capacity`."""
+    """Relax the packing of counts[i] items, at least one, of size sizes[i], ascending, each from 1 to `capacity`."""
     master = _Master(counts)
     master.add(np.full(capacity // size, index) for index, size in enumerate(sizes.tolist()))
     for packer in (minimum_bin_slack_counted, best_fit_decreasing_counted):
@@ -63,7 +63,7 @@ def solve_relaxation(sizes: Int64Array, counts: Int64Array, capacity: int) -> Re
         num_bins = packer(sizes, counts, capacity, sorted_bins)
         master.add(_patterns_of(sorted_bins, counts, num_bins))
     best_values, best_bound = sizes / capacity, 0.0
-    while len(master.patterns) and master.solve():
+    while master.solve():
         new: list[Int64Array] = []
         for smoothing in _SMOOTHING:
             values = in_units(smoothing * best_values + (1 - smoothing) * master.values)
@@ -169,6 +169,7 @@ class _Master:
         self.num_bins = math.inf
         self.values = np.zeros(counts.size)
         self.num_solved = 0
+        self._solved = False
         self._known: set[bytes] = set()
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._demands = [self._solver.Constraint(float(count), self._solver.infinity()) for count in counts]
@@ -189,7 +190,8 @@ class _Master:
     def solve(self) -> bool:
         """Find `num_bins` and `values`; false, and they stay, where the solver fails."""
         self.num_solved += 1
-        if self._solver.Solve() != self._solver.OPTIMAL:
+        self._solved = self._solver.Solve() == self._solver.OPTIMAL
+        if not self._solved:
             return False
         self.num_bins = self._solver.Objective().Value()
         self.values = np.maximum([demand.dual_value() for demand in self._demands], 0.0)
@@ -197,4 +199,6 @@ class _Master:
 
     def used(self) -> FloatArray:
         """How often the solution has each pattern, float64 [num_patterns]; never, where the solver failed."""
+        if not self._solved:
+            return np.zeros(len(self.patterns))
         return np.array([variable.solution_value() for variable in self._solver.variables()])
