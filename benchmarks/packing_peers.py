@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from lengths import lengths
+from machine import machine
 
 from chunkplan.packing import PACKERS, pack_lengths
 from chunkplan.packing.histogram import histogram
@@ -153,27 +150,6 @@ def measure_set(name: str, present: dict[str, Packer]) -> dict[str, Any]:
     return {"kind": kind, "items": values.size, "capacity": CAPACITY, "certified bound": bound, "packers": rows}
 
 
-def machine() -> dict[str, str | int | None]:
-    """What the figures were measured on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
-        if line.startswith("model name")
-    ]
-    found: dict[str, str | int | None] = {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-    for package in ("numpy", "numba", "ortools", "trl", "pyarrow", "seqpacker"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
 def print_table(result: dict[str, Any]) -> None:
     """One set, a line for each packer."""
     print(f"\n{result['kind']}, {result['items']:,} items, certified bound {result['certified bound']:,}")
@@ -199,10 +175,11 @@ def main() -> None:
         results.append(measure_set(name, present))
         if not options.json:
             print_table(results[-1])
+    found = machine("chunkplan", "numpy", "numba", "ortools", "trl", "pyarrow", "seqpacker")
     if options.json:
-        print(json.dumps({"machine": machine(), "absent": absent, "sets": results}, indent=2))
+        print(json.dumps({"machine": found, "absent": absent, "sets": results}, indent=2))
     else:
-        print("\n" + "\n".join(f"left out: {missing}" for missing in absent))
+        print("\n" + "\n".join([*(f"left out: {missing}" for missing in absent), str(found)]))
 
 
 if __name__ == "__main__":

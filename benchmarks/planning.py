@@ -5,7 +5,8 @@
     python benchmarks/planning.py --real lengths.parquet       # a distribution of your own beside the synthetic one
 
 Times are whole commands in processes of their own, the second run of each (the first one compiles and warms caches).
-benchmarks/packing_peers.py measures packing alone, beside other packers.
+benchmarks/packing_peers.py measures packing alone, beside other packers. Where TRL is installed, its best-fit
+decreasing is timed here too, on the same number of sequences: packing alone, the one part of planning it does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from lengths import lengths
+from machine import machine
+from packing_peers import trl_bfd
 
 import chunkplan
 from chunkplan.planning.config import PlanConfig
@@ -55,7 +57,20 @@ def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
                 "plan MB": round(sum(path.stat().st_size for path in (folder / "plan").iterdir()) / 1e6, 1),
             }
         )
+        if trl := trl_seconds(size):
+            rows[-1] |= {"TRL bfd s": round(trl, 1), "TRL / build": round(trl / build_seconds, 1)}
     return rows
+
+
+def trl_seconds(size: int) -> float | None:
+    """What TRL takes to pack these sequences alone, clipped to the chunk size; None where it is not installed."""
+    try:
+        pack = trl_bfd()(lengths("long-tail", size))
+    except ModuleNotFoundError:
+        return None
+    started = time.perf_counter()
+    pack()
+    return time.perf_counter() - started
 
 
 def run(arguments: list[Any]) -> tuple[float, int]:
@@ -140,24 +155,6 @@ def print_table(title: str, rows: list[Row]) -> None:
         print("| " + " | ".join(f"{value:,}" if type(value) is int else str(value) for value in row.values()) + " |")
 
 
-def machine() -> Row:
-    """What the figures were measured on."""
-    names = ("chunkplan", "numpy", "numba", "pyarrow", "polars", "ortools")
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
-
-
-def processor() -> str:
-    """The name the processor gives itself."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,7 +174,7 @@ def main() -> None:
             {"long-tail": lengths("long-tail", max(options.sizes), cap=None), **real}, folder
         ),
     }
-    result: dict[str, Any] = {"machine": machine()}
+    result: dict[str, Any] = {"machine": machine("chunkplan", "numpy", "numba", "pyarrow", "polars", "ortools", "trl")}
     with tempfile.TemporaryDirectory() as folder:
         for name, part in parts.items():
             if options.only in (None, name):
