@@ -54,7 +54,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         *_selection(manifest),
         ("chunks", _chunks(summary)),
         ("token fill", f"{_percent(summary.token_fill)} of chunk size"),
-        ("fewest possible", _bound(summary)),
+        ("fewest chunks", _bound(summary)),
         (
             "micro-batches",
             f"{summary.num_sequences:,} of up to {summary.longest_sequence:,} tokens -> "
@@ -118,9 +118,11 @@ def _bound(summary: PlanSummary) -> str:
         return proved
     if summary.dp == 1:
         return f"{proved}; all together {_percent(over)} over the bound"
+    packing = summary.packing_over_bound - 1
+    given = "proved" if packing == 0 else f"but for {_percent(packing)}"
     return (
-        f"{_percent(summary.packing_over_bound - 1)} over the bound, given what each rank has to run; {_percent(over)} "
-        f"over that of any spread, for balance ({summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal)"
+        f"{given}, given what each rank has to run; {_percent(over)} over the bound of any spread, for balance "
+        f"({summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal)"
     )
 
 
