@@ -19,7 +19,7 @@ from chunkplan.cost.flops import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
-from chunkplan.planfile.load import load_analysis
+from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
@@ -79,7 +79,14 @@ def build_plans(
     dry_run: bool = False,
 ) -> dict[Path, BuiltPlan]:
     """`build`, with all there is to know about every plan, by folder; a dry run writes nothing."""
-    refuse_other_content(output, "plan")
+    targets = [output, evaluation_folder(output)] if config.holdout is not None else [output]
+    for target in targets:
+        refuse_other_content(target, "plan")
+    if len(targets) == 2 and config.part == "train" and targets[1].exists() and not is_evaluation(targets[1]):
+        raise UsageError(
+            f"{targets[1]} is not the plan of held-out sequences, which this build would replace it with",
+            hint="move it away, or write the plan elsewhere with --output",
+        )
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
     if config.mix:
@@ -101,6 +108,11 @@ def build_plans(
 def evaluation_folder(output: Path) -> Path:
     """Where the plan of what a build to `output` holds out goes."""
     return output.with_name(f"{output.name}-eval")
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder is empty or holds a plan of held-out sequences."""
+    return not any(folder.iterdir()) or load_plan(folder).config["part"] == "eval"
 
 
 def _build_one(
@@ -175,7 +187,7 @@ def _check_sizes(
         num_occurrences += in_epoch
         num_segments += in_epoch + int((copies[is_long] * (num_parts - 1)).sum())
         is_planned |= copies > 0
-    longest = int(analysis.num_tokens[is_planned].max())
+    longest = int(analysis.num_tokens.max(where=is_planned, initial=0))
     if num_segments > _MAX_SEGMENTS:
         raise UsageError(
             f"the plan would have {num_segments:,} segments, at most {_MAX_SEGMENTS:,} are possible",

@@ -18,10 +18,10 @@ class PlanSummary:
 
     `token_fill`: tokens over ChunkSize of the chunks that are not zero-loss. `longest_sequence`: what a one-sequence
     micro-batch would hold at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its
-    ranks, mean and maximum over the steps that can be balanced. `exceeding` are the others, in which one sequence costs
-    more than the mean rank: how many, and what they take and cannot do without, whatever the spread.
-    `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
-    a step is spread over ranks; `packing_over_bound`: given the spread.
+    ranks, mean and maximum over the steps that can be balanced, None if there are none. `exceeding` are the others, in
+    which one sequence costs more than the mean rank: how many, and what they take and cannot do without, whatever the
+    spread. `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds,
+    whatever way a step is spread over ranks; `packing_over_bound`: given the spread.
     """
 
     num_steps: int
@@ -41,8 +41,8 @@ class PlanSummary:
     global_batch: int
     token_fill: float
     longest_sequence: int
-    heaviest_rank_mean: float
-    heaviest_rank_max: float
+    heaviest_rank_mean: float | None
+    heaviest_rank_max: float | None
     recompute_share: float
     num_exceeding_steps: int
     exceeding_predicted_us: float
@@ -94,8 +94,8 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
         num_groups=dependent.filter(pl.col("group_index") == 0).height,
         token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config["chunk_size"]),
         longest_sequence=totals["longest_sequence"],
-        heaviest_rank_mean=_float(heaviest.mean()) if heaviest.len() else 1.0,
-        heaviest_rank_max=_float(heaviest.max()) if heaviest.len() else 1.0,
+        heaviest_rank_mean=_float(heaviest.mean()) if heaviest.len() else None,
+        heaviest_rank_max=_float(heaviest.max()) if heaviest.len() else None,
         recompute_share=recompute / max(_total(chunks["cost"]), 1e-30),
         num_exceeding_steps=exceeding.height,
         exceeding_predicted_us=_total(exceeding["predicted_us"]),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -394,6 +396,48 @@ def test_the_kinds_of_plans_are_built_and_valid(run: Run, sources: Path) -> None
     ):
         assert run("build", *BUILD_OPTIONS, *options).code == 0
         assert run("validate").code == 0
+
+
+def test_a_build_that_holds_out_replaces_no_plan_of_another_kind(run: Run, sources: Path) -> None:
+    """...and says so before it plans; nor is such a plan taken for one of held-out sequences."""
+    assert run("build", *BUILD_OPTIONS, "--output", "plan-eval").code == 0
+    refused = run("build", *BUILD_OPTIONS, "--output", "plan", "--holdout", 0.2)
+    assert refused.code == 2
+    assert "plan-eval is not the plan of held-out sequences" in refused.err
+    assert "earlier build" not in run("build", *BUILD_OPTIONS, "--output", "plan").err
+    (sources.parent / "other-eval").mkdir()
+    (sources.parent / "other-eval" / "notes.txt").write_text("mine")
+    refused = run("build", *BUILD_OPTIONS, "--output", "other", "--holdout", 0.2)
+    assert refused.code == 2
+    assert not (sources.parent / "other").exists()
+
+
+def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
+    """As of a shell variable that is not set: nothing would be held out."""
+    assert run("build", *BUILD_OPTIONS, "--holdout", "").code == 2
+    (sources.parent / "plan.toml").write_text("mix = 'a.jsonl=2'\n")
+    refused = run("build", *BUILD_OPTIONS, "--config", "plan.toml")
+    assert refused.code == 2
+    assert "mix is 'a.jsonl=2', expected weights by source" in refused.err
+
+
+@pytest.mark.parametrize("options", [("--packing", "exact"), ("--balance", "search", "--dp", "8")])
+def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """SIGINT in the middle of second looks by solvers: exit code 130, soon, and no half-written plan."""
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
+    words = ["build", "lengths.npy", "--chunk-size", "8192", "--k", "1", "--global-batch", "64", *options]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "chunkplan_cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    while not list(tmp_path.glob("chunkplan-out/.plan.tmp-*")):
+        time.sleep(0.05)
+    time.sleep(3)
+    assert running.poll() is None, "this build takes minutes"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    assert "interrupted" in said
+    assert list((tmp_path / "chunkplan-out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

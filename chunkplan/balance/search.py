@@ -171,6 +171,7 @@ def _solve(
         solver.parameters.linearization_level = 0
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
     solver.parameters.max_deterministic_time = effort
     solver.parameters.relative_gap_limit = _GAP
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

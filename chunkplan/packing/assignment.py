@@ -46,6 +46,7 @@ def _assign(items: Histogram, capacity: int, num_bins: int, effort: float) -> In
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:

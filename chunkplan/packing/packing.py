@@ -51,8 +51,11 @@ class Packing:
         return self.num_bins / self.lower_bound - 1 if self.num_bins else 0.0
 
 
-def pack_lengths(lengths: IntArray, capacity: int, algorithm: str = "auto") -> Packing:
+def pack_lengths(lengths: IntArray, capacity: int, algorithm: str = "auto", *, certify: bool = True) -> Packing:
     """Pack items of `lengths` [n], each from 1 to `capacity`, with one of `PACKERS`.
+
+    The bound is the best there is, unless not to `certify` saves the time of a linear program: then it is as good as
+    what the algorithm itself had to find out.
 
     Raises:
         UsageError: there is no such algorithm, or an item's length is out of range.
@@ -67,7 +70,7 @@ def pack_lengths(lengths: IntArray, capacity: int, algorithm: str = "auto") -> P
         )
     items = histogram(lengths)
     solution = PACKERS[algorithm](items, capacity)
-    if not solution.optimal and algorithm not in ("auto", "exact"):  # these have looked
+    if certify and not solution.optimal and algorithm not in ("auto", "exact"):  # these have looked
         solution = solution.bounded(relaxed_bound(items, capacity))
     return Packing(
         items.in_item_order(solution.sorted_bins), solution.num_bins, solution.lower_bound, solution.algorithm

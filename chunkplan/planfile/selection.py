@@ -74,11 +74,13 @@ def expected_copies(analysis: Analysis, config: Mapping[str, Any], epoch: int) -
 
     `check_selection` says whether a config makes sense.
     """
+    mix = config.get("mix") or {}
+    if config.get("holdout") is None and not mix:
+        return np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences)  # takes no memory
     held_out = _held_out(analysis, config.get("holdout"))
     if config.get("part") == "eval":
         return held_out.astype(np.int32)
     copies = (~held_out).astype(np.int32)
-    mix = config.get("mix") or {}
     for source, path in enumerate(_paths(analysis)):
         if path in mix:
             mine = np.flatnonzero((analysis.source == source) & ~held_out)
@@ -145,7 +147,7 @@ def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[st
     """
     paths = _paths(analysis)
     counts = {
-        "num_sequences": np.ones(analysis.num_sequences, np.int32),
+        "num_sequences": np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences),
         "num_held_out": _held_out(analysis, config.get("holdout")),
         "num_occurrences": expected_copies(analysis, config, 0),
     }
@@ -186,7 +188,7 @@ def _split_mix(values: npt.NDArray[np.int64]) -> UInt64Array:
 
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     if holdout is None:
-        return np.zeros(analysis.num_sequences, bool)
+        return np.broadcast_to(np.zeros(1, bool), analysis.num_sequences)
     keys = content_keys(analysis)
     if isinstance(holdout, float):
         return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))

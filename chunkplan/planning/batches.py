@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.planning.config import PlanConfig
+
+#: Random numbers drawn at once: fresh memory costs more time than drawing them.
+_KEYS = 1 << 16
 
 
 def epoch_order(copies: Int32Array, seed: int, epoch: int) -> Int32Array:
@@ -16,18 +20,21 @@ def epoch_order(copies: Int32Array, seed: int, epoch: int) -> Int32Array:
     does not `permutation`.
     """
     order = np.arange(copies.size, dtype=np.int32)
-    if (copies != 1).any():
+    if not copies.min() == copies.max() == 1:
         order = np.repeat(order, copies)
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(max(order.size, 1))
-    _shuffle(order, keys)
+    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+    for end in range(order.size, 0, -_KEYS):
+        _shuffle(order, end, stream.random_raw(min(end, _KEYS)))
     return order
 
 
 @compiled
-def _shuffle(order: Int32Array, keys: np.ndarray) -> None:
-    for last in range(order.size - 1, 0, -1):
-        other = np.int64(keys[last] % np.uint64(last + 1))
-        order[last], order[other] = order[other], order[last]
+def _shuffle(order: Int32Array, end: int, keys: npt.NDArray[np.uint64]) -> None:
+    """Exchange order[end - 1] with any up to it, and so on downwards, one for every key."""
+    for key in keys:
+        end -= 1
+        other = np.int64(key % np.uint64(end + 1))
+        order[end], order[other] = order[other], order[end]
 
 
 def batch_sizes(num_sequences: int, config: PlanConfig) -> Int64Array:

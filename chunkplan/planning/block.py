@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +19,10 @@ from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
 from chunkplan.planning.targets import TargetMask, count_part_targets
 from chunkplan.schedule.ranks import schedule_ranks
 
-#: Sequences of a block at most, unless a single step has more: (step, tokens, position) of each then fits 63 bits.
-BLOCK_SEQUENCES = 1 << 16
+#: Sequences and steps of a block, at most, unless a single step has more: (step, tokens, position) of each sequence
+#: then fits 63 bits. Larger blocks waste less time between them; small ones do where each step takes long.
+BLOCK_SEQUENCES, BLOCK_STEPS = 1 << 18, 1 << 13
+SLOW_BLOCK_SEQUENCES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,14 @@ class Dataset:
     mask: TargetMask | None
 
 
-def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel) -> dict[str, pa.Table]:
-    """The rows of tables `steps`, `chunks` and `schedule` for the steps of `block`."""
+def plan_block(
+    block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event
+) -> dict[str, pa.Table]:
+    """The rows of tables `steps`, `chunks` and `schedule` for the steps of `block`.
+
+    Raises:
+        CancelledError: `stop` was set while there was still much to do.
+    """
     first = np.concatenate([[0], np.cumsum(block.sizes)])
     ids, tokens = _longest_first(block, dataset.num_tokens)
     whole_ns = cost.forward_ns(tokens, 0 * tokens)
@@ -55,9 +64,9 @@ def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostMod
     )
     placement = place_steps(first, sequences, rules)
     if config.balance == "search":
-        spread_better(first, sequences, rules, placement, equal_chunks=config.equal_chunks)
+        spread_better(first, sequences, rules, placement, stop, equal_chunks=config.equal_chunks)
     if config.packing != "bfd":
-        pack_better(first, sequences, rules, placement, config.packing)
+        pack_better(first, sequences, rules, placement, stop, config.packing)
     if config.equal_chunks:
         _fill_up(first, sequences, placement)
 

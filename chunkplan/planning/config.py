@@ -82,6 +82,8 @@ class PlanConfig:
             raise _refusal("holdout", self.holdout, "a share between 0 and 1, or a whole number of sequences from 1")
         if self.part == "eval" and self.holdout is None:
             raise UsageError("part is eval, but nothing is held out", hint="set holdout, for example to 0.01")
+        if self.mix is not None and not isinstance(self.mix, Mapping):
+            raise _refusal("mix", self.mix, "weights by source")
         for source, weight in (self.mix or {}).items():
             if type(weight) not in (int, float) or not math.isfinite(weight) or weight < 0:
                 raise _refusal(f"mix {source}", weight, "a number from 0")

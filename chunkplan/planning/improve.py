@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import CancelledError
+
 import numpy as np
 
 from chunkplan.arrays import Int64Array
@@ -9,20 +12,28 @@ from chunkplan.balance.search import search_ranks
 from chunkplan.packing import pack_lengths
 from chunkplan.planning.ranks import Placement, Rules, Sequences, fewest_chunks, settle, step_sequences
 
+#: A linear program takes as long as planning hundreds of steps: it has to be able to gain this part of a rank's time.
+_WORTH = 500
+
 #: Deterministic seconds of CP-SAT for a step.
 _EFFORT = 0.1
 
 
-def pack_better(first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, algorithm: str) -> None:
+def pack_better(
+    first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, stop: threading.Event, algorithm: str
+) -> None:
     """Pack ranks that have more chunks than their bound with `algorithm`; keep what has fewer, and better bounds.
 
     Changes `placement`. With tail sharing the parts of chunks that keep activations go in as items of their own: their
     chunks are bins that other items may join, but two parts may not share one. (A bound counts only where no other
-    chunk has room.)
+    chunk has room.) With "auto" there is no more than minimum bin slack where all that could be gained, the chunks over
+    the bound, is below 1/_WORTH of the rank's time.
     """
     num_parts = parts_per_rank(first, sequences, placement)
     num_chunks = placement.num_standalone + num_parts
     for step, rank in np.argwhere(num_chunks > placement.rank_bound).tolist():
+        if stop.is_set():
+            raise CancelledError
         mine = first[step] + np.flatnonzero(placement.rank_of[first[step] : first[step + 1]] == rank)
         is_split = np.diff(sequences.parts)[mine] > 0
         short = mine[~is_split]
@@ -33,8 +44,11 @@ def pack_better(first: Int64Array, sequences: Sequences, rules: Rules, placement
         has_room = (rooms > 0) & rules.tail_sharing
         shared = np.flatnonzero(has_room & sequences.part_keeps[parts])
         items = np.concatenate([sequences.tokens[short], sequences.part_tokens[parts[shared]]])
-        packing = pack_lengths(items, rules.chunk_size, algorithm)
         closed = parts.size - shared.size
+        gap_ns = (num_chunks[step, rank] - placement.rank_bound[step, rank]) * rules.chunk_ns
+        everything_ns = sequences.work[mine].sum() + placement.num_standalone[step, rank] * rules.chunk_ns
+        pays = algorithm != "auto" or gap_ns * _WORTH >= everything_ns
+        packing = pack_lengths(items, rules.chunk_size, algorithm if pays else "mbs", certify=pays)
         if shared.size == has_room.sum():
             placement.rank_bound[step, rank] = max(placement.rank_bound[step, rank], closed + packing.lower_bound)
         bins_of_parts = packing.bin_of[short.size :]
@@ -51,13 +65,21 @@ def pack_better(first: Int64Array, sequences: Sequences, rules: Rules, placement
 
 
 def spread_better(
-    first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, *, equal_chunks: bool
+    first: Int64Array,
+    sequences: Sequences,
+    rules: Rules,
+    placement: Placement,
+    stop: threading.Event,
+    *,
+    equal_chunks: bool,
 ) -> None:
     """Look for a spread of each step with CP-SAT, hinted with the one there is; keep it where it is faster.
 
     Changes `placement`. With `equal_chunks` every rank takes as many chunks as the one that has most.
     """
     for step in range(first.size - 1):
+        if stop.is_set():
+            raise CancelledError
         here = slice(int(first[step]), int(first[step + 1]))
         mine = step_sequences(sequences, here.start, here.stop)
         num_parts = np.diff(mine.parts)

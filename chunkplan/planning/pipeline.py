@@ -7,6 +7,7 @@ limited by deterministic measures.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +17,11 @@ import pyarrow as pa
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.flops import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
-from chunkplan.planning.block import BLOCK_SEQUENCES, Block, Dataset, plan_block
+from chunkplan.planning.block import BLOCK_SEQUENCES, BLOCK_STEPS, SLOW_BLOCK_SEQUENCES, Block, Dataset, plan_block
 from chunkplan.planning.config import PlanConfig
 
-#: Blocks that each worker may be ahead of whoever takes the rows: they are small, and taking is uneven.
-_AHEAD = 8
+#: Blocks that each worker may be ahead of whoever takes the rows.
+_AHEAD = 2
 
 
 def plan_steps(
@@ -32,25 +33,29 @@ def plan_steps(
     side.
     """
     waiting: deque[Future[dict[str, pa.Table]]] = deque()
+    stop = threading.Event()  # threads cannot be interrupted: second looks, which may take long, look at this
     with ThreadPoolExecutor(workers) as pool:
         try:
             for block in _blocks(copies, config):
-                waiting.append(pool.submit(plan_block, block, dataset, config, cost))
+                waiting.append(pool.submit(plan_block, block, dataset, config, cost, stop))
                 if len(waiting) > _AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            stop.set()
             pool.shutdown(cancel_futures=True)
 
 
 def _blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iterator[Block]:
     """The steps of all epochs, as many together as fit a block. No step spans two epochs."""
+    is_slow = config.balance == "search" or config.packing not in ("auto", "bfd")
+    most_sequences = SLOW_BLOCK_SEQUENCES if is_slow else BLOCK_SEQUENCES
+    per_block = min(max(1, most_sequences // config.global_batch), BLOCK_STEPS)
     first_step = 0
     for epoch in range(config.epochs):
         order = epoch_order(copies(epoch), config.seed, epoch)
         sizes = batch_sizes(order.size, config)
-        per_block = max(1, BLOCK_SEQUENCES // config.global_batch)
         for first in range(0, sizes.size, per_block):
             mine = sizes[first : first + per_block]
             start = first * config.global_batch

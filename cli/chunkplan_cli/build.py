@@ -94,7 +94,7 @@ def build(
     ] = None,
     equal_chunks: Annotated[
         bool | None,
-        typer.Option("--equal-chunks", help="The same number of chunks on every rank, as ZeRO-3 needs it."),
+        typer.Option(help="The same number of chunks on every rank, as ZeRO-3 needs it."),
     ] = None,
     holdout: Annotated[
         str | None,
@@ -124,7 +124,7 @@ def build(
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """
-    from chunkplan.building import build_plans, evaluation_folder
+    from chunkplan.building import build_plans, evaluation_folder, is_evaluation
     from chunkplan.errors import UsageError
     from chunkplan.planfile.folder import refuse_other_content
     from chunkplan.planfile.load import load_analysis
@@ -133,7 +133,7 @@ def build(
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_plan_report
 
-    if split and no_split:
+    if split not in (None, Split.NONE) and no_split:
         raise UsageError("--split and --no-split exclude each other", hint="leave one of them out")
     given = {
         "chunk_size": chunk_size,
@@ -149,8 +149,8 @@ def build(
         "packing": packing,
         "balance": balance.value if balance else None,
         "equal_chunks": equal_chunks,
-        "holdout": _number(holdout) if holdout else None,
-        "mix": _weights(mix) if mix else None,
+        "holdout": _number(holdout) if holdout is not None else None,
+        "mix": _weights(mix) if mix is not None else None,
     }
     plan_config = _resolve(given, config)
     place = Workspace.find(workspace)
@@ -180,7 +180,7 @@ def build(
     if dry_run:
         note("dry run: nothing was written")
         return
-    if evaluation not in plans and evaluation.exists():
+    if evaluation not in plans and evaluation.is_dir() and is_evaluation(evaluation):
         warn(f"{evaluation} is of an earlier build: what it holds out, this plan trains on")
     note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
     flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []

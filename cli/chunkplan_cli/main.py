@@ -25,6 +25,9 @@ _SYSTEM_HINT = "check that the path can be read or written, and that the disk ha
 #: What the system says of a path that was given wrong, rather than of a machine in trouble.
 _USERS_TO_MEND = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
+#: As shells have it: 128 and the number of SIGINT.
+_INTERRUPTED = 130
+
 app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -54,7 +57,10 @@ def main() -> None:
     """Run the command line; never a traceback for what a user can mend."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False))
+        code = app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False)
+        if code == _INTERRUPTED:  # typer turns a keyboard interrupt into this
+            note("interrupted")
+        sys.exit(code)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "chunkplan"
@@ -64,7 +70,7 @@ def main() -> None:
         _fail(error)
     except (KeyboardInterrupt, typer.Abort):
         note("interrupted")
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe has enough: `chunkplan inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -68,11 +68,12 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
                 f"{summary.held_tokens:,} tokens of a sequence at once, instead of {summary.longest_sequence:,}",
             )
         )
-    if summary.dp > 1:
+    if summary.dp > 1 and summary.heaviest_rank_mean is not None:
         rows.append(
             (
                 "heaviest rank",
-                f"{summary.heaviest_rank_mean:.4f} of the mean over ranks, {summary.heaviest_rank_max:.4f} at worst",
+                f"{summary.heaviest_rank_mean:.4f} of the mean over ranks, {summary.heaviest_rank_max:.4f} at worst"
+                + (", where steps can be balanced" if summary.num_exceeding_steps else ""),
             )
         )
     if summary.num_exceeding_steps:
@@ -127,9 +128,10 @@ def _bound(summary: PlanSummary) -> str:
 
 
 def _exceeding(summary: PlanSummary) -> str:
+    steps = f"{summary.num_exceeding_steps:,} of {summary.num_steps:,} steps"
     return (
-        f"in {summary.num_exceeding_steps:,} steps one costs more than a rank's share: no spread can balance them. "
-        f"They take {_seconds(summary.exceeding_predicted_us)}, at least {_seconds(summary.exceeding_lower_bound_us)}"
+        f"in {steps} one costs more than a rank's share: no spread can balance them. They take "
+        f"{_seconds(summary.exceeding_predicted_us)}, at least {_seconds(summary.exceeding_lower_bound_us)}"
     )
 
 
