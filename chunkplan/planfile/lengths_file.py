@@ -9,14 +9,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chunkplan.arrays import IntArray
+from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_arrow
-from chunkplan.planfile.hashing import combine_hashes, content_hash
+from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.schema import SEQUENCES
 
 IntegerArray = npt.NDArray[np.integer]
+
+#: Rows. Fresh memory costs more time than hashing it.
+_HASHED_AT_ONCE = 1 << 16
 
 _HINT = "a lengths file is a .npy array or a .parquet file with one integer column"
 
@@ -45,19 +48,26 @@ def load_lengths(path: Path) -> Analysis:
             hint="leave out sequences without tokens; longer ones cannot be planned",
         )
     num_tokens = values.astype(np.int32, copy=False)
-    record = np.arange(num_tokens.size)
-    source = np.zeros(num_tokens.size, np.int32)
-    columns: list[IntArray] = [record, source, record, num_tokens, num_tokens - 1]
-    table = pa.Table.from_arrays([to_arrow(column) for column in columns], schema=SEQUENCES)
     return Analysis(
         path=path,
-        content_hash=combine_hashes({"sequences": content_hash(table, SEQUENCES)}),
+        content_hash=combine_hashes({"sequences": _hash_sequences(num_tokens)}),
         manifest={"kind": "lengths", "exact": True, "tokens": []},
         num_tokens=num_tokens,
         num_target_tokens=num_tokens - 1,
-        source=source,
-        record=record,
+        source=np.broadcast_to(np.zeros(1, np.int32), num_tokens.size),  # takes no memory
+        record=np.arange(num_tokens.size),
     )
+
+
+def _hash_sequences(num_tokens: Int32Array) -> str:
+    """The content hash of the sequences.parquet that an analysis of these lengths would have."""
+    hasher = ContentHasher(SEQUENCES)
+    for start in range(0, num_tokens.size, _HASHED_AT_ONCE):
+        tokens = num_tokens[start : start + _HASHED_AT_ONCE]
+        record = np.arange(start, start + tokens.size)
+        columns: list[IntArray] = [record, np.zeros(tokens.size, np.int32), record, tokens, tokens - 1]
+        hasher.update(pa.RecordBatch.from_arrays([to_arrow(column) for column in columns], schema=SEQUENCES))
+    return hasher.hexdigest()
 
 
 def _read_npy(path: Path) -> IntegerArray:
