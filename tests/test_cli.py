@@ -431,7 +431,7 @@ def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, 
     )
     while not list(tmp_path.glob("chunkplan-out/.plan.tmp-*")):
         time.sleep(0.05)
-    time.sleep(3)
+    time.sleep(2)
     assert running.poll() is None, "this build takes minutes"
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
