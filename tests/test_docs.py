@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pyarrow as pa
@@ -128,11 +129,11 @@ def test_the_files_the_planner_names_exist() -> None:
 def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block after another in an empty folder. The step is the one of the picture; the rows are as few as can be."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PLANNER, re.S):
         exec(block, names)
-    assert (names["lengths"], names["plan"].config["k"]) == (DRAWN["LENGTHS"], DRAWN["CONFIG"].k)  # type: ignore[attr-defined]
-    assert names["step"].optimal and names["rows"].is_optimal  # type: ignore[attr-defined]
+    assert (names["lengths"], names["plan"].config["k"]) == (DRAWN["LENGTHS"], DRAWN["CONFIG"].k)
+    assert names["step"].optimal and names["rows"].is_optimal
 
 
 def test_the_picture_is_the_one_that_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

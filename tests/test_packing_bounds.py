@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.packing import certified_lower_bound, pack_lengths
-from chunkplan.packing.bounds import lower_bound, martello_toth
+from chunkplan.packing import pack_lengths
+from chunkplan.packing.bounds import martello_toth, martello_toth_counted
 from chunkplan.packing.certificate import bound_by_values, relaxed_bound
 from chunkplan.packing.histogram import histogram
 from chunkplan.packing.relaxation import VALUE_UNITS, solve_relaxation
@@ -27,6 +27,17 @@ def items_and_capacity(draw: st.DrawFn, max_items: int = 40) -> tuple[np.ndarray
     else:
         items = np.diff(np.sort(rng.integers(0, capacity + 1, (count, 3))), prepend=0, append=capacity).ravel()
     return np.maximum(items, 1) if shape != "cut" else items[items > 0], capacity
+
+
+def lower_bound(items: np.ndarray, capacity: int) -> int:
+    """L2."""
+    counted = histogram(items)
+    return martello_toth_counted(counted.distinct, counted.counts, capacity)
+
+
+def certified_lower_bound(items: np.ndarray, capacity: int) -> int:
+    """L2 where a packing meets it, else at least what the linear relaxation proves."""
+    return pack_lengths(items, capacity, "mbs").lower_bound
 
 
 def l2_by_definition(items: np.ndarray, capacity: int) -> int:

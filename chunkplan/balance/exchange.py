@@ -50,6 +50,14 @@ def best_exchange(
 
 
 @compiled
+def exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int) -> None:
+    """Do an exchange that `best_exchange` found."""
+    rank_of[given] = taker
+    if taken >= 0:
+        rank_of[taken] = giver
+
+
+@compiled
 def even_out(work: Int64Array, rank_of: Int64Array, dp: int) -> None:
     """Exchange sequences between the heaviest rank and lighter ones until no exchange helps; changes `rank_of`.
 
@@ -73,9 +81,7 @@ def even_out(work: Int64Array, rank_of: Int64Array, dp: int) -> None:
             if given < 0:
                 continue
             moved = work[given] - (work[taken] if taken >= 0 else 0)
-            rank_of[given] = taker
-            if taken >= 0:
-                rank_of[taken] = heaviest
+            exchange(rank_of, given, taken, heaviest, taker)
             loads[heaviest] -= moved
             loads[taker] += moved
             improved = True

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.packing.histogram import histogram
-
-
-def lower_bound(lengths: IntArray, capacity: int) -> int:
-    """L2 of Martello and Toth, at least L1 = ceil(sum / capacity), of items of `lengths` [n], 1 to `capacity` each."""
-    items = histogram(lengths)
-    return int(martello_toth_counted(items.distinct, items.counts, capacity))
 
 
 @compiled

@@ -10,20 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, IntArray
-from chunkplan.packing.heuristics import pack_quickly
-from chunkplan.packing.histogram import Histogram, histogram
+from chunkplan.arrays import Int64Array
+from chunkplan.packing.histogram import Histogram
 from chunkplan.packing.relaxation import FINEST, Relaxation, classes, most_valuable, resolution, solve_relaxation
-
-
-def certified_lower_bound(lengths: IntArray, capacity: int) -> int:
-    """No packing of items of `lengths` [n], each from 1 to `capacity`, has fewer bins.
-
-    L2 of Martello and Toth where a packing meets it, else at least L2.
-    """
-    items = histogram(lengths)
-    solution = pack_quickly(items, capacity)
-    return solution.lower_bound if solution.optimal else max(solution.lower_bound, relaxed_bound(items, capacity))
 
 
 def relaxed_bound(items: Histogram, capacity: int) -> int:

@@ -36,13 +36,7 @@ def check_totals(columns: ChunkColumns) -> Violation | None:
         "num_chunks": np.diff(columns.step_chunks),
     }
     for name, actual in sums.items():
-        message = f"{name} is {{}}, its chunks have {{}}"
-        found = columns.at_step(
-            "totals",
-            lambda row, message=message, name=name, actual=actual: message.format(steps[name][row], actual[row]),  # type: ignore[misc]
-            steps[name] != actual,
-        )
-        if found:
+        if found := _check_sum(columns, name, actual):
             return found
     bounds = steps["chunks_lower_bound"], steps["packing_lower_bound"], steps["num_chunks"]
     bad = (bounds[0] < 0) | (bounds[1] < bounds[0]) | (bounds[2] < bounds[1])
@@ -52,6 +46,13 @@ def check_totals(columns: ChunkColumns) -> Violation | None:
         return found
     found = columns.at("totals", lambda row: "a negative cost", chunks["cost"] < 0)
     return found or _check_manifest_totals(columns)
+
+
+def _check_sum(columns: ChunkColumns, name: str, actual: Int64Array) -> Violation | None:
+    stated = columns.steps[name]
+    return columns.at_step(
+        "totals", lambda row: f"{name} is {stated[row]}, its chunks have {actual[row]}", stated != actual
+    )
 
 
 def _check_manifest_totals(columns: ChunkColumns) -> Violation | None:

@@ -1,6 +1,6 @@
 """Batches -> ranks -> chunks -> order -> predictions: the whole planner, as a function over arrays.
 
-The same lengths, targets and configuration give the same tables on any machine and with any number of workers: shuffles
+The same lengths, targets and configuration give the same tables in any process and with any number of workers: shuffles
 come from the raw stream of a bit generator, costs are whole nanoseconds, ties are broken by position, solvers are
 limited by deterministic measures.
 """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.balance.exchange import best_exchange, even_out, least_gain
+from chunkplan.balance.exchange import best_exchange, even_out, exchange, least_gain
 from chunkplan.balance.longest_processing_time import spread
 from chunkplan.compiled import compiled
 from chunkplan.cost.flops import BACKWARD
@@ -125,7 +125,7 @@ def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int
             if given < 0:
                 continue
             before = bin_of.copy()
-            _exchange(rank_of, given, taken, slowest, other)
+            exchange(rank_of, given, taken, slowest, other)
             standalone_slowest, time_slowest = _pack_rank(sequences, rules, rank_of, slowest, bin_of)
             standalone_other, time_other = _pack_rank(sequences, rules, rank_of, other, bin_of)
             if max(time_slowest, time_other) <= times[slowest] - least:
@@ -133,16 +133,9 @@ def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int
                 num_standalone[other], times[other] = standalone_other, time_other
                 searching = True
                 break
-            _exchange(rank_of, given, taken, other, slowest)
+            exchange(rank_of, given, taken, other, slowest)
             bin_of[:] = before
     return bin_of, num_standalone, times
-
-
-@compiled
-def _exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int) -> None:
-    rank_of[given] = taker
-    if taken >= 0:
-        rank_of[taken] = giver
 
 
 @compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array, end_of_unit
 
 
 @compiled
@@ -21,9 +21,7 @@ def algorithm2(group_id: Int32Array, keeps: BoolArray, ops: Int8Array, chunk_ids
     """
     action = first = 0
     while first < group_id.size:
-        last = first + 1
-        while last < group_id.size and group_id[last] == group_id[first] >= 0:
-            last += 1
+        last = end_of_unit(group_id, first)
         for chunk in range(first, last):
             ops[action], chunk_ids[action] = FORWARD if keeps[chunk] else FORWARD_KV, chunk
             action += 1

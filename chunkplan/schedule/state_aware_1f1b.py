@@ -10,7 +10,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array, end_of_unit
 
 
 @compiled
@@ -48,9 +48,7 @@ def _backward_order(group_id: Int32Array) -> Int64Array:
     order = np.empty(group_id.size, np.int64)
     first = 0
     while first < group_id.size:
-        last = first + 1
-        while last < group_id.size and group_id[last] == group_id[first] >= 0:
-            last += 1
+        last = end_of_unit(group_id, first)
         for chunk in range(first, last):
             order[chunk] = first + last - 1 - chunk
         first = last

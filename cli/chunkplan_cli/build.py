@@ -126,8 +126,6 @@ def build(
     """
     from chunkplan.building import build_plans, evaluation_folder, is_evaluation
     from chunkplan.errors import UsageError
-    from chunkplan.planfile.folder import refuse_other_content
-    from chunkplan.planfile.load import load_analysis
     from chunkplan.summary import summarize_plan
     from chunkplan.workspace import Workspace
     from chunkplan_cli.compilation import note_compilation
@@ -160,11 +158,9 @@ def build(
             f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
         )
     target = output or place.plan
-    refuse_other_content(target, "plan")
-    lengths = load_analysis(source)
     replaced = _describe_old(target)
     with note_compilation(), progress("planning", "steps") as report_progress:
-        plans = build_plans(lengths, target, plan_config, workers=workers, progress=report_progress, dry_run=dry_run)
+        plans = build_plans(source, target, plan_config, workers=workers, progress=report_progress, dry_run=dry_run)
 
     manifest = plans[target].manifest
     summary = summarize_plan(plans[target].steps, plans[target].chunks, manifest)
@@ -172,7 +168,7 @@ def build(
         print_json({"plan": None if dry_run else str(target), "manifest": manifest, "summary": summary.to_dict()})
     else:
         print_plan_report(stdout(), summary, manifest)
-    if not lengths.is_exact:
+    if not manifest["analysis"]["exact"]:
         warn("the lengths are estimated from bytes: this plan shows what to expect, it cannot be trained")
     evaluation = evaluation_folder(target)
     if evaluation in plans:
