@@ -70,7 +70,8 @@ def plan_block(
     if config.equal_chunks:
         _fill_up(first, sequences, placement)
 
-    chunks = make_chunks(first, sequences, placement, ids, dataset.num_target_tokens[ids], whole_ns)
+    target_tokens = dataset.num_target_tokens[ids]
+    chunks = make_chunks(first, sequences, placement, ids, target_tokens, whole_ns)
     _add_parts(chunks, sequences, ids, dataset.mask, cost)
     forward_ns = chunks.forward_ns + cost.chunk_overhead_ns
     cost_ns = forward_ns * (1 + BACKWARD + ~chunks.keeps_activations)
@@ -83,7 +84,7 @@ def plan_block(
         first,
         sequences,
         placement,
-        target_tokens=dataset.num_target_tokens[ids],
+        target_tokens=target_tokens,
         rank_chunks=chunks.rank_chunks,
         rank_ns=sum_runs(cost_ns, chunks.rank_chunks),
         rank_end_ns=stage_end_ns.reshape(-1, config.pp).max(axis=1),
