@@ -1,0 +1,37 @@
+"""What the entries of a model's shape and of a hardware profile may be, wherever they are read from."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.manifest_entries import FLAG, TEXT, Test, find_mismatch, whole
+
+#: Beyond any model and any machine, and near enough that products and quotients of a few stay finite.
+_LEAST, _MOST = 1e-6, 10**18
+
+_POSITIVE: Test = (
+    lambda value: type(value) in (int, float) and _LEAST <= value <= _MOST,
+    f"a positive number, at most {_MOST:.0e}",
+)
+_TESTS: dict[str, Test] = {"str": TEXT, "bool": FLAG, "float": _POSITIVE, "int": whole(1, _MOST)}
+
+Entries = TypeVar("Entries")
+
+
+def from_entries(kind: type[Entries], values: Any, *, path: str, where: str, hint: str, **also: Test) -> Entries:
+    """A dataclass of strings, flags and numbers from a dict that has an entry for each of its fields and no other.
+
+    `path` names the dict in errors, "" where it is all there is; `also` gives tests for fields whose type says too
+    little.
+
+    Raises:
+        DataError: an entry is missing, unknown, or not what it should be.
+    """
+    expected = {field.name: also.get(field.name) or _TESTS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    if found := find_mismatch(values, expected, path):
+        raise DataError(found, where=where, hint=hint)
+    if unknown := sorted(set(values) - set(expected)):
+        raise DataError(f"`{unknown[0]}` is unknown, expected {', '.join(expected)}", where=where, hint=hint)
+    return kind(**values)

@@ -1,0 +1,68 @@
+"""What a GPU and its links sustain: profiles shipped by name, or read from a file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from chunkplan.cost.entries import from_entries
+from chunkplan.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Rates that are sustained, not those of a data sheet; per second, in FLOPs and bytes.
+
+    `flops` of large matrix products in bf16, `fp32_flops` of those in float32 (TF32 where there is such a thing),
+    `attention_flops` of a fused attention kernel in bf16, forward and backward together, this counted as two forwards;
+    `peak_flops` alone is the data sheet's, for bf16 without sparsity, which utilisation is measured against.
+    `copy_bytes`: read and written by a large copy on the GPU. A matrix product of t tokens takes as long as one of
+    t + `ramp_tokens` at the full rate; a kernel takes `kernel_ns` beside its work. `gpu_link_bytes` between the
+    `gpus_per_node` GPUs of a node, `node_link_bytes` between nodes, each for one GPU and one direction; a message takes
+    `link_ns` beside its bytes. `host_bytes`: to host memory and back, one direction. `memory_bytes` of the GPU, of
+    which `reserved_bytes` are taken before the model is loaded.
+    """
+
+    name: str
+    peak_flops: float
+    flops: float
+    fp32_flops: float
+    attention_flops: float
+    copy_bytes: float
+    ramp_tokens: float
+    kernel_ns: float
+    gpus_per_node: int
+    gpu_link_bytes: float
+    node_link_bytes: float
+    link_ns: float
+    host_bytes: float
+    memory_bytes: int
+    reserved_bytes: int
+
+
+_HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/profiles/*.toml"
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A shipped profile by its name, or one from a TOML file with an entry for each field of `Hardware`.
+
+    Raises:
+        UsageError: there is neither such a profile nor such a file.
+        DataError: the file is damaged, or an entry is missing, unknown, or not what it should be.
+    """
+    shipped = {entry.name.removesuffix(".toml"): entry for entry in (files("chunkplan.cost") / "profiles").iterdir()}
+    text = str(name_or_path)
+    try:
+        source = (shipped.get(text) or Path(text)).read_bytes()
+    except (OSError, ValueError) as error:
+        names = ", ".join(sorted(shipped))
+        raise UsageError(
+            f"{text} is no hardware profile, and no file that can be read", hint=f"name one of {names}, or a TOML file"
+        ) from error
+    try:
+        values = tomllib.loads(source.decode())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a TOML file: {error}", where=text, hint=_HINT) from error
+    return from_entries(Hardware, values, path="", where=text, hint=_HINT)

@@ -1,0 +1,167 @@
+"""Memory of a GPU on each pipeline stage: what a plan holds at its fullest moment, part by part, in bytes.
+
+An estimate from the tensors that are known to be there; what a framework holds beside them is
+`Hardware.reserved_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from math import ceil
+from typing import Literal
+
+from chunkplan.cost.model import CostModel
+
+#: Which of optimizer states, gradients and weights are spread over data-parallel ranks, each with those before it
+#: (ZeRO 1, 2 and 3; Rajbhandari et al., arXiv 1910.02054).
+Sharding = Literal["none", "optimizer", "gradients", "weights"]
+
+_SHARDED: dict[Sharding, int] = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3}
+
+#: Of a weight: its gradient, summed over chunks in float32, and Adam's two moments.
+_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+
+#: Gradients of keys and values are sums over all later chunks, kept in float32.
+KV_GRADIENT_BYTES = 4
+
+#: Where weights are sharded, the layer at work and the next one are whole on every GPU.
+_GATHERED_LAYERS = 2
+
+#: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
+_OFFLOAD_BLOCKS = 2
+
+#: Tokens whose logits are there at once, and bytes of each: float32 and its log-softmax, and bf16 or a gradient.
+_LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
+
+
+#: A gradient is as long as the numbers it belongs to, so a layer's backward holds at once those of the gated MLP and of
+#: what goes in and out, in elements of each width.
+_GRADIENTS_OF_MLP, _GRADIENTS_OF_HIDDEN = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one GPU of a stage; `reserved` is taken before the model is loaded."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    stage_inputs: int
+    kv: int
+    kv_gradients: int
+    logits: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(astuple(self))
+
+
+def activation_bytes_per_token(cost: CostModel) -> float:
+    """What a chunk that keeps its activations holds for each token and layer, on one GPU.
+
+    With checkpointing the layer's input. Without, for h, q, kv and i elements of hidden size, queries, keys, and gated
+    MLP, what the backward of a Hugging Face decoder layer with a fused attention kernel reads:
+
+        two norms: the input in float32, the normalised input, the output that projections read   2 (4 bytes + 2) h
+        queries and keys after rotary embedding, values                                           q + 2 kv
+        attention: its output, which the projection reads too; a float32 a head                   q
+        gate, its activation, up, and their product, which the projection reads                   4 i
+        of a mixture: each expert's input and output                                              2 h an expert
+
+    Sequence parallelism spreads all of it.
+    """
+    shape, num_bytes = cost.shape, cost.num_bytes
+    if cost.checkpointing == "full":
+        return shape.hidden_size * num_bytes / cost.tp
+    norms = 2 * shape.hidden_size * (4 + 2 * num_bytes)
+    attention = 2 * (shape.query_width + shape.kv_width) * num_bytes + 4 * shape.num_query_heads
+    mlp = (4 * shape.mlp_width + 2 * shape.experts_per_token * shape.hidden_size) * num_bytes
+    return (norms + attention + mlp) / cost.tp
+
+
+def stage_memory(
+    cost: CostModel,
+    *,
+    dp: int,
+    pp: int,
+    layers: Sequence[int],
+    sharding: Sharding,
+    retained_tokens: Sequence[int],
+    stage_input_tokens: Sequence[int],
+    kv_tokens: Sequence[int],
+    chunk_size: int,
+    kv_gradient_bytes: int = KV_GRADIENT_BYTES,
+) -> tuple[StageMemory, ...]:
+    """What a GPU of each of the `pp` stages holds at most.
+
+    Args:
+        layers: of each model part (virtual stage x pp + stage). The first part has the embeddings, the last one the
+            vocabulary head; tied ones are on both unless there is one stage.
+        retained_tokens: of each stage, the most tokens whose activations are held at once, counted once for each
+            virtual stage that holds them.
+        stage_input_tokens: of each stage, the most tokens at once of chunks whose KV and input alone are held, counted
+            likewise.
+        kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
+            layer holds two blocks of ChunkSize, whatever the sequences.
+        kv_gradient_bytes: of a number in the gradients of keys and values.
+    """
+    shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
+    optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
+    num_shards = [dp if _SHARDED[sharding] >= level else 1 for level in (1, 2, 3)]
+    gathered = max(_GATHERED_LAYERS * shape.layer_parameters, shape.embedding_parameters) if num_shards[2] > 1 else 0
+    stages = []
+    for stage in range(pp):
+        own = layers[stage::pp]
+        ends = (stage == 0) + (stage == pp - 1) - (pp == 1 and shape.tied_embeddings)
+        parameters = (sum(own) * shape.layer_parameters + ends * shape.embedding_parameters) / tp
+        held = kv_tokens[stage]
+        if cost.kv_offload:
+            held = min(held, _OFFLOAD_BLOCKS * chunk_size)
+        kv_elements = held * sum(own) * _kv_elements_per_token(cost)
+        retained_bytes, input_bytes, _ = token_bytes(cost, own)
+        stages.append(
+            StageMemory(
+                weights=ceil(parameters * num_bytes / num_shards[2] + gathered / tp * num_bytes),
+                gradients=ceil(parameters * _GRADIENT_BYTES / num_shards[1]),
+                optimizer=ceil(parameters * optimizer_bytes / num_shards[0]),
+                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * _working_bytes_per_token(cost)),
+                stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
+                kv=ceil(kv_elements * num_bytes),
+                kv_gradients=ceil(kv_elements * kv_gradient_bytes),
+                logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
+                if stage == pp - 1
+                else 0,
+                reserved=cost.hardware.reserved_bytes,
+            )
+        )
+    return tuple(stages)
+
+
+def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, float, float]:
+    """Bytes of a token on a GPU of a stage whose model parts have `own_layers`: of activations, for each part that
+    retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded)."""
+    activations = max(own_layers) * activation_bytes_per_token(cost)
+    stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
+    kv = sum(own_layers) * _kv_elements_per_token(cost) * (cost.num_bytes + KV_GRADIENT_BYTES)
+    return activations, stage_input, 0.0 if cost.kv_offload else kv
+
+
+def _kv_elements_per_token(cost: CostModel) -> float:
+    """Of one layer's keys and values, on one GPU."""
+    return 2 * cost.shape.kv_width / cost.tp
+
+
+def _working_bytes_per_token(cost: CostModel) -> float:
+    """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer recomputed for it.
+
+    With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
+    """
+    shape = cost.shape
+    gradients = (_GRADIENTS_OF_MLP * shape.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
+    gathered = shape.hidden_size if cost.tp > 1 else 0
+    layer = activation_bytes_per_token(replace(cost, checkpointing="none")) if cost.checkpointing == "full" else 0
+    return (gradients + gathered) * cost.num_bytes + layer

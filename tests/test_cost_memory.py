@@ -1,0 +1,158 @@
+"""Memory of a GPU on each stage: what it is made of, and the paper's Table 5."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan.cost.durations import split_layers
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, stage_memory
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import QWEN2_5_7B
+
+GIB = 1 << 30
+A100 = load_hardware("a100")
+
+
+def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
+    """Of one stage and one rank that holds nothing but a chunk of 8K tokens, unless `options` say more."""
+    pp = options.get("pp", 1)
+    defaults: dict[str, Any] = {
+        "dp": 1,
+        "pp": pp,
+        "layers": split_layers(cost.shape.num_layers, pp),
+        "sharding": "none",
+        "retained_tokens": [8192] * pp,
+        "stage_input_tokens": [0] * pp,
+        "kv_tokens": [0] * pp,
+        "chunk_size": 8192,
+    }
+    return stage_memory(cost, **{**defaults, **options})
+
+
+def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter() -> None:
+    """Two of weights, four of gradients, twelve of a float32 copy and two moments; sixteen in float32."""
+    num_parameters = QWEN2_5_7B.num_parameters
+    for cost, expected in ((CostModel(), (2, 4, 12)), (CostModel(precision="fp32"), (4, 4, 8))):
+        [memory] = memory_of(cost)
+        assert (memory.weights, memory.gradients, memory.optimizer) == tuple(num_parameters * n for n in expected)
+
+
+@pytest.mark.parametrize("dp", [1, 8])
+def test_sharding_divides_more_and_more_among_the_ranks(dp: int) -> None:
+    """Optimizer, then gradients, then weights, of which two layers, or the embeddings, stay whole while they work."""
+    stages = [memory_of(CostModel(), dp=dp, sharding=s)[0] for s in ("none", "optimizer", "gradients", "weights")]
+    whole = stages[0]
+    layer = QWEN2_5_7B.layer_parameters
+    gathered = 0 if dp == 1 else 2 * max(2 * layer, QWEN2_5_7B.embedding_parameters)
+    assert [m.optimizer for m in stages] == [whole.optimizer] + 3 * [whole.optimizer // dp]
+    assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp]
+    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + gathered]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_the_model_between_them(pp: int, tied: bool) -> None:
+    """Tied embeddings are on the first stage and on the last."""
+    shape = replace(QWEN2_5_7B, tied_embeddings=tied)
+    stages = memory_of(CostModel(shape=shape), pp=pp)
+    copies = shape.embedding_parameters if tied and pp > 1 else 0
+    assert sum(m.weights for m in stages) == 2 * (shape.num_parameters + copies)
+    assert [m.logits > 0 for m in stages] == [False] * (pp - 1) + [True]
+
+
+def test_parts_of_a_stage_are_summed_and_the_largest_counts_for_what_is_retained() -> None:
+    cost = CostModel()
+    layers = (5, 4, 5, 4, 5, 5)
+    stages = memory_of(cost, pp=2, layers=layers, kv_tokens=[1000, 1000])
+    assert [m.kv for m in stages] == [n * 1000 * 2 * 512 * 2 for n in (15, 13)]
+    uneven = memory_of(cost, pp=2, layers=(5, 4, 6, 4, 4, 5))
+    assert uneven[0].weights == stages[0].weights
+    assert uneven[0].activations - stages[0].activations == pytest.approx(
+        8192 * activation_bytes_per_token(cost), abs=2
+    )
+
+
+def test_tensor_parallelism_divides_everything_but_what_is_reserved() -> None:
+    """And but for the tokens that are gathered for a projection."""
+    options = {"retained_tokens": [1 << 20], "stage_input_tokens": [1 << 15], "kv_tokens": [1 << 18]}
+    [one], [four] = (memory_of(CostModel(tp=tp), **options) for tp in (1, 4))
+    for name in ("weights", "gradients", "optimizer", "stage_inputs", "kv", "kv_gradients", "logits"):
+        assert getattr(four, name) * 4 == pytest.approx(getattr(one, name), abs=4)
+    assert one.activations / 4 < four.activations < one.activations / 4 + 8192 * 3584 * 2 + 4
+    assert four.reserved == one.reserved
+
+
+def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_of_it() -> None:
+    """A layer of Qwen2.5-7B keeps 220 KiB a token, of which its input is 7 KiB."""
+    slope = {}
+    for checkpointing in ("none", "full"):
+        cost = CostModel(checkpointing=checkpointing)
+        [less], [more] = (memory_of(cost, retained_tokens=[tokens]) for tokens in (8192, 16384))
+        slope[checkpointing] = (more.activations - less.activations) / 8192 / 28
+        assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost), rel=1e-6)
+        assert more.total - less.total == more.activations - less.activations
+    assert slope["none"] == 2 * (4 + 4) * 3584 + 2 * (2 * 3584 + 2 * 512) + 4 * 28 + 4 * 2 * 18944
+    assert slope["full"] == 2 * 3584
+
+
+def test_checkpointing_needs_room_for_one_layer_of_a_chunk() -> None:
+    none, full = CostModel(), CostModel(checkpointing="full")
+    [without], [with_it] = (memory_of(cost, retained_tokens=[0]) for cost in (none, full))
+    assert with_it.activations - without.activations == pytest.approx(8192 * activation_bytes_per_token(none), abs=2)
+
+
+def test_keys_and_values_of_a_token_of_qwen2_5_7b_take_56_kib_and_their_gradients_twice_that() -> None:
+    [memory] = memory_of(CostModel(), kv_tokens=[1000])
+    assert (memory.kv, memory.kv_gradients) == (1000 * 56 * 1024, 1000 * 112 * 1024)
+
+
+def test_offloaded_keys_and_values_take_two_chunks_whatever_the_sequences() -> None:
+    """And no more than there are."""
+    cost = CostModel(kv_offload=True)
+    for tokens in (1 << 14, 1 << 18, 1 << 20):
+        [memory] = memory_of(cost, kv_tokens=[tokens])
+        assert (memory.kv, memory.kv_gradients) == (16384 * 56 * 1024, 16384 * 112 * 1024)
+    assert memory_of(cost, kv_tokens=[100])[0].kv == 100 * 56 * 1024
+
+
+# ---- Table 5 of ChunkFlow (arXiv 2503.02356): peak GiB of Qwen2.5-7B by ChunkSize. The paper does not say on which
+# layout; what follows takes tensor parallelism 4, one stage, K = 1, and gradients of keys and values in bf16.
+
+SIZES = np.array([2048, 4096, 8192])
+PEAK_32K = np.array([41.6, 47.5, 59.3])
+PEAK_256K = np.array([45.6, 50.8, 63.8])
+PAPER = CostModel(hardware=A100, tp=4)
+
+
+def kv_gib(context: int) -> float:
+    [memory] = memory_of(PAPER, kv_tokens=[context], kv_gradient_bytes=2)
+    return (memory.kv + memory.kv_gradients) / GIB
+
+
+def test_table_5_memory_is_a_base_and_a_slope_and_long_sequences_add_their_keys_and_values() -> None:
+    """Base and slope of the 32K row, by least squares; the 256K row within 10 %, by the KV that it has more."""
+    slope, base = np.polyfit(SIZES, PEAK_32K, 1)
+    assert base + slope * SIZES == pytest.approx(PEAK_32K, rel=0.002)
+    predicted = base + slope * SIZES + kv_gib(256 << 10) - kv_gib(32 << 10)
+    assert predicted == pytest.approx(PEAK_256K, rel=0.10)
+
+
+def test_table_5_predicted_without_a_fit_has_the_base_and_part_of_the_slope() -> None:
+    """The base within 5 %. The slope is about half of the paper's: logits of a whole chunk, which this model of memory
+    does not hold, explain a quarter of the difference; the paper does not tell what else its setup keeps.
+    """
+    slope, base = np.polyfit(SIZES, PEAK_32K, 1)
+    totals = [
+        memory_of(PAPER, kv_tokens=[32 << 10], retained_tokens=[size], chunk_size=size, kv_gradient_bytes=2)[0].total
+        for size in SIZES.tolist()
+    ]
+    assert all(less < more for less, more in pairwise(totals))
+    our_slope, our_base = np.polyfit(SIZES, np.array(totals) / GIB, 1)
+    assert our_base == pytest.approx(base, rel=0.05)
+    assert 0.45 < our_slope / slope < 0.6

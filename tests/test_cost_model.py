@@ -1,0 +1,240 @@
+"""Rates of a model on hardware, and the profiles and manifests that they are read from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan.cost.durations import durations, squares_of
+from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.schema import OPS
+
+PROFILES = ("a100", "h100", "h200")
+LAYER_FLOPS = 2 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+MIXTURE = replace(QWEN2_5_7B, name="mixture", all_mlp_width=8 * 18944, experts_per_token=1)
+
+
+def profile_text(name: str = "h100") -> str:
+    return (files("chunkplan.cost") / "profiles" / f"{name}.toml").read_text()
+
+
+# ---- hardware
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_shipped_profiles_sustain_less_than_their_data_sheets(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert hardware.fp32_flops < hardware.flops < hardware.peak_flops
+    assert hardware.attention_flops < hardware.flops
+    assert hardware.host_bytes < hardware.gpu_link_bytes < hardware.copy_bytes
+    assert hardware.reserved_bytes < hardware.memory_bytes / 10
+
+
+def test_a_profile_of_ones_own_is_a_file_like_the_shipped_ones(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(profile_text().replace('"h100"', '"mine"').replace("650e12", "600e12"))
+    assert load_hardware(path) == replace(load_hardware("h100"), name="mine", flops=600e12)
+
+
+def test_an_unknown_profile_is_a_usage_error_that_names_the_known_ones() -> None:
+    for name in ("b300", "profiles/none.toml", "", "bad\0name"):
+        with pytest.raises(UsageError) as caught:
+            load_hardware(name)
+        assert all(known in caught.value.hint for known in PROFILES)
+
+
+@pytest.mark.parametrize("entry", [field.name for field in fields(Hardware)])
+def test_a_profile_without_an_entry_or_with_a_strange_one_names_it(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    lines = profile_text().splitlines()
+    others = "\n".join(line for line in lines if not line.startswith(f"{entry} "))
+    broken = ["", f"{entry} = -1", f"{entry} = nan", f"{entry} = inf", f"{entry} = true", f"{entry} = []"]
+    for line in [*broken, f"{entry} = {10**400}", f"{entry} = 2024-01-01"]:
+        path.write_text(f"{line}\n{others}\n")
+        with pytest.raises(DataError, match=f"`{entry}` is") as caught:
+            load_hardware(path)
+        assert caught.value.where == str(path)
+
+
+def test_an_entry_that_a_profile_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("flop = 1\n" + profile_text())
+    with pytest.raises(DataError, match="`flop` is unknown, expected name, peak_flops, flops"):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize("content", [b"flops", b"\xff\xfe", b"a = 1\na = 2", b"x = " + b"[" * 100_000])
+def test_a_profile_that_is_no_toml_is_a_data_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="not a TOML file"):
+        load_hardware(path)
+
+
+# ---- rates
+
+
+def test_the_default_is_qwen2_5_7b_on_h100s() -> None:
+    assert (CostModel().shape, CostModel().hardware) == (QWEN2_5_7B, load_hardware("h100"))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_token_takes_its_products_and_up_to_a_third_more(name: str) -> None:
+    hardware = load_hardware(name)
+    products = LAYER_FLOPS / hardware.flops * 1e9
+    assert products < CostModel(hardware=hardware).rates.token < 1.33 * products
+
+
+def test_attention_takes_four_flops_for_each_pair_and_query_element() -> None:
+    hardware = load_hardware("h100")
+    square = CostModel().rates.square
+    assert square == pytest.approx(4 * 3584 / 2 / hardware.attention_flops * 1e9)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallelism_divides_attention_evenly_and_the_rest_less_than_evenly(tp: int) -> None:
+    one, many = CostModel().rates, CostModel(tp=tp).rates
+    assert many.square == pytest.approx(one.square / tp)
+    assert many.head == pytest.approx(one.head / tp)
+    assert many.link_token == pytest.approx(one.link_token / tp)
+    assert one.token / tp < many.token < one.token
+    assert one.chunk / tp < many.chunk < one.chunk
+
+
+def test_collectives_are_four_rings_a_layer() -> None:
+    """All-gather and reduce-scatter around attention and MLP: each sends three quarters of a token."""
+    one, four = CostModel().rates, CostModel(tp=4).rates
+    hardware = load_hardware("h100")
+    assert four.token - one.token / 4 == pytest.approx(4 * 3584 * 2 * 3 / 4 / hardware.gpu_link_bytes * 1e9)
+
+
+def test_tensor_parallelism_across_nodes_is_slower() -> None:
+    """The same collectives over the links between nodes."""
+    near = load_hardware("h100")
+    far = replace(near, gpus_per_node=2)
+    assert CostModel(hardware=far, tp=4).rates.token > 2 * CostModel(hardware=near, tp=4).rates.token
+    assert CostModel(hardware=far, tp=2).rates == CostModel(hardware=near, tp=2).rates
+
+
+@pytest.mark.parametrize("tp", [0, 3, 7, 8])
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(tp: int) -> None:
+    """Qwen2.5-7B has 28 query heads and 4 of keys and values."""
+    with pytest.raises(UsageError, match=f"tensor parallelism {tp} does not divide the (28|4) "):
+        CostModel(tp=tp)
+
+
+def test_float32_takes_longer_by_the_rates_of_products_and_the_bytes_of_links() -> None:
+    bf16, fp32 = CostModel(tp=2).rates, CostModel(tp=2, precision="fp32").rates
+    assert fp32.token == pytest.approx(2 * bf16.token)
+    assert fp32.square == pytest.approx(2 * bf16.square)
+    assert fp32.link_token == pytest.approx(2 * bf16.link_token)
+
+
+def test_checkpointing_recomputes_layers_but_not_the_head() -> None:
+    tokens, squares = np.array([8192]), squares_of(np.array([8192]), np.array([0]))
+    times = {
+        checkpointing: durations(tokens, squares, CostModel(checkpointing=checkpointing).rates, (14, 14))
+        for checkpointing in ("none", "full")
+    }
+    forward, backward = OPS.index("forward"), OPS.index("backward")
+    assert np.array_equal(times["none"][forward], times["full"][forward])
+    longer = times["full"][backward] - times["none"][backward]
+    assert longer == pytest.approx(np.array([1, 1])[:, None] * times["none"][forward, 0], abs=2)
+
+
+def test_smaller_chunks_are_less_efficient() -> None:
+    """Time is affine: a chunk of 1K tokens loses a fifth or more to its fixed part, one of 32K next to nothing."""
+    rates = CostModel(tp=4, hardware=load_hardware("a100")).rates
+    lost = {tokens: rates.chunk / (rates.chunk + rates.token * tokens) for tokens in (1024, 32768)}
+    assert 0.2 < lost[1024] < 0.5
+    assert lost[32768] < 0.02
+
+
+def test_a_mixture_costs_what_a_token_meets_and_ramps_up_on_all_its_weights() -> None:
+    dense, mixture = CostModel().rates, CostModel(shape=MIXTURE).rates
+    assert dense.token < mixture.token < 1.1 * dense.token
+    assert 3 * dense.chunk < mixture.chunk < 8 * dense.chunk
+
+
+def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_parameter() -> None:
+    cost = CostModel()
+    tokens = np.array([100, 50_000])
+    prefix = np.zeros(2, np.int64)
+    work = cost.work_ns(tokens, squares_of(tokens, prefix))
+    assert work == pytest.approx(3 * cost.forward_ns(tokens, prefix), abs=3)
+    assert cost.model_flops(1.0, 0.0) == pytest.approx(6 * (QWEN2_5_7B.num_parameters - 3584 * 152064))
+    flops = [cost.model_flops(float(t), float(t * t)) for t in tokens]
+    utilisation = np.array(flops) / (work * 1e-9 * cost.hardware.peak_flops)
+    assert utilisation.min() > 0.4 and utilisation.max() < 0.65
+
+
+def test_offloaded_keys_and_values_hide_behind_attention_from_about_2k_tokens_a_chunk() -> None:
+    """Both grow with the prefix: at that ChunkSize they take equally long, for 16 bytes or more each way over PCIe."""
+    cost = CostModel(kv_offload=True)
+    size = cost.offload_chunk_size
+    for prefix in (10_000, 1_000_000):
+        attention = 2 * cost.rates.square * 2 * size * prefix
+        transfer = prefix * 2 * 512 * (2 + 4) / cost.hardware.host_bytes * 1e9
+        assert attention == pytest.approx(transfer, rel=0.01)
+    assert 1024 < size < 4096
+    assert cost.rates == CostModel().rates
+
+
+# ---- what a manifest holds
+
+MODELS = [
+    CostModel(),
+    CostModel(shape=MIXTURE, hardware=load_hardware("a100"), tp=4, precision="fp32"),
+    CostModel(checkpointing="full", kv_offload=True),
+]
+
+
+@pytest.mark.parametrize("cost", MODELS)
+def test_a_cost_model_comes_back_from_json_as_it_was(cost: CostModel) -> None:
+    again = CostModel.from_dict(json.loads(json.dumps(cost.to_dict())), where="manifest.json")
+    assert again == cost
+    assert again.rates == cost.rates
+
+
+def entries_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
+    inner = [(part, entry) for part in ("shape", "hardware") for entry in values[part]]
+    return [*((entry,) for entry in values), *inner]
+
+
+@pytest.mark.parametrize("path", entries_of(CostModel().to_dict()), ids=".".join)
+def test_a_damaged_entry_is_named(path: tuple[str, ...]) -> None:
+    """Missing, of another type, or out of range."""
+    *outer, entry = path
+    damage: Any
+    for damage in ("missing", None, -1, float("nan"), 10**400, [], {"a": 1}):
+        values: Any = CostModel().to_dict()
+        inner = values[outer[0]] if outer else values
+        inner[entry] = damage
+        if damage == "missing":
+            del inner[entry]
+        with pytest.raises(DataError, match=rf"`([a-z_]+\.)?{entry}[`.]") as caught:
+            CostModel.from_dict(values, where="manifest.json")
+        assert caught.value.where == "manifest.json"
+
+
+def test_a_manifest_whose_model_cannot_be_is_damaged() -> None:
+    with pytest.raises(DataError, match="tensor parallelism 3"):
+        CostModel.from_dict(CostModel().to_dict() | {"tp": 3}, where="manifest.json")
+    other: Any
+    for other in (None, [], "h100", 3):
+        with pytest.raises(DataError, match="`cost_model` is"):
+            CostModel.from_dict(other, where="manifest.json")
+    unknown = asdict(CostModel())
+    unknown["shape"]["num_heads"] = 3
+    with pytest.raises(DataError, match="`num_heads` is unknown"):
+        CostModel.from_dict(unknown, where="manifest.json")
