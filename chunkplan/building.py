@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from chunkplan.arrays import BoolArray
-from chunkplan.cost.flops import CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
@@ -51,13 +51,15 @@ def build(
     output: str | Path,
     config: PlanConfig,
     *,
+    cost: CostModel | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan the dataset of `analysis` (an analysis, its folder, or a lengths file) and write the plan to `output`.
 
     Where the config holds sequences out, a plan of these goes to the folder beside it whose name ends in `-eval`. Plans
-    already there are replaced once the new ones are complete. `workers` threads plan side by side, by default one a
+    already there are replaced once the new ones are complete. `cost` predicts times, by default those of Qwen2.5-7B on
+    H100s. `workers` threads plan side by side, by default one a
     processor; the plan is the same for any number of them. `progress` is called with (steps planned, steps).
 
     Raises:
@@ -65,7 +67,7 @@ def build(
         DataError: the analysis is damaged, or a sequence is too long and may not be split.
     """
     output = Path(output)
-    built = build_plans(analysis, output, config, workers=workers, progress=progress)
+    built = build_plans(analysis, output, config, cost=cost, workers=workers, progress=progress)
     return Plan(path=output, manifest=built[output].manifest)
 
 
@@ -74,6 +76,7 @@ def build_plans(
     output: Path,
     config: PlanConfig,
     *,
+    cost: CostModel | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -100,7 +103,13 @@ def build_plans(
         for target, its_config in configs.items():
             folder = None if dry_run else all_or_nothing.enter_context(replace_folder(target, "plan"))
             built[target] = _build_one(
-                analysis, target, its_config, PlanWriter(folder), workers or os.cpu_count() or 1, progress
+                analysis,
+                target,
+                its_config,
+                cost or CostModel(),
+                PlanWriter(folder),
+                workers or os.cpu_count() or 1,
+                progress,
             )
     return built
 
@@ -116,10 +125,17 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def _build_one(
-    analysis: Analysis, output: Path, config: PlanConfig, writer: PlanWriter, workers: int, progress: Progress | None
+    analysis: Analysis,
+    output: Path,
+    config: PlanConfig,
+    cost: CostModel,
+    writer: PlanWriter,
+    workers: int,
+    progress: Progress | None,
 ) -> BuiltPlan:
     """Plan and write; `output` is where the plan will be."""
-    options, cost = asdict(config), CostModel()
+    options = asdict(config)
+    check_stages(config, cost)
     check_selection(analysis, options)
     num_steps, num_occurrences, longest = _check_sizes(analysis, config, options, cost)
     blocks = plan_steps(
@@ -159,12 +175,28 @@ def _build_one(
             "num_dropped_sequences": num_occurrences - sums["num_sequences"],
         },
         predictions={
-            "cost_model": asdict(cost),
+            "cost_model": cost.to_dict(),
             "predicted_us": sum(steps.column("predicted_us").to_pylist()),
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
     return BuiltPlan(manifest, steps, chunks)
+
+
+def check_stages(config: PlanConfig, cost: CostModel) -> None:
+    """Refuse more model parts than the model has layers.
+
+    Raises:
+        UsageError: there are.
+    """
+    assert config.virtual_stages is not None, "PlanConfig resolves it"
+    num_parts, num_layers = config.pp * config.virtual_stages, cost.shape.num_layers
+    if num_parts > num_layers:
+        parts = f"{config.pp} stages" + (f" of {config.virtual_stages} parts" if config.virtual_stages > 1 else "")
+        raise UsageError(
+            f"{cost.shape.name} has {num_layers} layers, too few for {parts}",
+            hint="lower pp, or name the model with --model-config",
+        )
 
 
 def _check_sizes(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.cost.flops import CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.analysis import Analysis

@@ -8,7 +8,6 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.cost.flops import BACKWARD
 from chunkplan.planfile.schema import CHUNKS
 
 
@@ -20,8 +19,9 @@ class PlanSummary:
     micro-batch would hold at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its
     ranks, mean and maximum over the steps that can be balanced, None if there are none. `exceeding` are the others, in
     which one sequence costs more than the mean rank: how many, and what they take and cannot do without, whatever the
-    spread. `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds,
-    whatever way a step is spread over ranks; `packing_over_bound`: given the spread.
+    spread. `peak_retained_tokens`: the most tokens whose activations a stage holds at once. `recompute_share`: of the
+    predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way a step is spread over
+    ranks; `packing_over_bound`: given the spread.
     """
 
     num_steps: int
@@ -43,6 +43,7 @@ class PlanSummary:
     longest_sequence: int
     heaviest_rank_mean: float | None
     heaviest_rank_max: float | None
+    peak_retained_tokens: int
     recompute_share: float
     num_exceeding_steps: int
     exceeding_predicted_us: float
@@ -53,14 +54,9 @@ class PlanSummary:
     predicted_us: float
     lower_bound_us: float
 
-    @property
-    def held_tokens(self) -> int:
-        """Tokens whose activations the longest group holds at once: at most K x ChunkSize."""
-        return min(self.longest_sequence, self.k * self.chunk_size)
-
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document."""
-        return {**asdict(self), "held_tokens": self.held_tokens}
+        return asdict(self)
 
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
@@ -69,7 +65,6 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
     steps = pl.DataFrame(pl.from_arrow(steps_table))
     chunks = pl.DataFrame(pl.from_arrow(chunks_table.select([name for name in CHUNKS.names if name != "segments"])))
     dependent = chunks.filter(pl.col("group_id").is_not_null())
-    recompute = _total(chunks.filter(~pl.col("keeps_activations"))["cost"]) / (2 + BACKWARD)
     exceeding = steps.filter("exceeds_share")
     heaviest = (
         chunks.join(steps.select("step", "exceeds_share"), on="step")
@@ -96,7 +91,8 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
         longest_sequence=totals["longest_sequence"],
         heaviest_rank_mean=_float(heaviest.mean()) if heaviest.len() else None,
         heaviest_rank_max=_float(heaviest.max()) if heaviest.len() else None,
-        recompute_share=recompute / max(_total(chunks["cost"]), 1e-30),
+        peak_retained_tokens=int(_float(steps["peak_retained_tokens"].max())),
+        recompute_share=_total(steps["recompute_us"]) / max(_total(chunks["cost"]), 1e-30),
         num_exceeding_steps=exceeding.height,
         exceeding_predicted_us=_total(exceeding["predicted_us"]),
         exceeding_lower_bound_us=_total(exceeding["lower_bound_us"]),

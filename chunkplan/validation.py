@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
 from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL
-from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS
+from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, peak_retained
 from chunkplan.planfile.chunk_columns import ChunkColumns
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import combine_hashes
@@ -148,11 +150,21 @@ def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[
     if ranks is None:
         return violations, list(SCHEDULE_CHECKS)
     found: dict[str, Violation] = {}
+    dp = columns.config["dp"]
+    most, num_ranks = np.zeros((2, columns.num_steps), np.int64)
     for block in iter_blocks(columns, schedule, ranks):
         for name, check in SCHEDULE_CHECKS.items():
             complaint = check(block)
             if complaint:
-                step, dp_rank = divmod(int(block.ranks.place[complaint.rank]), columns.config["dp"])
+                step, dp_rank = divmod(int(block.ranks.place[complaint.rank]), dp)
                 found.setdefault(name, Violation(name, complaint.message, step, dp_rank, complaint.chunk_id))
                 block = block.without(complaint.bad)
+        if block.num_ranks:
+            np.maximum.at(most, block.ranks.place // dp, peak_retained(block))
+            np.add.at(num_ranks, block.ranks.place // dp, 1)
+    stated = columns.steps["peak_retained_tokens"]
+    wrong = np.flatnonzero((num_ranks == dp) & (stated != most))
+    if wrong.size and "memory" not in found:
+        message = f"stages hold {most[wrong[0]]} tokens of activations at most, the step says {stated[wrong[0]]}"
+        found["memory"] = Violation("memory", message, int(wrong[0]), count=wrong.size)
     return violations + [found[name] for name in SCHEDULE_CHECKS if name in found], []

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
+from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
@@ -120,6 +121,8 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                     "packing_lower_bound": 1,
                     "optimal": False,
                     "exceeds_share": False,
+                    "peak_retained_tokens": 1,
+                    "recompute_us": 0.0,
                     "predicted_us": 1.0,
                     "lower_bound_us": 1.0,
                 }
@@ -135,8 +138,12 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
             config={
                 "chunk_size": chunk_size,
                 "k": k,
+                "k_by_length": None,
                 "dp": dp,
                 "pp": pp,
+                "schedule": "algorithm2",
+                "virtual_stages": 1,
+                "memory_tokens": None,
                 "global_batch": len(sequences),
                 "epochs": 1,
                 "last_batch": "keep",
@@ -168,7 +175,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                 "longest_sequence": max(len(ids) for ids, _ in sequences),
                 "num_dropped_sequences": 0,
             },
-            predictions={"cost_model": {"flops_per_second": 1.0}, "predicted_us": 1.0, "lower_bound_us": 1.0},
+            predictions={"cost_model": CostModel().to_dict(), "predicted_us": 1.0, "lower_bound_us": 1.0},
         )
         return plan, analysis
 

@@ -17,22 +17,39 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan import PlanConfig, build, validate
 from chunkplan.building import evaluation_folder
+from chunkplan.cost.durations import durations, link_times
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.packing import PACKERS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import PlanStep
+from chunkplan.planfile.schema import OPS
 from chunkplan.planning.batches import batch_sizes, epoch_order
 from chunkplan.planning.targets import count_masked_targets, count_part_targets
 
+#: (stages, schedule, virtual stages)
+PIPELINES = st.one_of(
+    st.just((1, "algorithm2", 1)),
+    st.tuples(st.integers(2, 4), st.sampled_from(["1f1b", "zero-bubble"]), st.just(1)),
+    st.tuples(st.integers(2, 4), st.just("interleaved"), st.integers(1, 3)),
+)
+
+
+def piped(pipeline: tuple[int, str, int], **others: Any) -> PlanConfig:
+    pp, schedule, virtual_stages = pipeline
+    return PlanConfig(pp=pp, schedule=schedule, virtual_stages=virtual_stages, **others)
+
+
 CONFIGS = st.builds(
-    PlanConfig,
+    piped,
+    PIPELINES,
+    k_by_length=st.sampled_from([None, ((10, 2),), ((20, 1), (60, 3))]),
     chunk_size=st.integers(1, 40),
     k=st.integers(1, 5),
     global_batch=st.integers(1, 12),
     epochs=st.integers(1, 2),
     last_batch=st.sampled_from(["keep", "drop"]),
     dp=st.integers(1, 4),
-    pp=st.integers(1, 4),
     seed=st.integers(0, 3),
     split=st.sampled_from(["full", "even", "cost"]),
     tail_sharing=st.booleans(),
@@ -104,7 +121,7 @@ def test_the_same_input_makes_the_same_plan_in_another_process_with_any_workers(
         ).stdout.strip()
         for workers in ("1", "2", "3")
     }
-    assert hashes == {"0f18524632c8d005c102640ef71119e10d5786c99297a3ca6710906542e1213d"}
+    assert hashes == {"65ef0851a99b30e495c26a31419883196cae869d947b4045e103dc51ec3e269a"}
 
 
 def test_an_epoch_is_a_shuffle_of_its_own_and_no_step_spans_two(tmp_path: Path) -> None:
@@ -153,39 +170,119 @@ def test_targets_across_chunk_borders_are_counted_once_where_they_are_predicted(
 
 
 #: What a chunk costs beside its tokens, forward and backward, in microseconds.
-CHUNK_US = 3 * 2240.0
+COST = CostModel()
+CHUNK_US = 3 * COST.chunk_overhead_ns / 1e3
 
 
 def test_costs_grow_with_the_prefix_and_recompute(tmp_path: Path) -> None:
     """Of equal parts the later one costs more attention, and one that is recomputed costs a forward more."""
-    first, second, third = first_step(tmp_path, [3 * 8192], chunk_size=8192, k=2).chunks[0]
+    plan = first_step(tmp_path, [3 * 8192], chunk_size=8192, k=2)
+    first, second, third = plan.chunks[0]
     assert not first.keeps_activations
     assert second.keeps_activations
     assert third.keeps_activations
     assert third.cost > second.cost
     [whole] = first_step(tmp_path, [3 * 8192], chunk_size=3 * 8192).chunks[0]
-    assert first.cost * 3 / 4 + second.cost + third.cost == pytest.approx(whole.cost + 2 * CHUNK_US, rel=1e-6)
+    again = plan.recompute_us
+    assert first.cost - again + second.cost + third.cost == pytest.approx(whole.cost + 2 * CHUNK_US, rel=1e-6)
+    [layers] = durations(np.array([8192]), np.array([8192.0**2]), COST.rates, [COST.shape.num_layers])[
+        OPS.index("forward_kv")
+    ].tolist()
+    assert again == pytest.approx(layers[0] / 1e3, rel=1e-6)
 
 
 def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:
-    """One stage takes the sum of its chunks; one chunk takes as long on four stages as on one."""
+    """One stage takes the sum of its chunks; one chunk takes as long on four stages as on one, and the links."""
     lengths = [60_000, 9_000, 500]
     one = first_step(tmp_path, lengths, chunk_size=8192, k=2)
     total = sum(chunk.cost for chunk in one.chunks[0])
     assert one.predicted_us == pytest.approx(total, rel=1e-6)
     assert one.schedule_us[0, 0] == pytest.approx(total, rel=1e-6)
-    recomputed = sum(chunk.cost / 4 for chunk in one.chunks[0] if not chunk.keeps_activations)
-    assert one.lower_bound_us == pytest.approx(total - recomputed, rel=1e-6)
+    assert one.lower_bound_us == pytest.approx(total - one.recompute_us, rel=1e-6)
 
     staged = first_step(tmp_path, lengths, chunk_size=70_000, pp=4)
     [chunk] = staged.chunks[0]
-    assert staged.predicted_us == pytest.approx(chunk.cost, rel=1e-6)
+    tokens, squares = np.array([sum(lengths)]), np.array([sum(length**2 for length in lengths)], float)
+    by_op = durations(tokens, squares, COST.rates, [7, 7, 7, 7])[:, :, 0] / 1e3
+    forward, backward = by_op[OPS.index("forward")], by_op[OPS.index("backward")]
+    link = link_times(tokens, COST.rates)[0] / 1e3
+    assert chunk.cost == pytest.approx(sum(forward) + sum(backward), rel=1e-6)
+    assert staged.predicted_us == pytest.approx(chunk.cost + 6 * link, rel=1e-6)
     ends = [staged.schedule_us[0, stage] for stage in range(4)]
     assert ends == sorted(ends, reverse=True)
-    assert ends[3] == pytest.approx(
-        (4 + 2) / 12 * chunk.cost, rel=1e-6
-    )  # four forwards and its own backward of 12 parts
+    assert ends[3] == pytest.approx(sum(forward) + 3 * link + backward[3], rel=1e-6)
     assert staged.lower_bound_us == pytest.approx(chunk.cost / 4, rel=1e-6)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(1, 130), min_size=1, max_size=12), st.integers(2, 3), st.integers(1, 3))
+def test_searched_plans_keep_every_invariant_and_their_memory(lengths: list[int], pp: int, k: int) -> None:
+    """With the least memory that K allows, and with none to spare: no slower than the template where that fits."""
+    config = PlanConfig(chunk_size=16, k=k, global_batch=6, pp=pp)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), lengths)
+        template = build(path, Path(folder) / "template", config)
+        most = int(template.steps().column("peak_retained_tokens").to_numpy().max())
+        searched = build(
+            path, Path(folder) / "searched", replace(config, schedule="search", memory_tokens=max(most, 16))
+        )
+        assert validate(searched.path).ok
+        slower, faster = (plan.steps().column("predicted_us").to_numpy() for plan in (template, searched))
+        assert (faster <= slower).all()
+        assert searched.steps().column("peak_retained_tokens").to_numpy().max() <= max(most, 16)
+
+
+def test_a_memory_bound_that_cannot_be_kept_names_the_step_and_what_is_needed(tmp_path: Path) -> None:
+    """Below one chunk, below what K chunks need, or below what the template takes."""
+    lengths = save(tmp_path, [100, 90, 3, 4, 5])
+    given: dict[str, Any] = {"chunk_size": 8, "k": 4, "pp": 2}
+    with pytest.raises(UsageError, match="below one chunk of 8"):
+        PlanConfig(**given, memory_tokens=7)
+    with pytest.raises(UsageError, match="step 0, rank 0: a stage has to hold activations of 28 tokens") as error:
+        build(lengths, tmp_path / "plan", PlanConfig(**given, memory_tokens=16, schedule="search"))
+    assert "--memory-tokens 28" in error.value.hint
+    one = given | {"k": 1}
+    with pytest.raises(UsageError, match="step 0, rank 0: 1f1b holds activations of") as error:
+        build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8))
+    assert "search" in error.value.hint
+    assert not (tmp_path / "plan").exists()
+    assert build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8, schedule="search"))
+
+
+def test_longer_sequences_may_keep_fewer_chunks(tmp_path: Path) -> None:
+    """K is 3, but 2 of more than 30 tokens and 1 of more than 40."""
+    lengths = save(tmp_path, [24, 30, 31, 40, 41])
+    plan = build(lengths, tmp_path / "plan", PlanConfig(chunk_size=8, k=3, k_by_length=((30, 2), (40, 1))))
+    chunks = plan.chunks().to_pylist()
+    kept: dict[int, int] = {}
+    for chunk in chunks:
+        tokens = max(np.load(lengths)[piece["sequence_id"]] for piece in chunk["segments"])
+        kept[int(tokens)] = kept.get(int(tokens), 0) + chunk["keeps_activations"]
+    assert kept == {24: 3, 30: 3, 31: 2, 40: 2, 41: 1}
+    assert validate(plan.path).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "fastest"}, "expected algorithm2 or 1f1b or interleaved or zero-bubble or search"),
+        ({"schedule": "1f1b"}, "for two stages or more, pp is 1"),
+        ({"schedule": "algorithm2", "pp": 2}, "for one stage, pp is 2"),
+        ({"virtual_stages": 2, "pp": 2}, "1f1b has one virtual stage"),
+        ({"schedule": "interleaved", "pp": 2, "virtual_stages": 0}, "virtual-stages is 0"),
+        ({"memory_tokens": 0}, "memory-tokens is 0"),
+        ({"k_by_length": ((5, 1), (5, 2))}, "tokens ascending"),
+        ({"k_by_length": (5, 1)}, "pairs of tokens and K"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        PlanConfig(chunk_size=8, k=1, **changes)
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 parts"):
+        build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
 
 
 def test_groups_run_shortest_first(tmp_path: Path) -> None:
@@ -214,11 +311,9 @@ def test_chunks_that_keep_activations_are_filled_first(tmp_path: Path) -> None:
     assert sorted(chunk.num_tokens for chunk in two[:2]) == [6, 8]
     assert two[2].num_tokens == 8
     assert not any(chunk.keeps_activations for chunk in two[:2])
-    lengths = [3000, 500, 500]  # to recompute 500 tokens costs more than a chunk of their own
-    dear = first_step(tmp_path, lengths, chunk_size=1500, split="even").chunks[0]
-    assert [chunk.num_tokens for chunk in dear] == [1000, 1500, 1500]
-    dear = first_step(tmp_path, [3600, 300, 250], chunk_size=1500, split="even").chunks[0]
-    assert [chunk.num_tokens for chunk in dear] == [250, 1200, 1200, 1500]
+    lengths = [36_000, 3000, 2500]  # to recompute 2500 tokens costs more than a chunk of their own
+    dear = first_step(tmp_path, lengths, chunk_size=15_000, split="even").chunks[0]
+    assert [chunk.num_tokens for chunk in dear] == [2500, 12_000, 12_000, 15_000]
 
 
 def test_tails_are_shared_on_one_stage_unless_said_otherwise() -> None:

@@ -10,24 +10,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkplan.cost.durations import UNIT, durations
 from chunkplan.planfile.schema import OPS
-from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.ranks import schedule_ranks
+from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate
 
 ALONE = -1
 
 
+def rank_chunks(groups: list[int], keeps: list[int] | None, units: list[int], num_parts: int) -> RankChunks:
+    tokens = np.array(units, np.int64)
+    return RankChunks(
+        np.array(groups, np.int32),
+        np.array([1] * len(groups) if keeps is None else keeps, bool),
+        tokens,
+        durations(tokens, np.zeros(tokens.size), UNIT, [1] * num_parts),
+        np.zeros(tokens.size, np.int64),
+    )
+
+
 class Rank:
     """The schedule of one rank, as lists."""
 
-    def __init__(self, groups: list[int], keeps: list[int] | None, pp: int, forward: list[int]) -> None:
-        self.keeps = np.array([1] * len(groups) if keeps is None else keeps, bool)
-        chunks = np.array([0, len(groups)])
-        self.actions, self.stage_end = schedule_ranks(
-            chunks, np.array(groups, np.int32), self.keeps, np.array(forward), pp
+    def __init__(
+        self,
+        groups: list[int],
+        keeps: list[int] | None,
+        pp: int,
+        units: list[int],
+        schedule: str | None = None,
+        num_virtual: int = 1,
+    ) -> None:
+        self.chunks = rank_chunks(groups, keeps, units, pp * num_virtual)
+        schedule = schedule or ("algorithm2" if pp == 1 else "1f1b")
+        self.actions, ends, self.stage_end, self.peaks, _ = schedule_ranks(
+            np.array([0, len(groups)]), self.chunks, pp, schedule, None, str
         )
-        ends = simulate(self.actions, np.array(forward))
         named = [(OPS[op], int(chunk)) for op, chunk in zip(self.actions.ops, self.actions.chunk_ids, strict=True)]
         borders = self.actions.stages[1:-1]
         self.stages = [[named[i] for i in part] for part in np.split(np.arange(len(named)), borders)]
@@ -127,9 +146,10 @@ def test_the_simulator_conserves_work_and_never_beats_it(
 def test_ranks_are_scheduled_together_as_they_are_alone(
     ranks: list[tuple[list[int], list[int], list[int]]], pp: int
 ) -> None:
-    groups, keeps, forward = (np.concatenate([rank[part] for rank in ranks]) for part in range(3))
+    groups, keeps, units = ([each for rank in ranks for each in rank[part]] for part in range(3))
     first = np.cumsum([0, *(len(rank[0]) for rank in ranks)])
-    actions, stage_end = schedule_ranks(first, groups.astype(np.int32), keeps.astype(bool), forward, pp)
+    schedule = "algorithm2" if pp == 1 else "1f1b"
+    actions, _, stage_end, _, _ = schedule_ranks(first, rank_chunks(groups, keeps, units, pp), pp, schedule, None, str)
     alone = [Rank(*rank[:2], pp, rank[2]) for rank in ranks]
     assert actions.ops.tolist() == [op for rank in alone for op in rank.actions.ops]
     assert actions.chunk_ids.tolist() == [chunk for rank in alone for chunk in rank.actions.chunk_ids]
@@ -142,6 +162,8 @@ def test_what_waits_for_itself_is_never_done() -> None:
     actions = Actions(
         ops=np.array([forward, backward] * 4, np.int8),
         chunk_ids=np.array([0, 0, 1, 1, 1, 1, 0, 0], np.int32),
+        virtual_stages=np.zeros(8, np.int32),
         stages=np.array([0, 4, 8]),
     )
-    assert simulate(actions, np.array([1, 1])).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]
+    chunks = rank_chunks([ALONE, ALONE], None, [1, 1], 2)
+    assert simulate(actions, chunks.durations, chunks.link).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.flops import CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.planning.config import Split
 from chunkplan.planning.splitting import split_sequences
 

@@ -41,7 +41,7 @@ _WHOLE, _HALVES = np.array([1, 1, 0, 0]), np.array([1, 0, 1, 1])
 
 def check_actions(block: Block) -> Complaint | None:
     """Each chunk has exactly one first forward and one backward (or input before weight) on every model part."""
-    strange = (block.virtual_stage < 0) | (block.virtual_stage >= block.num_actions[block.rank])
+    strange = (block.virtual_stage < 0) | (block.virtual_stage >= block.num_virtual)
     strange |= block.op >= len(OPS)
     absent = (block.chunk_id < 0) | (block.chunk_id >= block.num_chunks[block.rank])
     complete = _complete_slots(block)
@@ -87,7 +87,7 @@ def _complete_slots(block: Block) -> BoolArray:
 
 
 def _describe_strange(block: Block, action: int) -> str:
-    if not 0 <= block.virtual_stage[action] < block.num_actions[block.rank[action]]:
+    if not 0 <= block.virtual_stage[action] < block.num_virtual:
         return f"stage {block.stage[action]} names virtual stage {block.virtual_stage[action]}"
     return f"stage {block.stage[action]} does `{_op(block, action)}`, expected one of {', '.join(OPS)}"
 
@@ -149,11 +149,11 @@ def check_holders(block: Block) -> Complaint | None:
     op = block.op[block.by_part[positions]]
     holders = np.zeros(block.op.size, np.int64)
     holders[positions] = _held(op, 1)  # at the end of a group's run all is released
-    k = block.columns.config["k"]
+    k = block.columns.k[block.chunk_rows[block.chunk[block.by_part]]]
     return _first_by_part(
         block,
         holders > k,
-        lambda position, stage: f"stage {stage}: {holders[position]} chunks hold activations, K is {k}",
+        lambda position, stage: f"stage {stage}: {holders[position]} chunks hold activations, K is {k[position]}",
     )
 
 
@@ -205,20 +205,36 @@ def check_acyclic(block: Block) -> Complaint | None:
 
 
 def check_memory(block: Block) -> Complaint | None:
-    """No stage holds more tokens of activations than the plan's memory bound, where it has one."""
-    bound = block.columns.config.get("memory_tokens")
-    if bound is None:
-        return None
-    tokens = block.columns.chunks["num_tokens"][block.chunk_rows[block.chunk]].astype(np.int64)
-    retained = _held(block.op, tokens)  # at the end of a stage all is released
-    over = np.flatnonzero(retained > bound)
+    """No stage retains activations of more tokens than its step states, nor than the plan's bound, where it has one."""
+    bound = block.columns.steps["peak_retained_tokens"]
+    if block.columns.config["memory_tokens"] is not None:
+        bound = np.minimum(bound, block.columns.config["memory_tokens"])
+    allowed = bound[block.ranks.place // block.columns.config["dp"]][block.rank]
+    retained = _retained(block)
+    over = np.flatnonzero(retained > allowed)
     if not over.size:
         return None
     bad = np.zeros(block.num_ranks, bool)
     bad[block.rank[over]] = True
     action = over[0]
-    message = f"stage {block.stage[action]} holds {retained[action]} tokens of activations, the bound is {bound}"
+    stage = f"stage {block.stage[action]}"
+    message = f"{stage} holds {retained[action]} tokens of activations, the bound is {allowed[action]}"
     return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
+
+
+def peak_retained(block: Block) -> Int64Array:
+    """The most tokens whose activations a stage of each rank retains at once, int64 [num_ranks]."""
+    return np.maximum.reduceat(_retained(block), block.first_action[: -1 : block.pp])
+
+
+def _retained(block: Block) -> Int64Array:
+    """What the stage retains after each action, in tokens; a virtual stage counts as its share of the stage's layers.
+
+    At the end of a stage all is released.
+    """
+    tokens = block.columns.chunks["num_tokens"][block.chunk_rows[block.chunk]].astype(np.int64)
+    retained: Int64Array = -(-_held(block.op, tokens) // block.num_virtual)
+    return retained
 
 
 def _held(op: Int32Array, amounts: Int64Array | int) -> Int64Array:

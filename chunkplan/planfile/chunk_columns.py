@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, sum_runs
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.kept import most_kept
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.selection import expected_copies
 from chunkplan.planfile.violation import Violation
@@ -122,6 +123,14 @@ class ChunkColumns:
         """Where the part in each chunk starts, int64 [num_chunks]; 0 for standalone chunks."""
         starts = np.bincount(self.part_chunk, weights=self.start[self.parts], minlength=self.num_chunks)
         return starts.astype(np.int64)  # exact: sums of int32 are far below 2^53
+
+    @cached_property
+    def k(self) -> Int64Array:
+        """How many chunks of each chunk's group may hold activations, int64 [num_chunks]."""
+        k, by_length = self.config["k"], self.config["k_by_length"]
+        most = np.full(self.num_chunks, k, np.int64)
+        most[self.part_chunk] = most_kept(self.sequence_tokens[self.parts], k, by_length)
+        return most
 
     @cached_property
     def copies(self) -> Callable[[int], Int32Array]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 #: Whether a value will do, and the words for what is expected.
@@ -17,7 +18,7 @@ Test = tuple[Callable[[Any], bool], str]
 Expected = dict[str, Any] | list[Any] | Test
 
 #: Far beyond any cluster; a plan has rows for every rank and stage.
-MAX_DP, MAX_PP = 1 << 16, 1 << 10
+MAX_DP, MAX_PP, MAX_VIRTUAL = 1 << 16, 1 << 10, 1 << 6
 _PART_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
 
 
@@ -34,7 +35,7 @@ def or_null(expected: Test) -> Test:
 
 TEXT = (lambda value: isinstance(value, str), "a string")
 FLAG = (lambda value: isinstance(value, bool), "true or false")
-NUMBER = (lambda value: type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number from 0")
+NUMBER = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0")
 COUNTS = (
     lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
     "whole numbers by name",
@@ -50,6 +51,16 @@ HOLDOUT = (
 WEIGHTS = (
     lambda value: isinstance(value, dict) and all(NUMBER[0](weight) for weight in value.values()),
     "numbers from 0 by name",
+)
+
+K_BY_LENGTH = (
+    lambda value: (
+        isinstance(value, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+        and all(type(number) is int and 1 <= number < 2**31 for pair in value for number in pair)
+        and all(before[0] < after[0] for before, after in pairwise(value))
+    ),
+    "pairs of tokens and K, both from 1, tokens ascending",
 )
 
 
@@ -77,11 +88,15 @@ PLAN: Expected = {
     "config": {
         "chunk_size": whole(1),
         "k": whole(1),
+        "k_by_length": or_null(K_BY_LENGTH),
         "global_batch": whole(1),
         "epochs": whole(1),
         "last_batch": one_of("keep", "drop"),
         "dp": whole(1, MAX_DP),
         "pp": whole(1, MAX_PP),
+        "schedule": TEXT,
+        "virtual_stages": whole(1, MAX_VIRTUAL),
+        "memory_tokens": or_null(whole(1)),
         "seed": whole(),
         "split": one_of("full", "even", "cost", "none"),
         "tail_sharing": FLAG,
@@ -91,7 +106,6 @@ PLAN: Expected = {
         "holdout": or_null(HOLDOUT),
         "part": one_of("train", "eval"),
         "mix": or_null(WEIGHTS),
-        "memory_tokens?": whole(1),
     },
     "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG},
     "selection": {**_SELECTED, "sources": [{"path": TEXT, **_SELECTED}]},
@@ -105,7 +119,7 @@ PLAN: Expected = {
         "num_dropped_sequences": whole(),
     },
     "predictions": {
-        "cost_model": {"flops_per_second": NUMBER},
+        "cost_model": {"shape": {"name": TEXT, "num_layers": whole(1)}, "hardware": {"name": TEXT}, "tp": whole(1)},
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,
     },

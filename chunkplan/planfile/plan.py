@@ -66,6 +66,8 @@ class PlanStep:
     packing_lower_bound: int
     optimal: bool
     exceeds_share: bool
+    peak_retained_tokens: int
+    recompute_us: float
     predicted_us: float
     lower_bound_us: float
     chunks: dict[int, list[Chunk]] = field(repr=False)

@@ -129,6 +129,11 @@ class Block:
         """Stages of each rank."""
         return int(self.ranks.rows.shape[1])
 
+    @property
+    def num_virtual(self) -> int:
+        """Virtual stages of each stage."""
+        return int(self.columns.config["virtual_stages"])
+
     def without(self, bad: BoolArray) -> Block:
         """The ranks that are not `bad` [num_ranks]."""
         return Block(self.columns, self.schedule, Ranks(self.ranks.place[~bad], self.ranks.rows[~bad]))
@@ -224,10 +229,7 @@ class Block:
 
         All of them, unless there are more than the actions are enough for: then some of these lack actions already.
         """
-        highest = np.zeros(self.num_ranks, np.int64)
-        named = np.flatnonzero((self.virtual_stage > 0) & (self.virtual_stage < self.num_actions[self.rank]))
-        np.maximum.at(highest, self.rank[named], self.virtual_stage[named])
-        enough: Int64Array = np.minimum((highest + 1) * self.pp, self.num_actions // (2 * self.num_chunks) + 1)
+        enough: Int64Array = np.minimum(self.num_virtual * self.pp, self.num_actions // (2 * self.num_chunks) + 1)
         return enough
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
 #: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
@@ -41,6 +41,8 @@ STEPS = _schema(
     packing_lower_bound=pa.int32(),
     optimal=pa.bool_(),
     exceeds_share=pa.bool_(),
+    peak_retained_tokens=pa.int64(),
+    recompute_us=pa.float32(),
     predicted_us=pa.float32(),
     lower_bound_us=pa.float32(),
 )

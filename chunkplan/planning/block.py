@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, sum_runs
-from chunkplan.cost.flops import BACKWARD, CostModel
+from chunkplan.cost.durations import Rates, durations, link_times, split_layers, squares_of
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.kept import most_kept
+from chunkplan.planfile.schema import OPS
 from chunkplan.planning.chunks import Chunks, make_chunks
 from chunkplan.planning.config import PlanConfig
 from chunkplan.planning.improve import pack_better, parts_per_rank, spread_better
@@ -17,7 +21,8 @@ from chunkplan.planning.ranks import Placement, Rules, Sequences, place_steps
 from chunkplan.planning.splitting import split_sequences
 from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
 from chunkplan.planning.targets import TargetMask, count_part_targets
-from chunkplan.schedule.ranks import schedule_ranks
+from chunkplan.schedule.actions import RankChunks
+from chunkplan.schedule.families import Scheduled, schedule_ranks
 
 #: Sequences and steps of a block, at most, unless a single step has more: (step, tokens, position) of each sequence
 #: then fits 63 bits. Larger blocks waste less time between them; small ones do where each step takes long.
@@ -51,15 +56,46 @@ def plan_block(
 
     Raises:
         CancelledError: `stop` was set while there was still much to do.
+        UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
+    first, ids, sequences, placement, chunks = chunk_block(block, dataset, config, cost, stop)
+    rank_chunks, scheduled = schedule_block(block, chunks, config, cost)
+    cost_ns, recompute_ns = chunk_costs(rank_chunks)
+    steps = steps_table(
+        block.first_step,
+        block.epoch,
+        first,
+        sequences,
+        placement,
+        target_tokens=dataset.num_target_tokens[ids],
+        rank_chunks=chunks.rank_chunks,
+        rank_ns=sum_runs(cost_ns, chunks.rank_chunks),
+        rank_end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
+        rank_retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
+        recompute_ns=sum_runs(recompute_ns, chunks.rank_chunks[:: config.dp]),
+        necessary_ns=cost.work_ns(sequences.tokens, squares_of(sequences.tokens, 0 * sequences.tokens)),
+        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        pp=config.pp,
+    )
+    return {
+        "steps": steps,
+        "chunks": chunks_table(block.first_step, config.dp, chunks, cost_ns),
+        "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
+    }
+
+
+def chunk_block(
+    block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event
+) -> tuple[Int64Array, Int32Array, Sequences, Placement, Chunks]:
+    """The chunks of a block: (where each step's sequences begin, their ids, themselves, their places, the chunks)."""
     first = np.concatenate([[0], np.cumsum(block.sizes)])
     ids, tokens = _longest_first(block, dataset.num_tokens)
-    whole_ns = cost.forward_ns(tokens, 0 * tokens)
-    sequences = _split(tokens, whole_ns, config, cost)
+    sequences = _split(tokens, config, cost)
     rules = Rules(
         dp=config.dp,
         chunk_size=config.chunk_size,
-        chunk_ns=(1 + BACKWARD) * cost.chunk_overhead_ns,
+        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        passes=cost.passes,
         tail_sharing=bool(config.tail_sharing),
     )
     placement = place_steps(first, sequences, rules)
@@ -70,33 +106,40 @@ def plan_block(
     if config.equal_chunks:
         _fill_up(first, sequences, placement)
 
-    target_tokens = dataset.num_target_tokens[ids]
-    chunks = make_chunks(first, sequences, placement, ids, target_tokens, whole_ns)
-    _add_parts(chunks, sequences, ids, dataset.mask, cost)
-    forward_ns = chunks.forward_ns + cost.chunk_overhead_ns
-    cost_ns = forward_ns * (1 + BACKWARD + ~chunks.keeps_activations)
-    actions, stage_end_ns = schedule_ranks(
-        chunks.rank_chunks, chunks.group_id, chunks.keeps_activations, forward_ns // config.pp, config.pp
+    chunks = make_chunks(first, sequences, placement, ids, dataset.num_target_tokens[ids])
+    _add_parts(chunks, sequences, ids, dataset.mask)
+    return first, ids, sequences, placement, chunks
+
+
+def schedule_block(block: Block, chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[RankChunks, Scheduled]:
+    """The chunks of all ranks of a block as schedules see them, and what their stages do."""
+    assert config.virtual_stages is not None and config.schedule is not None, "PlanConfig resolves them"
+    layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
+    ranks = timed_chunks(chunks, cost.rates, layers)
+
+    def place(index: int) -> str:
+        step, rank = divmod(index, config.dp)
+        return f"step {block.first_step + step}, rank {rank}"
+
+    return ranks, schedule_ranks(chunks.rank_chunks, ranks, config.pp, config.schedule, config.memory_tokens, place)
+
+
+def timed_chunks(chunks: Chunks, rates: Rates, layers: Sequence[int]) -> RankChunks:
+    """The chunks of all ranks as schedules see them; `layers` of each model part."""
+    return RankChunks(
+        chunks.group_id,
+        chunks.keeps_activations,
+        chunks.num_tokens.astype(np.int64),
+        durations(chunks.num_tokens, chunks.squares, rates, layers),
+        link_times(chunks.num_tokens, rates),
     )
-    steps = steps_table(
-        block.first_step,
-        block.epoch,
-        first,
-        sequences,
-        placement,
-        target_tokens=target_tokens,
-        rank_chunks=chunks.rank_chunks,
-        rank_ns=sum_runs(cost_ns, chunks.rank_chunks),
-        rank_end_ns=stage_end_ns.reshape(-1, config.pp).max(axis=1),
-        necessary_ns=(1 + BACKWARD) * whole_ns,
-        chunk_ns=rules.chunk_ns,
-        pp=config.pp,
-    )
-    return {
-        "steps": steps,
-        "chunks": chunks_table(block.first_step, config.dp, chunks, cost_ns),
-        "schedule": schedule_table(block.first_step, config.dp, config.pp, actions, stage_end_ns),
-    }
+
+
+def chunk_costs(ranks: RankChunks) -> tuple[Int64Array, Int64Array]:
+    """Time of everything done with each chunk on all model parts, and of what of it is done twice; int64 [n] each."""
+    by_op = dict(zip(OPS, ranks.durations.sum(axis=1), strict=True))
+    twice = np.where(ranks.keeps, 0, by_op["forward_kv"])
+    return by_op["forward"] + by_op["backward"] + twice, twice
 
 
 def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
@@ -115,20 +158,23 @@ def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, In
     return ids, tokens
 
 
-def _split(tokens: Int64Array, whole_ns: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
-    """Cut what is longer than ChunkSize, and say what each sequence costs; `whole_ns` [n] is its forward uncut."""
-    work = (1 + BACKWARD) * whole_ns
+def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
+    """Cut what is longer than ChunkSize, and say what each sequence [n] costs."""
+    work = cost.work_ns(tokens, squares_of(tokens, 0 * tokens))
     split = np.flatnonzero(tokens > config.chunk_size)
     num_parts, ends = split_sequences(tokens[split], config.chunk_size, config.split, cost)
     first = np.cumsum(num_parts) - num_parts
     index = np.arange(ends.size) - np.repeat(first, num_parts)
     starts = np.where(index == 0, 0, np.concatenate([[0], ends[:-1]]))
-    keeps = index >= np.repeat(num_parts, num_parts) - config.k
-    part_ns = (cost.forward_ns(ends - starts, starts) + cost.chunk_overhead_ns) * (1 + BACKWARD + ~keeps)
+    k = most_kept(tokens[split], config.k, config.k_by_length)
+    keeps = index >= np.repeat(num_parts - k, num_parts)
+    part_tokens = ends - starts
+    part_ns = cost.work_ns(part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
+    part_ns[~keeps] += cost.forward_ns(part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, np.concatenate([[0], np.cumsum(num_parts)]))
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
-    return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=ends - starts, part_keeps=keeps)
+    return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=part_tokens, part_keeps=keeps)
 
 
 def _fill_up(first: Int64Array, sequences: Sequences, placement: Placement) -> None:
@@ -140,11 +186,11 @@ def _fill_up(first: Int64Array, sequences: Sequences, placement: Placement) -> N
     placement.step_bound[:] = -(-placement.step_bound // dp) * dp
 
 
-def _add_parts(chunks: Chunks, sequences: Sequences, ids: Int32Array, mask: TargetMask | None, cost: CostModel) -> None:
-    """Add to each chunk the forward time and the targets of the part in it."""
+def _add_parts(chunks: Chunks, sequences: Sequences, ids: Int32Array, mask: TargetMask | None) -> None:
+    """Add to each chunk the squares and the targets of the part in it."""
     sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
     start = chunks.prefix_tokens[chunks.part_chunk].astype(np.int64)
-    chunks.forward_ns[chunks.part_chunk] += cost.forward_ns(sequences.part_tokens, start)
+    chunks.squares[chunks.part_chunk] += squares_of(sequences.part_tokens, start)
     chunks.num_target_tokens[chunks.part_chunk] += count_part_targets(
         ids[sequence], start, start + sequences.part_tokens, sequences.tokens[sequence], mask
     ).astype(np.int32)

@@ -8,6 +8,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.compiled import compiled
+from chunkplan.cost.durations import Float64Array
 from chunkplan.planning.ranks import Placement, Sequences
 
 
@@ -16,9 +17,9 @@ class Chunks(NamedTuple):
 
     `rank_chunks` int64 [num_steps * dp + 1]: where the chunks of each rank begin. Per chunk: group_id (-1 for
     standalone), group_index, group_size, num_tokens, prefix_tokens int32, keeps_activations bool; `num_target_tokens`
-    int32 and `forward_ns` int64 of its whole sequences, without its part. `segments` int64 [num_chunks + 1]: where the
-    segments of each chunk begin. Per segment: sequence_id int64, start, end int32. `part_chunk` int64 [num_parts]: the
-    chunk of each part.
+    int32 and `squares` float64 (see `chunkplan.cost.durations`) of its whole sequences, without its part. `segments`
+    int64 [num_chunks + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
+    `part_chunk` int64 [num_parts]: the chunk of each part.
     """
 
     rank_chunks: Int64Array
@@ -29,7 +30,7 @@ class Chunks(NamedTuple):
     prefix_tokens: Int32Array
     keeps_activations: BoolArray
     num_target_tokens: Int32Array
-    forward_ns: Int64Array
+    squares: Float64Array
     segments: Int64Array
     sequence_id: Int64Array
     start: Int32Array
@@ -44,7 +45,6 @@ def make_chunks(
     placement: Placement,
     ids: Int32Array,
     target_tokens: Int32Array,
-    whole_ns: Int64Array,
 ) -> Chunks:
     """The chunks of steps that `place_steps` placed.
 
@@ -53,7 +53,7 @@ def make_chunks(
     zero-loss chunk.
 
     Args:
-        ids, target_tokens, whole_ns: [n], of each sequence its id, its targets, and the time of its forward, uncut.
+        ids, target_tokens: [n], of each sequence its id and its targets.
     """
     num_steps, dp = placement.num_standalone.shape
     parts = sequences.parts
@@ -70,7 +70,7 @@ def make_chunks(
         np.zeros(num_chunks, np.int32),
         np.ones(num_chunks, np.bool_),
         np.zeros(num_chunks, np.int32),
-        np.zeros(num_chunks, np.int64),
+        np.zeros(num_chunks, np.float64),
         np.zeros(num_chunks + 1, np.int64),
         np.empty(num_segments, np.int64),
         np.empty(num_segments, np.int32),
@@ -89,7 +89,7 @@ def make_chunks(
             size = placement.num_standalone[step, rank] + rank_parts[rank]
             chunks.rank_chunks[place + 1] = chunks.rank_chunks[place] + size
         _number_chunks(first, last, step, sequences, placement, rank_parts, chunks, chunk_of)
-    _fill(sequences, chunks, chunk_of, ids, target_tokens, whole_ns)
+    _fill(sequences, chunks, chunk_of, ids, target_tokens)
     return chunks
 
 
@@ -138,7 +138,6 @@ def _fill(
     chunk_of: Int64Array,
     ids: Int32Array,
     target_tokens: Int32Array,
-    whole_ns: Int64Array,
 ) -> None:
     """Write the segments, a chunk's part first, then whole sequences, longest first; sum them up by chunk."""
     for chunk in range(chunks.segments.size - 1):
@@ -156,7 +155,7 @@ def _fill(
         if start == 0:
             chunk = chunk_of[sequence]
             chunks.num_target_tokens[chunk] += target_tokens[sequence]
-            chunks.forward_ns[chunk] += whole_ns[sequence]
+            chunks.squares[chunk] += float(sequences.tokens[sequence]) * sequences.tokens[sequence]
             _add_segment(chunks, next_segment, chunk, ids[sequence], 0, sequences.tokens[sequence])
 
 

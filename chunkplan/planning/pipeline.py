@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pyarrow as pa
 
 from chunkplan.arrays import Int32Array
-from chunkplan.cost.flops import CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
 from chunkplan.planning.block import BLOCK_SEQUENCES, BLOCK_STEPS, SLOW_BLOCK_SEQUENCES, Block, Dataset, plan_block
 from chunkplan.planning.config import PlanConfig

@@ -14,7 +14,6 @@ from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.balance.exchange import best_exchange, even_out, exchange, least_gain
 from chunkplan.balance.longest_processing_time import spread
 from chunkplan.compiled import compiled
-from chunkplan.cost.flops import BACKWARD
 from chunkplan.packing.best_fit import best_fit
 from chunkplan.packing.bounds import martello_toth
 
@@ -35,11 +34,12 @@ class Sequences(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`chunk_ns`: what a chunk costs beside its tokens, forward and backward."""
+    """`chunk_ns`: what a chunk costs beside its tokens, forward and backward, which is `passes` forwards."""
 
     dp: int
     chunk_size: int
     chunk_ns: int
+    passes: int
     tail_sharing: bool
 
 
@@ -162,7 +162,7 @@ def _pack_rank(
     short = short[short.size - num_short :]
     largest_second = 0  # recomputing with a chunk of another sequence pays where it is cheaper than a chunk
     for index in range(num_short):
-        if sequences.work[short[index]] // (1 + BACKWARD) <= rules.chunk_ns:
+        if sequences.work[short[index]] // rules.passes <= rules.chunk_ns:
             largest_second = sequences.tokens[short[index]]
             break
     bins, num_bins = best_fit(
@@ -171,7 +171,7 @@ def _pack_rank(
     for index in range(num_short):
         bin_of[short[index]] = bins[index]
         if bins[index] < num_parts and second_choice[bins[index]]:
-            time += sequences.work[short[index]] // (1 + BACKWARD)  # forwarded once more, with its chunk
+            time += sequences.work[short[index]] // rules.passes  # forwarded once more, with its chunk
     num_standalone = num_bins - num_parts if num_bins > 0 else 1
     return num_standalone, time + num_standalone * rules.chunk_ns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.cost.flops import CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.planning.config import Split
 
 
@@ -14,7 +14,7 @@ def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostMo
     fewest = -(-lengths // chunk_size)
     if split != "cost":
         return fewest
-    ratio = _linear_over_quadratic(cost)
+    ratio = cost.linear_over_square
     equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + float(chunk_size) ** 2)).astype(np.int64)
     return np.minimum(np.maximum(equal, fewest), lengths)
 
@@ -40,7 +40,7 @@ def split_sequences(
     if split == "even":
         return num_parts, even
     # The time of the first t tokens is ratio * t + t^2, but for a factor. Rounding down keeps parts within ChunkSize.
-    ratio = _linear_over_quadratic(cost)
+    ratio = cost.linear_over_square
     time = _time(lengths, ratio)[sequence] * (done / num_parts[sequence])
     ends = np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
     ends[first + num_parts - 1] = lengths
@@ -48,11 +48,6 @@ def split_sequences(
     sizes[first] = ends[first]
     lacking = np.bincount(sequence, weights=(sizes < 1) | (sizes > chunk_size), minlength=lengths.size) > 0
     return num_parts, np.where(lacking[sequence], even, ends)
-
-
-def _linear_over_quadratic(cost: CostModel) -> float:
-    linear, quadratic = cost.coefficients()
-    return linear / quadratic
 
 
 def _time(lengths: Int64Array, ratio: float) -> np.ndarray:

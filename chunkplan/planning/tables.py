@@ -28,6 +28,8 @@ def steps_table(
     rank_chunks: Int64Array,
     rank_ns: Int64Array,
     rank_end_ns: Int64Array,
+    rank_retained: Int64Array,
+    recompute_ns: Int64Array,
     necessary_ns: Int64Array,
     chunk_ns: int,
     pp: int,
@@ -40,6 +42,8 @@ def steps_table(
         target_tokens: of each sequence [n].
         rank_chunks: int64 [num_steps * dp + 1], where the chunks of each rank begin.
         rank_ns, rank_end_ns: [num_steps * dp], the cost of a rank's chunks, and when its pipeline is done.
+        rank_retained: [num_steps * dp], the most tokens whose activations one of its stages retains.
+        recompute_ns: [num_steps], the cost of recomputes.
         necessary_ns: [n], forward and backward of each sequence, however it is cut; without what chunks cost beside.
         chunk_ns: that.
         pp: pipeline stages.
@@ -63,6 +67,8 @@ def steps_table(
         packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
         optimal=num_chunks == bound,
         exceeds_share=np.maximum.reduceat(sequence_ns, starts) * dp > rank_ns.reshape(num_steps, dp).sum(axis=1),
+        peak_retained_tokens=rank_retained.reshape(num_steps, dp).max(axis=1),
+        recompute_us=_microseconds(recompute_ns),
         predicted_us=_microseconds(rank_end_ns.reshape(num_steps, dp).max(axis=1)),
         lower_bound_us=_microseconds(
             np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
@@ -98,14 +104,15 @@ def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_en
     """Rows of `schedule`."""
     stage = np.arange(stage_end_ns.size)
     ops = pa.DictionaryArray.from_arrays(to_arrow(actions.ops), words_to_arrow(OPS))
-    virtual_stage = to_arrow(np.zeros_like(actions.chunk_ids))
     return _table(
         SCHEDULE,
         step=_int32(first_step + stage // (dp * pp)),
         dp_rank=_int32(stage // pp % dp),
         stage=_int32(stage % pp),
         actions=_lists(
-            SCHEDULE.field("actions").type, actions.stages, [ops, to_arrow(actions.chunk_ids), virtual_stage]
+            SCHEDULE.field("actions").type,
+            actions.stages,
+            [ops, to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
         ),
         predicted_us=_microseconds(stage_end_ns),
     )

@@ -7,26 +7,22 @@ later chunks have sent theirs.
 
 from __future__ import annotations
 
-from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Actions, RankChunks, end_of_unit
 
 
 @compiled
-def algorithm2(group_id: Int32Array, keeps: BoolArray, ops: Int8Array, chunk_ids: Int32Array) -> None:
-    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending.
-
-    `group_id` (-1 for standalone) and `keeps` [num_chunks] are those of a rank's chunks; the actions are written to
-    `ops` and `chunk_ids`.
-    """
+def algorithm2(rank: RankChunks, actions: Actions) -> None:
+    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending."""
+    ops, chunk_ids = actions.ops, actions.chunk_ids
     action = first = 0
-    while first < group_id.size:
-        last = end_of_unit(group_id, first)
+    while first < rank.keeps.size:
+        last = end_of_unit(rank.group_id, first)
         for chunk in range(first, last):
-            ops[action], chunk_ids[action] = FORWARD if keeps[chunk] else FORWARD_KV, chunk
+            ops[action], chunk_ids[action] = FORWARD if rank.keeps[chunk] else FORWARD_KV, chunk
             action += 1
         for chunk in range(last - 1, first - 1, -1):
-            if not keeps[chunk]:
+            if not rank.keeps[chunk]:
                 ops[action], chunk_ids[action] = RECOMPUTE, chunk
                 action += 1
             ops[action], chunk_ids[action] = BACKWARD, chunk

@@ -6,21 +6,27 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.cost.flops import BACKWARD as BACKWARD_WORK
-from chunkplan.schedule.actions import BACKWARD, RECOMPUTE, Actions
+from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions
 
 
 @compiled
-def simulate(actions: Actions, forward: Int64Array) -> Int64Array:
-    """When each action of a rank's stages ends, int64 [num_actions], in the unit of `forward` [num_chunks].
+def simulate(actions: Actions, durations: Int64Array, link: Int64Array) -> Int64Array:
+    """When each action of a rank's stages ends, int64 [num_actions], in the unit of `durations`.
 
-    `forward` is the time of a chunk's forward on one stage. Links take no time. Where stages wait for each other for
-    ever, the actions that are never done end at -1.
+    A model part forwards a chunk once the part before it did and the chunk has come over the link between their stages;
+    backward, or its input half, the same from the part behind. Recompute and weight halves wait for nothing but their
+    stage. Links carry any number of chunks at once. Where stages wait for each other for ever, the actions that are
+    never done end at -1.
+
+    Args:
+        durations: int64 [num_ops, num_parts, n], by op code, model part (virtual stage x pp + stage) and chunk.
+        link: int64 [n], of each chunk.
     """
     pp = actions.stages.size - 1
+    num_parts = durations.shape[1]
     ends = np.full(actions.ops.size, -1, np.int64)
-    forward_end = np.full((pp, forward.size), -1, np.int64)
-    backward_end = np.full((pp, forward.size), -1, np.int64)
+    forward_end = np.full((num_parts, link.size), -1, np.int64)
+    backward_end = np.full((num_parts, link.size), -1, np.int64)
     clock = np.zeros(pp, np.int64)
     position = actions.stages[:-1].copy()
     moving = True
@@ -30,19 +36,27 @@ def simulate(actions: Actions, forward: Int64Array) -> Int64Array:
             while position[stage] < actions.stages[stage + 1]:
                 action = position[stage]
                 op, chunk = actions.ops[action], actions.chunk_ids[action]
-                ready = np.int64(0)  # recompute is local to the stage
-                if op == BACKWARD:
-                    ready = backward_end[stage + 1, chunk] if stage + 1 < pp else ready
-                elif op != RECOMPUTE:
-                    ready = forward_end[stage - 1, chunk] if stage > 0 else ready
+                part = actions.virtual_stages[action] * pp + stage
+                ready = 0
+                if op <= FORWARD_KV:
+                    if part > 0:
+                        ready = _arrival(forward_end[part - 1, chunk], link[chunk], pp)
+                elif op != RECOMPUTE and op != BACKWARD_WEIGHT and part + 1 < num_parts:
+                    ready = _arrival(backward_end[part + 1, chunk], link[chunk], pp)
                 if ready < 0:
                     break
-                clock[stage] = max(clock[stage], ready) + forward[chunk] * (BACKWARD_WORK if op == BACKWARD else 1)
+                clock[stage] = max(clock[stage], ready) + durations[op, part, chunk]
                 ends[action] = clock[stage]
-                if op == BACKWARD:
-                    backward_end[stage, chunk] = clock[stage]
-                elif op != RECOMPUTE:
-                    forward_end[stage, chunk] = clock[stage]
+                if op <= FORWARD_KV:
+                    forward_end[part, chunk] = clock[stage]
+                elif op != RECOMPUTE and op != BACKWARD_WEIGHT:
+                    backward_end[part, chunk] = clock[stage]
                 position[stage] += 1
                 moving = True
     return ends
+
+
+@compiled
+def _arrival(sent: int, link: int, pp: int) -> int:
+    """When what was sent at `sent` (-1: not yet) is there; parts of one stage have no link between them."""
+    return sent + link if sent >= 0 and pp > 1 else sent

@@ -9,6 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan_cli.quantities import percent, seconds
+
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
     from chunkplan.summary import PlanSummary
@@ -44,8 +46,12 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     rows = [
-        ("chunk size, K", f"{summary.chunk_size:,} tokens, {summary.k}"),
+        ("chunk size, K", f"{summary.chunk_size:,} tokens, {_k(summary, manifest['config'])}"),
         ("dp x pp", f"{summary.dp} x {summary.pp}"),
+        (
+            "schedule",
+            _schedule(manifest["config"], manifest["predictions"]["cost_model"]["shape"]["num_layers"]),
+        ),
         ("steps", f"{summary.num_steps:,}, {summary.global_batch:,} sequences each{_short(summary)}"),
         (
             "tokens",
@@ -53,7 +59,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         ),
         *_selection(manifest),
         ("chunks", _chunks(summary)),
-        ("token fill", f"{_percent(summary.token_fill)} of chunk size"),
+        ("token fill", f"{percent(summary.token_fill)} of chunk size"),
         ("fewest chunks", _bound(summary)),
         (
             "micro-batches",
@@ -65,7 +71,8 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         rows.append(
             (
                 "activations held",
-                f"{summary.held_tokens:,} tokens of a sequence at once, instead of {summary.longest_sequence:,}",
+                f"of {summary.peak_retained_tokens:,} tokens at once on a stage; the longest sequence has "
+                f"{summary.longest_sequence:,}",
             )
         )
     if summary.dp > 1 and summary.heaviest_rank_mean is not None:
@@ -79,21 +86,46 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
     if summary.num_exceeding_steps:
         rows.append(("too long a sequence", _exceeding(summary)))
     rows += [
-        ("recomputed", f"{_percent(summary.recompute_share)} of the work"),
+        ("recomputed", f"{percent(summary.recompute_share)} of the work"),
         (
             "predicted",
-            f"{_seconds(summary.predicted_us)}, at least {_seconds(summary.lower_bound_us)}"
-            f" ({_percent(summary.lower_bound_us / max(summary.predicted_us, 1e-30))})",
+            f"{seconds(summary.predicted_us)}, at least {seconds(summary.lower_bound_us)}"
+            f" ({percent(summary.lower_bound_us / max(summary.predicted_us, 1e-30))})",
         ),
     ]
     for name, value in rows:
         grid.add_row(Text(name, style="dim"), value)
-    rate = manifest["predictions"]["cost_model"]["flops_per_second"]
     return [
         grid,
-        Text(f"\ntimes: the shape of Qwen2.5-7B at {rate / 1e12:.0f} TFLOP/s a device", style="dim"),
+        Text(f"\ntimes: {_machine(manifest['predictions']['cost_model'])}", style="dim"),
         Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
     ]
+
+
+def _machine(cost_model: dict[str, Any]) -> str:
+    shape, hardware = cost_model["shape"], cost_model["hardware"]
+    shared = f", {cost_model['tp']} a stage" if cost_model["tp"] > 1 else ""
+    return f"{shape['name']} on {hardware['name']}{shared}"
+
+
+def _schedule(config: dict[str, Any], num_layers: int) -> str:
+    from chunkplan.cost.durations import split_layers
+
+    layers = split_layers(num_layers, config["pp"] * config["virtual_stages"])
+    words = [str(config["schedule"])]
+    if config["virtual_stages"] > 1:
+        words.append(f"{config['virtual_stages']} model parts a stage")
+    if config["pp"] > 1:
+        even = f"{layers[0]}" if len(set(layers)) == 1 else f"{layers[0]} to {layers[-1]}"
+        words.append(f"{even} layers a {'part' if config['virtual_stages'] > 1 else 'stage'}")
+    if config["memory_tokens"] is not None:
+        words.append(f"activations of {config['memory_tokens']:,} tokens a stage at most")
+    return ", ".join(words)
+
+
+def _k(summary: PlanSummary, config: dict[str, Any]) -> str:
+    longer = [f"{k} over {tokens:,}" for tokens, k in config["k_by_length"] or ()]
+    return ", ".join([str(summary.k), *longer])
 
 
 def _short(summary: PlanSummary) -> str:
@@ -118,11 +150,11 @@ def _bound(summary: PlanSummary) -> str:
     if over == 0:
         return proved
     if summary.dp == 1:
-        return f"{proved}; all together {_percent(over)} over the bound"
+        return f"{proved}; all together {percent(over)} over the bound"
     packing = summary.packing_over_bound - 1
-    given = "proved" if packing == 0 else f"but for {_percent(packing)}"
+    given = "proved" if packing == 0 else f"but for {percent(packing)}"
     return (
-        f"{given}, given what each rank has to run; {_percent(over)} over the bound of any spread, for balance "
+        f"{given}, given what each rank has to run; {percent(over)} over the bound of any spread, for balance "
         f"({summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal)"
     )
 
@@ -131,7 +163,7 @@ def _exceeding(summary: PlanSummary) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {summary.num_steps:,} steps"
     return (
         f"in {steps} one costs more than a rank's share: no spread can balance them. They take "
-        f"{_seconds(summary.exceeding_predicted_us)}, at least {_seconds(summary.exceeding_lower_bound_us)}"
+        f"{seconds(summary.exceeding_predicted_us)}, at least {seconds(summary.exceeding_lower_bound_us)}"
     )
 
 
@@ -156,7 +188,7 @@ def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> No
         f"{step.num_target_tokens:,} targets, {step.num_chunks:,} chunks"
         + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
-    console.print(f"predicted {_seconds(step.predicted_us)}, at least {_seconds(step.lower_bound_us)}")
+    console.print(f"predicted {seconds(step.predicted_us)}, at least {seconds(step.lower_bound_us)}")
     for rank, chunks in step.chunks.items():
         console.print()
         console.print(_chunk_table(rank, chunks, config["chunk_size"]))
@@ -188,7 +220,7 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
             f"{chunk.num_tokens / chunk_size:.0%}",
             f"{chunk.num_target_tokens:,}",
             f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else "",
-            _seconds(chunk.cost),
+            seconds(chunk.cost),
             _sequences(chunk),
         )
     return table
@@ -213,17 +245,3 @@ def _action_line(actions: list[Action]) -> str:
     if len(actions) > _MAX_ACTIONS:
         words.append(f"... {len(actions) - _MAX_ACTIONS:,} more")
     return " ".join(words)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2%}" if share >= 0.0001 else "<0.01%"
-
-
-def _seconds(microseconds: float) -> str:
-    """A duration as people say it."""
-    seconds = microseconds / 1e6
-    if seconds >= 7200:
-        return f"{seconds / 3600:,.1f} h"
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,170 @@
+"""Local search over the orders of forwards and backwards of a rank's chunks, and how far stages run ahead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.schedule.bounds import Jobs, jobs_of, makespan_bound
+from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
+from chunkplan.schedule.orders import Order, least_forwards, limit_forwards, most_forwards, units_by_work
+
+#: Late acceptance compares with the answer of so many tries before.
+_HISTORY = 50
+
+
+class _Answer(NamedTuple):
+    """`ahead` int64 [pp]: how many more forwards a stage may do than its backwards need; `forward_first` bool [pp]."""
+
+    order: Order
+    ahead: Int64Array
+    forward_first: BoolArray
+
+
+@compiled
+def local_search(rank: RankChunks, pp: int, memory: int, effort: int, actions: Actions) -> int:
+    """Write the fastest schedule found, with whole backwards, into `actions`, and say when it is done.
+
+    Every answer is an order of forwards, one of backwards and, for every stage, how far forwards may run ahead and
+    whether they go first; `list_schedule` makes a schedule of it. Starts from the best of some simple ones and changes
+    one thing at a time, by late acceptance (Burke and Bykov, EJOR 258, 2017): what is no slower than the answer some
+    tries ago is accepted. Ends at the lower bound, or when `effort` actions have been scheduled.
+
+    `memory`: tokens whose activations a stage may retain, no fewer than `least_memory`.
+    """
+    n = rank.keeps.size
+    jobs = jobs_of(rank, pp)
+    bound = makespan_bound(rank, jobs, memory)
+    trial = Actions(
+        np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
+    )
+    limits = Limits(np.empty((pp, n), np.int64), np.zeros(pp, np.bool_), np.full(pp, memory), np.empty(pp, np.int64))
+
+    best = int(np.iinfo(np.int64).max)
+    answer = _Answer(units_by_work(rank, 0), np.full(pp, n), np.zeros(pp, np.bool_))
+    num_tried = 0
+    for direction in (0, 1, -1):
+        for warm_ups in (1, 2, n):
+            for forward_first in (False, True):
+                ahead = np.minimum(warm_ups * np.arange(pp, 0, -1) - 1, n)
+                new = _Answer(units_by_work(rank, direction), ahead, np.full(pp, forward_first))
+                end = _evaluate(rank, new, best - 1, jobs, limits, trial)
+                num_tried += 1
+                if end >= 0:
+                    best, answer = end, new
+                    actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
+
+    now, history = best, np.full(_HISTORY, best)
+    state = 1
+    while best > bound and num_tried * actions.ops.size < effort:
+        turn = num_tried % _HISTORY
+        order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
+        new = _Answer(order, answer.ahead.copy(), answer.forward_first.copy())
+        state = _change(rank.group_id, new, state)
+        end = _evaluate(rank, new, max(now, history[turn]), jobs, limits, trial)
+        num_tried += 1
+        if end >= 0:
+            now, answer = end, new
+            if end < best:
+                best = end
+                actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
+        history[turn] = min(history[turn], now)
+    return best
+
+
+@compiled
+def _evaluate(rank: RankChunks, answer: _Answer, most_end: int, jobs: Jobs, limits: Limits, actions: Actions) -> int:
+    """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
+    least, most = least_forwards(answer.order), most_forwards(rank, answer.order, limits.memory[0])
+    if np.any(most < least):
+        return -1
+    limits.forward_first[:] = answer.forward_first
+    for stage in range(limits.memory.size):
+        limits.forwards[stage] = limit_forwards(least, most, answer.ahead[stage])
+        limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
+    return list_schedule(rank, answer.order, limits, WHOLE, actions)
+
+
+@compiled
+def _change(group_id: Int32Array, answer: _Answer, state: int) -> int:
+    """Change one thing in `answer`, at random; the state of the random numbers after that."""
+    n, pp = group_id.size, answer.ahead.size
+    forwards, backwards = answer.order.forwards, answer.order.backwards
+    state, what = _draw(state, 8)
+    state, chunk = _draw(state, n)
+    state, other = _draw(state, n + 1)
+    state, another = _draw(state, n + 1)
+    state, doublings = _draw(state, 6)
+    state, sign = _draw(state, 2)
+    step, distance = 2 * sign - 1, 1 << doublings
+    if what == 0 and doublings == 0:
+        answer.forward_first[other % pp] ^= True
+    elif what == 0:
+        answer.ahead[other % pp] = min(max(answer.ahead[other % pp] + step * distance // 2, 0), n)
+    elif what <= 3:
+        if what != 1:
+            _shift(forwards, chunk, step, distance, group_id)
+        if what != 2:
+            _shift(backwards, chunk, step, distance, group_id)
+    else:
+        moved = _some_units(group_id, forwards, chunk, distance)
+        if what != 4:
+            _move(forwards, moved, other)
+        if what != 5:
+            _move(backwards, moved, other if what == 6 else another)
+    return state
+
+
+@compiled
+def _shift(order: Int64Array, chunk: int, step: int, distance: int, group_id: Int32Array) -> None:
+    """Move `chunk` on, `distance` times by `step` places, but not past its own group."""
+    place = 0
+    while order[place] != chunk:
+        place += 1
+    for _ in range(distance):
+        neighbour = place + step
+        if not 0 <= neighbour < order.size or group_id[order[neighbour]] == group_id[chunk] >= 0:
+            return
+        order[place], order[neighbour] = order[neighbour], order[place]
+        place = neighbour
+
+
+@compiled
+def _some_units(group_id: Int32Array, forwards: Int64Array, chunk: int, number: int) -> BoolArray:
+    """The group of `chunk`, or as many as `number` standalone chunks that are forwarded from `chunk` on: bool [n]."""
+    if group_id[chunk] >= 0:
+        chosen: BoolArray = group_id == group_id[chunk]
+        return chosen
+    chosen = np.zeros(group_id.size, np.bool_)
+    place = 0
+    while forwards[place] != chunk:
+        place += 1
+    while place < forwards.size and number > 0:
+        if group_id[forwards[place]] < 0:
+            chosen[forwards[place]] = True
+            number -= 1
+        place += 1
+    return chosen
+
+
+@compiled
+def _move(order: Int64Array, moved: BoolArray, before: int) -> None:
+    """Move these chunks, in their order, to before the chunk `before`; to the end where there is none such."""
+    chosen, rest = order[moved[order]], order[~moved[order]]
+    place = 0
+    while place < rest.size and rest[place] != before:
+        place += 1
+    order[:place] = rest[:place]
+    order[place : place + chosen.size] = chosen
+    order[place + chosen.size :] = rest[place:]
+
+
+@compiled
+def _draw(state: int, bound: int) -> tuple[int, int]:
+    """The next state of the minimal standard generator (Park and Miller 1988), and a number below `bound`."""
+    state = state * 48271 % 2147483647
+    return state, state % bound

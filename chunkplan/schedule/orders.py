@@ -1,0 +1,88 @@
+"""In which order all stages of a pipeline take the chunks, and how far that lets forwards run ahead of backwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.schedule.actions import BACKWARD, RankChunks, end_of_unit
+
+
+class Order(NamedTuple):
+    """The order in which all stages forward the chunks of a rank, and that in which they backward them: int64 [n].
+
+    Links carry chunks in one order. Those of a group forward in ascending and backward in descending order.
+    """
+
+    forwards: Int64Array
+    backwards: Int64Array
+
+
+@compiled
+def units_by_work(rank: RankChunks, direction: int) -> Order:
+    """Units (standalone chunks, groups) one by one: as they come (0), or by work, ascending (1) or descending (-1)."""
+    n = rank.keeps.size
+    order = Order(np.empty(n, np.int64), np.empty(n, np.int64))
+    heads, keys = np.empty(n, np.int64), np.empty(n, np.int64)
+    num_units = first = 0
+    while first < n:
+        last = end_of_unit(rank.group_id, first)
+        key = direction * np.sum(rank.durations[BACKWARD, 0, first:last])
+        place = num_units
+        while place > 0 and keys[place - 1] > key:  # insertion: compiles much faster than a sort, and there are few
+            keys[place], heads[place] = keys[place - 1], heads[place - 1]
+            place -= 1
+        keys[place], heads[place] = key, first
+        num_units += 1
+        first = last
+    place = 0
+    for first in heads[:num_units]:
+        last = end_of_unit(rank.group_id, first)
+        for chunk in range(first, last):
+            order.forwards[place + chunk - first] = chunk
+            order.backwards[place + last - 1 - chunk] = chunk
+        place += last - first
+    return order
+
+
+@compiled
+def least_forwards(order: Order) -> Int64Array:
+    """How many forwards have to be done before each backward in order, int64 [n]: its own and those of earlier ones."""
+    place = np.empty(order.forwards.size, np.int64)
+    place[order.forwards] = np.arange(place.size)
+    least = place[order.backwards] + 1
+    for index in range(1, least.size):
+        least[index] = max(least[index], least[index - 1])
+    return least
+
+
+@compiled
+def most_forwards(rank: RankChunks, order: Order, memory: int) -> Int64Array:
+    """How many forwards may be done before each backward in order, int64 [n], so that no backward ever lacks room.
+
+    Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
+    halves are taken as done: they wait for nothing, so they can always make their room.
+    """
+    n = order.forwards.size
+    held = np.zeros(n + 1, np.int64)  # by the first so many forwards
+    for index, chunk in enumerate(order.forwards):
+        held[index + 1] = held[index] + (rank.num_tokens[chunk] if rank.keeps[chunk] else 0)
+    most = np.empty(n, np.int64)
+    released = np.int64(0)
+    for index, chunk in enumerate(order.backwards):
+        recomputed = np.int64(0) if rank.keeps[chunk] else rank.num_tokens[chunk]
+        most[index] = np.searchsorted(held, memory + released - recomputed, side="right") - 1
+        released += rank.num_tokens[chunk] - recomputed
+    for index in range(n - 2, -1, -1):
+        most[index] = min(most[index], most[index + 1])
+    return most
+
+
+@compiled
+def limit_forwards(least: Int64Array, most: Int64Array, ahead: int) -> Int64Array:
+    """The most forwards before each backward in order, int64 [n], `ahead` of what the backwards need by themselves."""
+    limit: Int64Array = np.minimum(np.maximum(np.arange(least.size) + 1, least) + ahead, most)
+    return limit

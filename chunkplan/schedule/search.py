@@ -1,0 +1,67 @@
+"""Searches for the order of a rank's chunks on its pipeline: which chunk runs when on which stage.
+
+State-aware 1F1B (ChunkFlow, arXiv 2503.02356) runs chunks in the order they come and warms every stage up by rule.
+Better orders exist for the same chunks; memory is their price, and may be bounded. The answer is never slower than
+state-aware 1F1B where that fits, and the same on every machine, as effort is counted, not timed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from chunkplan.errors import UsageError
+from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
+from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
+from chunkplan.schedule.local_search import local_search
+from chunkplan.schedule.retained import peak_retained
+from chunkplan.schedule.search_small import search_small
+from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
+
+#: The local search schedules as many actions, at most: about a tenth of a second.
+_ACTIONS = 2_000_000
+
+#: Up to so many (chunk, stage) pairs CP-SAT goes on after fewer actions, most often to a proven optimum, for as many
+#: deterministic seconds at most.
+_PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
+
+#: What is as near to the lower bound is good enough.
+_GAP = 0.005
+
+
+class Found(NamedTuple):
+    """A schedule, when it is done, and the time that no other one of the same chunks under the same memory beats."""
+
+    actions: Actions
+    makespan: int
+    lower_bound: int
+
+
+def search(rank: RankChunks, pp: int, memory_tokens: int | None) -> Found:
+    """The fastest schedule found: orders of forwards and of backwards, and how they interleave on every stage.
+
+    Args:
+        memory_tokens: tokens whose activations a stage may retain at any time; without, only K bounds them.
+
+    Raises:
+        UsageError: no schedule fits `memory_tokens`.
+    """
+    least = int(least_memory(rank))
+    memory = int(rank.num_tokens.sum()) if memory_tokens is None else memory_tokens
+    if memory < least:
+        raise UsageError(
+            f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory:,}",
+            hint=f"--memory-tokens {least} is the least; a smaller --k or --chunk-size holds less",
+        )
+    memory = max(memory, 1)
+    actions, template = (empty_actions(rank.keeps, pp, pp, False) for _ in range(2))
+    is_small = rank.keeps.size * pp <= _PAIRS
+    makespan = int(local_search(rank, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
+    state_aware_1f1b(rank, pp, template)
+    template_end = int(simulate(template, rank.durations, rank.link).max())
+    if template_end < makespan and peak_retained(template, rank.num_tokens, 1).max() <= memory:
+        actions, makespan = template, template_end
+    lower_bound = int(makespan_bound(rank, jobs_of(rank, pp), memory))
+    if is_small and makespan - lower_bound > _GAP * lower_bound:
+        return Found(*search_small(rank, pp, memory, actions, lower_bound, _EFFORT))
+    return Found(actions, makespan, lower_bound)

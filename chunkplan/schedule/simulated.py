@@ -1,0 +1,242 @@
+"""What the stages of a rank do when, and what follows from it: bubbles, what is held, the critical path."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.plan import Segment
+from chunkplan.planfile.schema import OPS
+from chunkplan.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FORWARD_KV,
+    RECOMPUTE,
+    Actions,
+    RankChunks,
+)
+from chunkplan.schedule.bounds import jobs_of, makespan_bound
+from chunkplan.schedule.critical_path import critical_path
+from chunkplan.schedule.retained import peak_retained
+
+_NO_LIMIT = 2**62
+
+#: The better bound takes time with the square of the chunks.
+_FEW = 1 << 12
+
+
+@dataclass(frozen=True)
+class SimulatedChunk:
+    """A chunk of the step, in the words of plan files. Segments name sequences of the plan, or lengths by place."""
+
+    chunk_id: int
+    group_id: int | None
+    group_index: int
+    group_size: int
+    num_tokens: int
+    prefix_tokens: int
+    keeps_activations: bool
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What `pp` stages do when with `chunks`, and how long all of it takes.
+
+    All times are in `unit`: "microseconds", or, where `cost` is None, "tokens": that of a token's forward through a
+    stage, whose backward takes twice as long. Only `starts`, `ends` (int64 [num_actions]) and `proved_ticks`, a lower
+    bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
+    """
+
+    title: str
+    schedule: str
+    pp: int
+    virtual_stages: int
+    cost: CostModel | None = field(repr=False)
+    chunks: tuple[SimulatedChunk, ...] = field(repr=False)
+    timed: RankChunks = field(repr=False)
+    actions: Actions = field(repr=False)
+    ends: Int64Array = field(repr=False)
+    proved_ticks: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for one JSON document; `actions` in order of stage, then time."""
+        names = ("title", "schedule", "pp", "virtual_stages", "unit", "makespan", "lower_bound", "bubble")
+        lists = ("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "peak_retained_tokens", "peak_kv_tokens")
+        return {
+            **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "actions": [
+                {
+                    "stage": int(self.stage_of[action]),
+                    "op": OPS[self.actions.ops[action]],
+                    "chunk_id": int(self.actions.chunk_ids[action]),
+                    "virtual_stage": int(self.actions.virtual_stages[action]),
+                    "start": self.in_unit(self.starts[action]),
+                    "end": self.in_unit(self.ends[action]),
+                    "critical": action in self.is_critical,
+                }
+                for action in range(self.ends.size)
+            ],
+        }
+
+    @property
+    def unit(self) -> Literal["tokens", "microseconds"]:
+        """Of times."""
+        return "tokens" if self.cost is None else "microseconds"
+
+    @property
+    def ticks(self) -> int:
+        """In a unit."""
+        return self.virtual_stages if self.cost is None else 1000
+
+    def in_unit(self, ticks: int) -> float:
+        """A time, whole where it is."""
+        whole, rest = divmod(int(ticks), self.ticks)
+        return int(ticks) / self.ticks if rest else whole
+
+    @property
+    def makespan(self) -> float:
+        """When the last stage is done."""
+        return self.in_unit(self._makespan)
+
+    @property
+    def lower_bound(self) -> float:
+        """No order of the same chunks, with backwards split or whole as here, is done sooner."""
+        jobs = jobs_of(self.timed, self.pp)  # of interleaved stages, on the first of their model parts
+        if self.virtual_stages == 1 and BACKWARD_INPUT not in self.actions.ops and len(self.chunks) <= _FEW:
+            bound = makespan_bound(self.timed, jobs, _NO_LIMIT)
+        else:
+            after = 0 if BACKWARD_INPUT in self.actions.ops else jobs.after.min(axis=1)  # a weight half can be the last
+            bound = int(np.max(jobs.before.min(axis=1) + self._busy + after))
+        return self.in_unit(max(bound, self.proved_ticks))
+
+    @property
+    def bubble(self) -> float:
+        """What is not useful of the time of all stages, 0..1: waiting and recomputing."""
+        return 1 - float(self._useful.sum()) / (self.pp * max(self._makespan, 1))
+
+    @property
+    def bubble_per_stage(self) -> list[float]:
+        """The same of each stage."""
+        return [1 - float(useful) / max(self._makespan, 1) for useful in self._useful]
+
+    @property
+    def busy_per_stage(self) -> list[float]:
+        """The share of the time in which each stage does anything, 0..1."""
+        return [float(busy) / max(self._makespan, 1) for busy in self._busy]
+
+    @property
+    def recompute_share(self) -> float:
+        """What is forwarded a second time, of all that is done, 0..1."""
+        return 1 - float(self._useful.sum()) / max(int(self._busy.sum()), 1)
+
+    @property
+    def waiting_per_stage(self) -> list[dict[str, float]]:
+        """The time in which each stage does nothing: before its first action, between actions, after its last one."""
+        waiting = []
+        for stage in range(self.pp):
+            mine = slice(*self.actions.stages[stage : stage + 2])
+            first, last = int(self.starts[mine][0]), int(self.ends[mine][-1])
+            between = last - first - int(self._busy[stage])
+            times = {"before": first, "between": between, "after": self._makespan - last}
+            waiting.append({name: self.in_unit(ticks) for name, ticks in times.items()})
+        return waiting
+
+    @property
+    def peak_retained_tokens(self) -> list[int]:
+        """The most tokens whose activations each stage retains at once; a virtual stage counts as its share of one."""
+        peaks = peak_retained(self.actions, self.timed.num_tokens, self.virtual_stages)
+        return [-(-int(peak) // self.virtual_stages) for peak in peaks]
+
+    @property
+    def peak_kv_tokens(self) -> list[int]:
+        """The most tokens in chunks of split sequences whose keys and values each stage holds at once."""
+        return [max(kept for _, _, kept in held) for held in self.held]
+
+    @property
+    def critical_path(self) -> dict[str, float]:
+        """What the critical path is made of, in `unit`: time by op, and `link`, on the way from stage to stage."""
+        by_op = dict.fromkeys(OPS, 0)
+        for action in self.critical_actions:
+            by_op[OPS[self.actions.ops[action]]] += int(self.ends[action] - self.starts[action])
+        times = {**by_op, "link": self._makespan - sum(by_op.values())}
+        return {name: self.in_unit(ticks) for name, ticks in times.items()}
+
+    @cached_property
+    def critical_actions(self) -> list[int]:
+        """See `critical_path.critical_path`."""
+        num_parts = self.pp * self.virtual_stages
+        return critical_path(self.actions, self.starts, self.ends, self.timed.link, num_parts)
+
+    @cached_property
+    def is_critical(self) -> frozenset[int]:
+        """The same, without order."""
+        return frozenset(self.critical_actions)
+
+    @cached_property
+    def starts(self) -> Int64Array:
+        """When each action starts."""
+        part = self.actions.virtual_stages * self.pp + self.stage_of
+        starts: Int64Array = self.ends - self.timed.durations[self.actions.ops, part, self.actions.chunk_ids]
+        return starts
+
+    @cached_property
+    def stage_of(self) -> Int64Array:
+        """The stage of each action."""
+        return np.repeat(np.arange(self.pp), np.diff(self.actions.stages))
+
+    @cached_property
+    def held(self) -> list[list[tuple[int, int, int]]]:
+        """Of each stage, whenever it changes: (ticks, tokens whose activations, tokens whose keys and values it holds).
+
+        Activations of a chunk are held from the start of its forward or recompute to the end of its backward. Keys and
+        values of a group are held from the start of each chunk's forward to the end of the first chunk's backward; they
+        count once, whatever the virtual stages.
+        """
+        group_tokens: dict[int, int] = {}
+        for chunk in self.chunks:
+            if chunk.group_id is not None:
+                group_tokens[chunk.group_id] = group_tokens.get(chunk.group_id, 0) + chunk.num_tokens
+        return [self._held(stage, group_tokens) for stage in range(self.pp)]
+
+    def _held(self, stage: int, group_tokens: dict[int, int]) -> list[tuple[int, int, int]]:
+        held = {0: (0, 0)}
+        retained = kept = 0
+        for action in range(*self.actions.stages[stage : stage + 2]):
+            op, chunk = self.actions.ops[action], self.chunks[self.actions.chunk_ids[action]]
+            counts = chunk.group_id is not None and self.actions.virtual_stages[action] == 0
+            if op in (FORWARD, RECOMPUTE):
+                retained += chunk.num_tokens
+            if op in (FORWARD, FORWARD_KV) and counts:
+                kept += chunk.num_tokens
+            held[int(self.starts[action])] = retained, kept
+            if op in (BACKWARD, BACKWARD_WEIGHT):
+                retained -= chunk.num_tokens
+            if op in (BACKWARD, BACKWARD_INPUT) and counts and chunk.group_index == 0:
+                assert chunk.group_id is not None
+                kept -= group_tokens[chunk.group_id]
+            held[int(self.ends[action])] = retained, kept
+        return [(ticks, -(-tokens // self.virtual_stages), kept) for ticks, (tokens, kept) in held.items()]
+
+    @property
+    def _makespan(self) -> int:
+        return int(self.ends.max())
+
+    @cached_property
+    def _busy(self) -> Int64Array:
+        busy: Int64Array = np.add.reduceat(self.ends - self.starts, self.actions.stages[:-1])
+        return busy
+
+    @cached_property
+    def _useful(self) -> Int64Array:
+        both = (self.timed.durations[FORWARD] + self.timed.durations[BACKWARD]).sum(axis=1)
+        useful: Int64Array = both.reshape(self.virtual_stages, self.pp).sum(axis=0)
+        return useful

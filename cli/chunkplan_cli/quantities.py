@@ -1,0 +1,23 @@
+"""Shares, durations and sizes as people say them."""
+
+from __future__ import annotations
+
+
+def percent(share: float) -> str:
+    """A share of 1."""
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2%}" if share >= 0.0001 else "<0.01%"
+
+
+def seconds(microseconds: float) -> str:
+    """A duration."""
+    value = microseconds / 1e6
+    if value >= 7200:
+        return f"{value / 3600:,.1f} h"
+    if value >= 120:
+        return f"{value / 60:.1f} min"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A size of memory."""
+    return f"{num_bytes / 2**30:,.1f} GiB"

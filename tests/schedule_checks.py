@@ -1,0 +1,113 @@
+"""What tests of searched schedules share: ranks to schedule, and an independent look at what came out."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from chunkplan.cost.durations import UNIT, Rates, durations, link_times
+from chunkplan.planfile.schema import OPS
+from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
+from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
+
+ALONE = -1
+
+#: The example every description of ChunkFlow agrees on: sequences of 1, 1, 2 and 4 units on 4 stages.
+EXAMPLES = {
+    "C = 2 units, K = 2": ([2, 2, 2, 2], [ALONE, ALONE, 0, 0], [1, 1, 1, 1]),
+    "C = 2 units, K = 1": ([2, 2, 2, 2], [ALONE, ALONE, 0, 0], [1, 1, 0, 1]),
+    "C = 1 unit, K = 4": ([1] * 8, [ALONE, ALONE, 0, 0, 1, 1, 1, 1], [1] * 8),
+    "uncut": ([4, 2, 1, 1], [ALONE] * 4, [1] * 4),
+}
+
+
+def make_rank(units: list[int], groups: list[int], keeps: list[int], layers: list[int], rates: Rates) -> RankChunks:
+    tokens = np.array(units, np.int64)
+    squares = tokens.astype(np.float64) ** 2
+    return RankChunks(
+        np.array(groups, np.int32),
+        np.array(keeps, bool),
+        tokens,
+        durations(tokens, squares, rates, layers),
+        link_times(tokens, rates),
+    )
+
+
+def example(name: str) -> RankChunks:
+    return make_rank(*EXAMPLES[name], [1] * 4, UNIT)
+
+
+@st.composite
+def ranks(draw: st.DrawFn, most_units: int) -> tuple[RankChunks, int]:
+    """Standalone chunks, some of them empty, and groups in any order, and how many stages there are."""
+    units: list[int] = []
+    groups: list[int] = []
+    keeps: list[int] = []
+    for unit in range(draw(st.integers(1, most_units))):
+        size = draw(st.sampled_from([1, 1, 2, 3, 5]))
+        kept = draw(st.integers(1, size))
+        groups += [ALONE if size == 1 else unit] * size
+        keeps += [0] * (size - kept) + [1] * kept
+        units += draw(st.lists(st.integers(int(size > 1), 9), min_size=size, max_size=size))
+    layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    rates = draw(
+        st.sampled_from([UNIT, Rates(token=3.0, square=0.7, chunk=2.0, head=4.0, link_token=0.4, link=1.0)]),
+    )
+    return make_rank(units, groups, keeps, layers, rates), len(layers)
+
+
+def look(rank: RankChunks, pp: int, actions: Actions) -> tuple[int, list[int]]:
+    """When a schedule is done, and the most tokens each stage retains; every invariant is asserted."""
+    n = rank.keeps.size
+    stages = [
+        [
+            (OPS[op], int(chunk))
+            for op, chunk in zip(actions.ops[first:last], actions.chunk_ids[first:last], strict=True)
+        ]
+        for first, last in zip(actions.stages[:-1], actions.stages[1:], strict=True)
+    ]
+    assert not actions.virtual_stages.any() and len(stages) == pp
+    orders, peaks = set(), []
+    for stage, done in enumerate(stages):
+        for chunk in range(n):
+            own = [op for op, other in done if other == chunk]
+            first = ["forward"] if rank.keeps[chunk] else ["forward_kv", "recompute"]
+            assert own in ([*first, "backward"], [*first, "backward_input", "backward_weight"])
+        for (op, chunk), then in zip(done, [*done[1:], ("", -1)], strict=True):
+            assert op != "recompute" or (then[1] == chunk and then[0] in ("backward", "backward_input"))
+        forwards = [chunk for op, chunk in done if op in ("forward", "forward_kv")]
+        backwards = [chunk for op, chunk in done if op in ("backward", "backward_input")]
+        for group in set(rank.group_id.tolist()) - {ALONE}:
+            parts = np.flatnonzero(rank.group_id == group).tolist()
+            assert [chunk for chunk in forwards if chunk in parts] == parts
+            assert [chunk for chunk in backwards if chunk in parts] == parts[::-1]
+        orders.add((tuple(forwards), tuple(backwards)))
+        peaks.append(_peak(rank, done))
+        work = sum(int(rank.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
+        ends = simulate(actions, rank.durations, rank.link)[actions.stages[stage] : actions.stages[stage + 1]]
+        assert work <= ends[-1], "a deadlock, or a stage that does two things at once"
+    assert len(orders) == 1, "links take chunks in different orders"
+    return int(simulate(actions, rank.durations, rank.link).max()), peaks
+
+
+def _peak(rank: RankChunks, done: list[tuple[str, int]]) -> int:
+    held: set[int] = set()
+    peak = 0
+    for op, chunk in done:
+        if op in ("forward", "recompute"):
+            held.add(chunk)
+            group = rank.group_id == rank.group_id[chunk]
+            if rank.group_id[chunk] != ALONE:
+                assert sum(group[other] for other in held) <= rank.keeps[group].sum(), "more holders than are kept"
+        elif op in ("backward", "backward_weight"):
+            held.remove(chunk)
+        peak = max(peak, sum(int(rank.num_tokens[other]) for other in held))
+    return peak
+
+
+def template(rank: RankChunks, pp: int) -> Actions:
+    """State-aware 1F1B."""
+    actions = empty_actions(rank.keeps, pp, pp, False)
+    state_aware_1f1b(rank, pp, actions)
+    return actions
