@@ -1,0 +1,271 @@
+"""One step of a rank, played through: the Python twin of `chunkplan simulate`.
+
+Chunks come from a plan, or from lengths that go through the planner; times from a cost model, or a token counts as one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from chunkplan.building import check_stages
+from chunkplan.cost.durations import UNIT, durations, link_times, split_layers, squares_of
+from chunkplan.cost.model import CostModel
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.plan import Plan, PlanStep, Segment
+from chunkplan.planfile.schema import OPS
+from chunkplan.planning.block import Block, Dataset, chunk_block
+from chunkplan.planning.chunks import Chunks
+from chunkplan.planning.config import PlanConfig
+from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+
+#: More chunks on all model parts take minutes and gigabytes, and nobody could look at them.
+_MOST = 1 << 18
+
+_VALIDATE = "`chunkplan validate` says what is wrong with the plan"
+
+
+def simulate_plan(
+    plan: Plan | str | Path,
+    step: int = 0,
+    *,
+    rank: int | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    memory_tokens: int | None = None,
+) -> Simulation:
+    """Simulate one step of a plan on one data-parallel rank, by default the one that is done last.
+
+    With `schedule` the chunks of the plan are scheduled anew, see `reschedule`.
+
+    Raises:
+        UsageError: the plan has no such step or rank, or its chunks cannot be scheduled so.
+        DataError: the plan is damaged.
+    """
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    config, num_steps = plan.config, plan.manifest["totals"]["num_steps"]
+    if not 0 <= step < num_steps:
+        raise UsageError(f"there is no step {step}", hint=f"the plan has steps 0 to {num_steps - 1}")
+    if rank is not None and not 0 <= rank < config["dp"]:
+        raise UsageError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {config['dp'] - 1}")
+    described = next(plan.iter_steps(step))
+    rank = _last_rank(described) if rank is None else rank
+    place = f"step {step}, rank {rank}"
+    cost = CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where=str(plan.path / "manifest.json"))
+    chunks = tuple(
+        SimulatedChunk(**{entry.name: getattr(chunk, entry.name) for entry in fields(SimulatedChunk)})
+        for chunk in described.chunks.get(rank, ())
+    )
+    pp, num_virtual = config["pp"], config["virtual_stages"]
+    actions = _planned_actions(described, rank, pp, num_virtual, len(chunks), place)
+    timed = _timed(chunks, cost, pp, num_virtual)
+    ends = simulate(actions, timed.durations, timed.link)
+    if (ends < 0).any():
+        raise DataError("stages wait for each other for ever", where=place, hint=_VALIDATE)
+    found = Simulation(place, config["schedule"], pp, num_virtual, cost, chunks, timed, actions, ends)
+    if schedule is None and virtual_stages is None and memory_tokens is None:
+        return found
+    return reschedule(found, schedule or config["schedule"], virtual_stages=virtual_stages, memory_tokens=memory_tokens)
+
+
+def simulate_lengths(
+    lengths: Sequence[int],
+    *,
+    chunk_size: int | None,
+    k: int | None = None,
+    pp: int = 1,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    memory_tokens: int | None = None,
+    cost: CostModel | Literal["unit"] | None = None,
+) -> Simulation:
+    """Simulate a step of sequences of `lengths`, chunked as `build` does for one data-parallel rank.
+
+    `chunk_size` None: every sequence is a chunk of its own, longest first. `cost`: None stands for `CostModel()`,
+    "unit" for a forward of 1 and a backward of 2 a token on every stage, and no time between stages. Other arguments
+    are those of `PlanConfig`.
+
+    Raises:
+        UsageError: an argument is out of range, or the chunks cannot be scheduled so.
+    """
+    odd = [length for length in lengths if type(length) is not int or not 0 < length < 2**31]
+    if odd or not lengths:
+        found = f"a length is {odd[0]!r}" if odd else "there are no lengths"
+        raise UsageError(f"{found}, expected whole numbers from 1 to {2**31 - 1}", hint="lengths count tokens")
+    if chunk_size is not None and k is None:
+        raise UsageError("k is missing", hint="say how many chunks of a sequence hold activations, for example 2")
+    config = PlanConfig(
+        chunk_size=max(lengths) if chunk_size is None else chunk_size,
+        k=1 if k is None else k,
+        global_batch=len(lengths),
+        pp=pp,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        memory_tokens=memory_tokens,
+    )
+    assert config.schedule is not None and config.virtual_stages is not None, "PlanConfig resolves them"
+    num_parts = pp * config.virtual_stages
+    most_chunks = sum(-(-length // config.chunk_size) for length in lengths)
+    if most_chunks * num_parts > _MOST:
+        raise UsageError(
+            f"up to {most_chunks:,} chunks on {num_parts:,} model parts are too many to simulate",
+            hint="use a larger chunk-size, or fewer sequences",
+        )
+    model = CostModel() if cost is None or cost == "unit" else cost
+    tokens = np.array(lengths, np.int32)
+    order = np.argsort(-tokens, kind="stable").astype(np.int32)
+    whole = chunk_size is None  # a step of its own for each sequence, so that none are packed
+    block = Block(0, 0, order, np.ones(len(lengths), np.int64) if whole else np.array([len(lengths)]))
+    *_, chunks = chunk_block(block, Dataset(tokens, tokens - 1, None), config, model, threading.Event())
+    return _scheduled(
+        f"{len(lengths):,} sequences, {sum(lengths):,} tokens",
+        _describe(chunks),
+        None if cost == "unit" else model,
+        config,
+    )
+
+
+def reschedule(
+    simulation: Simulation, schedule: str, *, virtual_stages: int | None = None, memory_tokens: int | None = None
+) -> Simulation:
+    """The same chunks on the same stages under another schedule; the arguments are those of `PlanConfig`.
+
+    Raises:
+        UsageError: there is no such schedule for so many stages, or the chunks do not fit `memory_tokens`.
+    """
+    largest = max(chunk.num_tokens for chunk in simulation.chunks)
+    config = PlanConfig(
+        chunk_size=max(largest, 1),
+        k=1,
+        pp=simulation.pp,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        memory_tokens=memory_tokens,
+    )
+    return _scheduled(simulation.title, simulation.chunks, simulation.cost, config)
+
+
+def compare_schedules(
+    simulation: Simulation,
+    schedules: Sequence[str],
+    *,
+    virtual_stages: int | None = None,
+    memory_tokens: int | None = None,
+) -> list[Simulation]:
+    """The same chunks on the same stages under each of `schedules`, of which `simulation` may be one.
+
+    `virtual_stages` is for "interleaved" and `memory_tokens` for "search"; the others take no notice.
+
+    Raises:
+        UsageError: see `reschedule`; or nothing in `schedules` takes an argument that is given.
+    """
+    options = {"interleaved": ("virtual_stages", virtual_stages), "search": ("memory_tokens", memory_tokens)}
+    for taker, (name, value) in options.items():
+        if value is not None and taker not in schedules:
+            raise UsageError(
+                f"{name.replace('_', '-')} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}"
+            )
+    compared = []
+    for schedule in schedules:
+        name, value = options.get(schedule, ("", None))
+        is_same = schedule == simulation.schedule and value is None
+        given = {name: value} if value is not None else {}
+        compared.append(simulation if is_same else reschedule(simulation, schedule, **given))
+    return compared
+
+
+def _scheduled(
+    title: str, chunks: tuple[SimulatedChunk, ...], cost: CostModel | None, config: PlanConfig
+) -> Simulation:
+    """`config` says what the schedule is and for what; how the chunks were made does not matter any more."""
+    assert config.schedule is not None and config.virtual_stages is not None, "PlanConfig resolves them"
+    if cost is not None:
+        check_stages(config, cost)
+    timed = _timed(chunks, cost, config.pp, config.virtual_stages)
+    only_rank = np.array([0, len(chunks)])
+    found = schedule_ranks(only_rank, timed, config.pp, config.schedule, config.memory_tokens, lambda _: title)
+    return Simulation(
+        title,
+        config.schedule,
+        config.pp,
+        config.virtual_stages,
+        cost,
+        chunks,
+        timed,
+        found.actions,
+        found.ends,
+        int(found.lower_bound[0]),
+    )
+
+
+def _timed(chunks: Sequence[SimulatedChunk], cost: CostModel | None, pp: int, num_virtual: int) -> RankChunks:
+    """The chunks as schedules see them. In units, every model part is one layer: a stage's are `num_virtual` long."""
+    tokens = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+    segments = [segment for chunk in chunks for segment in chunk.segments]
+    starts = np.array([segment.start for segment in segments], np.int64)
+    squares = squares_of(np.array([segment.end for segment in segments], np.int64) - starts, starts)
+    place = np.repeat(np.arange(len(chunks)), [len(chunk.segments) for chunk in chunks])
+    rates = UNIT if cost is None else cost.rates
+    layers = [1] * (pp * num_virtual) if cost is None else split_layers(cost.shape.num_layers, pp * num_virtual)
+    return RankChunks(
+        np.array([-1 if chunk.group_id is None else chunk.group_id for chunk in chunks], np.int32),
+        np.array([chunk.keeps_activations for chunk in chunks], np.bool_),
+        tokens,
+        durations(tokens, np.bincount(place, squares, len(chunks)).astype(np.float64), rates, layers),
+        link_times(tokens, rates),
+    )
+
+
+def _describe(chunks: Chunks) -> tuple[SimulatedChunk, ...]:
+    """All chunks, as those of one rank."""
+    columns = (chunks.group_id, chunks.group_index, chunks.group_size, chunks.num_tokens, chunks.prefix_tokens)
+    segments = [
+        Segment(*values)
+        for values in zip(chunks.sequence_id.tolist(), chunks.start.tolist(), chunks.end.tolist(), strict=True)
+    ]
+    return tuple(
+        SimulatedChunk(
+            chunk_id, None if group < 0 else group, index, size, tokens, prefix, keeps, tuple(segments[first:last])
+        )
+        for chunk_id, (group, index, size, tokens, prefix, keeps, first, last) in enumerate(
+            zip(
+                *(column.tolist() for column in columns),
+                chunks.keeps_activations.tolist(),
+                chunks.segments[:-1].tolist(),
+                chunks.segments[1:].tolist(),
+                strict=True,
+            )
+        )
+    )
+
+
+def _last_rank(step: PlanStep) -> int:
+    """The one that is done last; of several, the first."""
+    return max(step.schedule_us, key=lambda place: step.schedule_us[place], default=(0, 0))[0]
+
+
+def _planned_actions(step: PlanStep, rank: int, pp: int, num_virtual: int, num_chunks: int, place: str) -> Actions:
+    """The actions of a rank's stages, checked as far as simulating them asks for."""
+    stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
+    actions = [action for stage in stages for action in stage]
+    if not all(stages):
+        raise DataError("a stage has no actions", where=place, hint=_VALIDATE)
+    for action in actions:
+        known = action.op in OPS and 0 <= action.virtual_stage < num_virtual
+        if not known or not 0 <= action.chunk_id < num_chunks:
+            raise DataError(f"{action} is not of this step", where=place, hint=_VALIDATE)
+    return Actions(
+        np.array([OPS.index(action.op) for action in actions], np.int8),
+        np.array([action.chunk_id for action in actions], np.int32),
+        np.array([action.virtual_stage for action in actions], np.int32),
+        np.cumsum([0, *(len(stage) for stage in stages)]),
+    )

@@ -1,0 +1,132 @@
+"""What stages do over time, as lines of characters: all is in the characters, colour only helps to see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.text import Text
+
+from chunkplan.planfile.schema import OPS
+from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.trace import LETTERS
+
+_WORDS = ("forward", "forward, keeps KV only", "recompute", "backward", "backward of inputs", "backward of weights")
+_COLOURS = ("bright_blue", "cyan", "yellow", "green", "green", "magenta")
+_IDLE = -1
+
+#: Long schedules of few stages are shown in several bands, one below the other, of so many lines in all.
+_MAX_LINES = 18
+#: An action that is this wide can be told from its neighbours and says which chunk it is with.
+_WIDE = 5
+
+#: Prints a time, given in the unit of the simulation.
+Say = Callable[[float], str]
+
+
+def print_gantt(console: Console, simulation: Simulation, say: Say) -> None:
+    """Print a line a stage, time scaled to the width of the console, and what the letters mean."""
+    width = max(console.width - len(_label(0, simulation.pp)), 10)
+    makespan = int(simulation.ends.max())
+    num_bands = _num_bands(simulation, width)
+    for band in range(num_bands):
+        begin, end = band * makespan // num_bands, (band + 1) * makespan // num_bands
+        for stage in range(simulation.pp):
+            bar = _bar(simulation, stage, begin, max(end, begin + 1), width)
+            console.print(Text.assemble((_label(stage, simulation.pp), "dim"), bar), no_wrap=True, soft_wrap=True)
+        axis = _axis(simulation, begin, end, width, say)
+        console.print(Text(" " * len(_label(0, simulation.pp)) + axis, style="dim"), soft_wrap=True)
+    for line in _legend(simulation):
+        console.print(line)
+
+
+def _label(stage: int, pp: int) -> str:
+    return f"stage {stage:<{len(str(pp - 1))}} "
+
+
+def _num_bands(simulation: Simulation, width: int) -> int:
+    wanted = math.ceil(_WIDE * simulation.ends.size / simulation.pp / width)
+    return max(1, min(wanted, _MAX_LINES // (simulation.pp + 1)))
+
+
+def _bar(simulation: Simulation, stage: int, begin: int, end: int, width: int) -> Text:
+    """What a stage does from `begin` to `end`: a label and a line for each action, dots where it waits."""
+    bar = Text()
+    winners = _winners(simulation, stage, begin, end, width)
+    column = 0
+    while column < width:
+        action, first = winners[column], column
+        while column < width and winners[column] == action:
+            column += 1
+        if action == _IDLE:
+            bar.append("." * (column - first), style="dim")
+            continue
+        op = int(simulation.actions.ops[action])
+        line = "=" if action in simulation.is_critical else "-"
+        bar.append(
+            _block(simulation, action, column - first).ljust(column - first, line), style=f"black on {_COLOURS[op]}"
+        )
+    return bar
+
+
+def _block(simulation: Simulation, action: int, width: int) -> str:
+    """The letter of its op and its chunk, or as much of that as fits; never a part of a number."""
+    letter = LETTERS[simulation.actions.ops[action]]
+    label = f"{letter}{simulation.actions.chunk_ids[action]}"
+    if simulation.virtual_stages > 1:
+        part = f"{label}.{simulation.actions.virtual_stages[action]}"
+        label = part if len(part) <= width else label
+    return label if len(label) <= width else letter
+
+
+def _winners(simulation: Simulation, stage: int, begin: int, end: int, width: int) -> list[int]:
+    """The action that each column shows, or `_IDLE`.
+
+    Where a column is many actions, it shows what has been shown least so far for the time it takes, so that any stretch
+    of columns shows ops and waiting in proportion; of the actions of an op, the longest.
+    """
+    span = end - begin  # columns are as long as `span` when time is multiplied by `width`
+    time = [[0] * len(OPS) for _ in range(width)]
+    longest = [[(0, _IDLE)] * len(OPS) for _ in range(width)]
+    actions = simulation.actions
+    for action in range(actions.stages[stage], actions.stages[stage + 1]):
+        start = (max(int(simulation.starts[action]), begin) - begin) * width
+        stop = (min(int(simulation.ends[action]), end) - begin) * width
+        op = int(actions.ops[action])
+        for column in range(start // span, -(-stop // span) if stop > start else 0):
+            overlap = min(stop, (column + 1) * span) - max(start, column * span)
+            time[column][op] += overlap
+            longest[column][op] = max(longest[column][op], (overlap, action))
+    winners = []
+    owed = [0] * (len(OPS) + 1)  # by op, then waiting
+    for column in range(width):
+        shares = [*time[column], span - sum(time[column])]
+        owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
+        winner = max((what for what, share in enumerate(shares) if share), key=lambda what: owed[what])
+        owed[winner] -= span
+        winners.append(_IDLE if winner == len(OPS) else longest[column][winner][1])
+    return winners
+
+
+def _axis(simulation: Simulation, begin: int, end: int, width: int, say: Say) -> str:
+    """Times below the bars, each at the right of a mark at its place; the last one left of it."""
+    num_marks = max(2, min(5, width // 16 + 1))
+    line = [" "] * width
+    for mark in range(num_marks):
+        text = say(simulation.in_unit(begin + (end - begin) * mark // (num_marks - 1)))
+        place = (width - 1) * mark // (num_marks - 1)
+        label = f"{text}|" if mark == num_marks - 1 else f"|{text}"
+        first = place - len(text) if mark == num_marks - 1 else place
+        line[first : first + len(label)] = label
+    return "".join(line[:width])
+
+
+def _legend(simulation: Simulation) -> tuple[Text, Text]:
+    """The letters that occur; with colour, in theirs. What the rest means."""
+    legend = Text()
+    for op in sorted(set(simulation.actions.ops.tolist())):
+        legend.append(LETTERS[op], style=f"black on {_COLOURS[op]}")
+        legend.append(f" {_WORDS[op]}  ", style="dim")
+    label = "F3.1 chunk 3, virtual stage 1" if simulation.virtual_stages > 1 else "F3 chunk 3"
+    return legend, Text(f"{label}  . waiting  = on the critical path", style="dim")

@@ -1,0 +1,165 @@
+"""A simulation in the terminal, and several of the same chunks side by side. Readable at 80 columns, without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan_cli.gantt import print_gantt
+from chunkplan_cli.quantities import percent, seconds
+
+#: What-ifs with more chunks than these say what they are with --json.
+_MAX_CHUNKS = 12
+
+_UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
+
+
+def print_simulation(console: Console, simulation: Simulation) -> None:
+    """Print when stages do what, and what it comes to."""
+    console.print(Text(f"{_what(simulation)}: {_name(simulation)} on {_stages_of(simulation)}", style="bold"))
+    console.print()
+    print_gantt(console, simulation, lambda time: _axis_time(simulation, time))
+    console.print()
+    console.print(_totals(simulation))
+    console.print()
+    console.print(_stages(simulation))
+    if len(simulation.chunks) <= _MAX_CHUNKS:
+        console.print()
+        console.print(_chunks(simulation))
+    _print_unit(console, simulation)
+
+
+def print_comparison(console: Console, simulations: Sequence[Simulation]) -> None:
+    """Print a row for each schedule; the fastest ones are marked."""
+    first = simulations[0]
+    console.print(f"{_what(first)}, on {_stages_of(first)}")
+    console.print()
+    table = _table("", "schedule", *("makespan", "at least", "bubble", "recompute", "retained"))
+    best = min(simulation.makespan for simulation in simulations)
+    for simulation in simulations:
+        is_best = simulation.makespan == best
+        table.add_row(
+            "*" if is_best else "",
+            _name(simulation),
+            _time(simulation, simulation.makespan),
+            _time(simulation, simulation.lower_bound),
+            percent(simulation.bubble),
+            percent(simulation.recompute_share),
+            f"{max(simulation.peak_retained_tokens):,}",
+            style="bold" if is_best else "",
+        )
+    console.print(table)
+    console.print()
+    console.print(Text("* fastest  retained: tokens, on the stage that retains most", style="dim"))
+    _print_unit(console, first)
+
+
+def _totals(simulation: Simulation) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    grid.add_row("makespan", f"{_time(simulation, simulation.makespan)}, at least {_bound(simulation)}")
+    grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or forwarding again")
+    if simulation.recompute_share > 0:
+        grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
+    grid.add_row("critical path", _critical_path(simulation))
+    return grid
+
+
+def _critical_path(simulation: Simulation) -> str:
+    times = dict(simulation.critical_path)
+    times["forward"] += times.pop("forward_kv")
+    shares = [f"{name.replace('_', ' ')} {_share(simulation, time)}" for name, time in times.items() if time]
+    return f"{', '.join(shares)}; {len(simulation.critical_actions):,} actions"
+
+
+def _stages(simulation: Simulation) -> Table:
+    table = _table("stage", "bubble", "busy", "idle before", "between", "after", "retained tokens", "KV tokens")
+    columns = (
+        simulation.bubble_per_stage,
+        simulation.busy_per_stage,
+        simulation.waiting_per_stage,
+        simulation.peak_retained_tokens,
+        simulation.peak_kv_tokens,
+    )
+    for stage, (bubble, busy, waiting, retained, kept) in enumerate(zip(*columns, strict=True)):
+        idle = (_share(simulation, time) for time in waiting.values())
+        table.add_row(str(stage), percent(bubble), percent(busy), *idle, f"{retained:,}", f"{kept:,}")
+    return table
+
+
+def _chunks(simulation: Simulation) -> Table:
+    table = _table("chunk", "tokens", "prefix")
+    table.add_column("", header_style="dim", overflow="fold")
+    for chunk in simulation.chunks:
+        prefix = f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else ""
+        table.add_row(str(chunk.chunk_id), f"{chunk.num_tokens:,}", prefix, _contents(chunk))
+    return table
+
+
+def _contents(chunk: SimulatedChunk) -> str:
+    ids = [str(segment.sequence_id) for segment in chunk.segments]
+    shown = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
+    what = f"sequence{'s' if len(ids) > 1 else ''} {shown}" if ids else "nothing: a zero-loss chunk"
+    if chunk.group_id is None:
+        return what
+    kept = "" if chunk.keeps_activations else ", recomputed"
+    return f"part {chunk.group_index + 1} of {chunk.group_size}{kept}: {what}"
+
+
+def _print_unit(console: Console, simulation: Simulation) -> None:
+    console.print()
+    if simulation.cost is None:
+        words = "times: 1 a token for a stage's forward, 2 for its backward, 0 between stages"
+    else:
+        cost = simulation.cost
+        words = (
+            f"times: {cost.shape.name} on {cost.hardware.name}, {cost.tp} GPU{'s' * (cost.tp > 1)} a stage, predicted"
+        )
+    console.print(Text(words, style="dim"))
+
+
+def _what(simulation: Simulation) -> str:
+    return f"{simulation.title}, {len(simulation.chunks):,} chunk{'s' * (len(simulation.chunks) > 1)}"
+
+
+def _name(simulation: Simulation) -> str:
+    return simulation.schedule + (f", {simulation.virtual_stages} parts" if simulation.virtual_stages > 1 else "")
+
+
+def _stages_of(simulation: Simulation) -> str:
+    return f"{simulation.pp} stage{'s' * (simulation.pp > 1)}"
+
+
+def _bound(simulation: Simulation) -> str:
+    return f"{_time(simulation, simulation.lower_bound)} ({_share(simulation, simulation.lower_bound)})"
+
+
+def _share(simulation: Simulation, time: float) -> str:
+    """Of the makespan, which is nothing where a rank has but zero-loss chunks that cost nothing."""
+    return percent(time / simulation.makespan if simulation.makespan else 0.0)
+
+
+def _time(simulation: Simulation, time: float) -> str:
+    if simulation.unit == "tokens":
+        return f"{time:,.0f}"
+    return seconds(time) if time == 0 or time >= 1000 else f"{time:.0f} us"
+
+
+def _axis_time(simulation: Simulation, time: float) -> str:
+    """All in one unit, and digits as the whole needs them."""
+    if simulation.unit == "tokens":
+        return f"{time:,.0f}"
+    name, size = next((unit for unit in _UNITS if simulation.makespan >= unit[1]), _UNITS[-1])
+    return f"{time / size:.{0 if simulation.makespan >= 100 * size else 2}f} {name}"
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True, header_style="dim")
+    return table
