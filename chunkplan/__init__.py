@@ -12,37 +12,62 @@ from chunkplan.version import __version__
 
 if TYPE_CHECKING:
     from chunkplan.building import build
+    from chunkplan.cost.hardware import load_hardware
+    from chunkplan.cost.model import CostModel
+    from chunkplan.cost.model_config import read_model_config
     from chunkplan.intake.analyze import analyze
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
     from chunkplan.planning.config import PlanConfig
     from chunkplan.rows import pack
+    from chunkplan.schedule.trace import write_trace
+    from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
     from chunkplan.summary import summarize_plan
+    from chunkplan.tuning.options import TuneOptions
+    from chunkplan.tuning.tune import tune
     from chunkplan.validation import validate
 
 __all__ = [
+    "CostModel",
     "PlanConfig",
+    "TuneOptions",
     "__version__",
     "analyze",
     "build",
+    "compare_schedules",
     "length_report",
     "load_analysis",
+    "load_hardware",
     "load_plan",
     "pack",
+    "read_model_config",
+    "simulate_lengths",
+    "simulate_plan",
     "summarize_plan",
+    "tune",
     "validate",
+    "write_trace",
 ]
 
 _HOMES = {
+    "CostModel": "chunkplan.cost.model",
     "PlanConfig": "chunkplan.planning.config",
+    "TuneOptions": "chunkplan.tuning.options",
     "analyze": "chunkplan.intake.analyze",
     "build": "chunkplan.building",
+    "compare_schedules": "chunkplan.simulation",
     "length_report": "chunkplan.lengths",
     "load_analysis": "chunkplan.planfile.load",
+    "load_hardware": "chunkplan.cost.hardware",
     "load_plan": "chunkplan.planfile.load",
     "pack": "chunkplan.rows",
+    "read_model_config": "chunkplan.cost.model_config",
+    "simulate_lengths": "chunkplan.simulation",
+    "simulate_plan": "chunkplan.simulation",
     "summarize_plan": "chunkplan.summary",
+    "tune": "chunkplan.tuning.tune",
     "validate": "chunkplan.validation",
+    "write_trace": "chunkplan.schedule.trace",
 }
 
 

@@ -77,7 +77,7 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'polars', 'ortools', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    commands = ("analyze", "build", "inspect", "validate", "parity")
+    commands = ("analyze", "tune", "build", "inspect", "simulate", "validate", "parity")
     shown = subprocess.run([sys.executable, "-c", code, *commands], check=True, capture_output=True, text=True).stdout
     assert shown.count("Example: chunkplan ") == len(commands)
 
@@ -150,7 +150,7 @@ def test_json_is_one_document_with_the_numbers_of_the_report(run: Run, tmp_path:
     summary = built["summary"]
     assert (summary["num_standalone"], summary["num_dependent"], summary["num_groups"]) == (1, 3, 1)
     assert summary["token_fill"] == pytest.approx(427 / (4 * 128))
-    assert summary["held_tokens"] == 128
+    assert summary["peak_retained_tokens"] == 128
     validated = json.loads(run("validate", "--json").out)
     assert validated["ok"] is True
     assert validated["content_hash"] == built["manifest"]["content_hash"]

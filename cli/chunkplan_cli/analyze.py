@@ -43,8 +43,11 @@ def analyze(
     """
     from chunkplan.intake.analyze import analyze as run
     from chunkplan.lengths import length_report
+    from chunkplan.tuning.headline import headline
     from chunkplan.workspace import Workspace, find_tokenizer
+    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.length_report import print_length_report
+    from chunkplan_cli.tune_report import headline_document, print_headline
 
     place = Workspace.find(workspace)
     target = output or place.analysis
@@ -53,10 +56,15 @@ def analyze(
     with progress("reading", "MB", 1_000_000) as report_progress:
         analysis = run(data, target, tokenizer=chosen, max_length=max_length, progress=report_progress)
     report = length_report(analysis)
+    with note_compilation():
+        gain = headline(analysis)
     if as_json:
-        print_json(_document(analysis.path, report.to_dict(), analysis.manifest))
+        document = _document(analysis.path, report.to_dict(), analysis.manifest)
+        print_json({**document, "headline": headline_document(gain) if gain else None})
     else:
         print_length_report(stdout(), report, analysis.manifest)
+        if gain:
+            print_headline(stdout(), gain)
     _close(analysis.path, analysis.manifest, replaced)
     next_command = ["chunkplan", "build", *([str(output)] if output else []), "--chunk-size", "8192", "--k", "4"]
     note("next: " + shlex.join([*next_command, *(["--workspace", str(workspace)] if workspace else [])]))

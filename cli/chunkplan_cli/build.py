@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chunkplan_cli.build_options import describe_old, k_and_k_by_length, number, plan_config, resolve, weights_by_source
+from chunkplan_cli.machine_options import (
+    GpuMemory,
+    Gpus,
+    HardwareName,
+    ModelConfig,
+    PrecisionOption,
+    ShardingOption,
+    TensorParallel,
+)
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
-    from chunkplan.planning.config import PlanConfig
-
-_CONFIG_HINT = "a config holds lines such as chunk-size = 8192"
+    from chunkplan.cost.model import CostModel
 
 
 class LastBatch(StrEnum):
@@ -32,6 +40,13 @@ class Split(StrEnum):
     EVEN = "even"
     COST = "cost"
     NONE = "none"
+
+
+class Checkpointing(StrEnum):
+    """What a chunk keeps of its layers."""
+
+    NONE = "none"
+    FULL = "full"
 
 
 class Balance(StrEnum):
@@ -52,8 +67,12 @@ def build(
     ] = None,
     chunk_size: Annotated[int | None, typer.Option(metavar="TOKENS", help="Most tokens in a chunk. Required.")] = None,
     k: Annotated[
-        int | None,
-        typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations. Required."),
+        str | None,
+        typer.Option(
+            "--k",
+            metavar="N",
+            help="Chunks of a sequence that hold activations; 8,131072:2 is 8, and 2 over 131072 tokens. Required.",
+        ),
     ] = None,
     global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences a step. Default: 256.")] = None,
     epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data. Default: 1.")] = None,
@@ -63,6 +82,19 @@ def build(
     ] = None,
     dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Data-parallel ranks. Default: 1.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline stages. Default: 1.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Order on a pipeline: 1f1b, interleaved, zero-bubble, or search (slow). Default: 1f1b.",
+        ),
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(metavar="N", help="Model parts of a stage, for interleaved. Default: 2.")
+    ] = None,
+    memory_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Most tokens whose activations a stage may hold. Default: no bound.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the shuffle. Default: 0.")] = None,
     split: Annotated[
         Split | None,
@@ -104,6 +136,22 @@ def build(
         list[str] | None,
         typer.Option(metavar="SOURCE=WEIGHT", help="How often an epoch takes a source: 2 twice, 0.5 half. Repeatable."),
     ] = None,
+    model_config: ModelConfig = None,
+    hardware: HardwareName = None,
+    tp: TensorParallel = None,
+    precision: PrecisionOption = None,
+    checkpointing: Annotated[
+        Checkpointing | None, typer.Option(help="Whether layers are recomputed in a chunk's backward. Default: none.")
+    ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose what is not given for this model and hardware, as `tune` does.")
+    ] = False,
+    from_file: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="With --auto: what `tune --output FILE` found.")
+    ] = None,
+    gpus: Gpus = None,
+    gpu_memory: GpuMemory = None,
+    sharding: ShardingOption = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="These options as `chunk-size = 8192`; options given win.")
     ] = None,
@@ -126,31 +174,46 @@ def build(
     """
     from chunkplan.building import build_plans, evaluation_folder, is_evaluation
     from chunkplan.errors import UsageError
+    from chunkplan.planfile.load import load_analysis
     from chunkplan.summary import summarize_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_cli.build_auto import choose
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_plan_report
 
     if split not in (None, Split.NONE) and no_split:
         raise UsageError("--split and --no-split exclude each other", hint="leave one of them out")
-    given = {
+    given: dict[str, Any] = {
         "chunk_size": chunk_size,
-        "k": k,
+        "k": None,
+        "k_by_length": None,
         "global_batch": global_batch,
         "epochs": epochs,
         "last_batch": last_batch.value if last_batch else None,
         "dp": dp,
         "pp": pp,
+        "schedule": schedule,
+        "virtual_stages": virtual_stages,
+        "memory_tokens": memory_tokens,
         "seed": seed,
         "split": "none" if no_split else split.value if split else None,
         "tail_sharing": tail_sharing,
         "packing": packing,
         "balance": balance.value if balance else None,
         "equal_chunks": equal_chunks,
-        "holdout": _number(holdout) if holdout is not None else None,
-        "mix": _weights(mix) if mix is not None else None,
+        "holdout": number(holdout) if holdout is not None else None,
+        "mix": weights_by_source(mix) if mix is not None else None,
     }
-    plan_config = _resolve(given, config)
+    if k is not None:
+        given["k"], given["k_by_length"] = k_and_k_by_length(k)
+    values = resolve(given, config)
+    machine: dict[str, Any] = {
+        "model_config": model_config,
+        "hardware": hardware,
+        "tp": tp,
+        "precision": precision,
+    }
+    only_auto = {"gpus": gpus, "gpu_memory": gpu_memory, "sharding": sharding}
     place = Workspace.find(workspace)
     source = analysis or place.analysis
     if analysis is None and not source.exists():
@@ -158,9 +221,21 @@ def build(
             f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
         )
     target = output or place.plan
-    replaced = _describe_old(target)
-    with note_compilation(), progress("planning", "steps") as report_progress:
-        plans = build_plans(source, target, plan_config, workers=workers, progress=report_progress, dry_run=dry_run)
+    replaced = describe_old(target)
+    loaded = load_analysis(source)
+    with note_compilation():
+        if auto:
+            if checkpointing is not None:
+                raise UsageError("--checkpointing and --auto exclude each other", hint="--auto chooses it")
+            values, cost = choose(loaded, values, machine | only_auto, from_file)
+        else:
+            _refuse_without_auto(only_auto | {"from": from_file})
+            cost = _cost_model(**machine, checkpointing=checkpointing)
+        settings = plan_config(values)
+        with progress("planning", "steps") as report_progress:
+            plans = build_plans(
+                loaded, target, settings, cost=cost, workers=workers, progress=report_progress, dry_run=dry_run
+            )
 
     manifest = plans[target].manifest
     summary = summarize_plan(plans[target].steps, plans[target].chunks, manifest)
@@ -183,69 +258,32 @@ def build(
     note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
 
 
-def _number(text: str) -> int | float:
-    """A whole number where it is written as one."""
+def _refuse_without_auto(given: dict[str, Any]) -> None:
     from chunkplan.errors import UsageError
 
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        raise UsageError(f"{text!r} is not a number", hint="for example: --holdout 0.01 --mix code.jsonl=2") from None
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for --auto", hint="add --auto, or leave it out")
 
 
-def _weights(mix: list[str]) -> dict[str, int | float]:
-    from chunkplan.errors import UsageError
+def _cost_model(
+    *,
+    model_config: Path | None,
+    hardware: str | None,
+    tp: int | None,
+    precision: StrEnum | None,
+    checkpointing: Checkpointing | None,
+) -> CostModel:
+    """The one of the options given; what is not given takes its default."""
+    from chunkplan.cost.hardware import load_hardware
+    from chunkplan.cost.model import CostModel
+    from chunkplan.cost.model_config import read_model_config
 
-    weights = {}
-    for text in mix:
-        source, equals, weight = text.rpartition("=")
-        if not equals or not source:
-            raise UsageError(f"--mix {text!r}, expected SOURCE=WEIGHT", hint="for example: --mix code.jsonl=2")
-        if source in weights:
-            raise UsageError(f"{source} has two weights", hint="name every source at most once")
-        weights[source] = _number(weight)
-    return weights
-
-
-def _resolve(given: dict[str, Any], config: Path | None) -> PlanConfig:
-    """The options given, then those of the TOML file, then the defaults."""
-    import tomllib
-
-    from chunkplan.errors import DataError, UsageError
-    from chunkplan.planning.config import PlanConfig
-
-    values: dict[str, Any] = {}
-    if config is not None:
-        if not config.is_file():
-            raise UsageError(f"there is no file {config}", hint=_CONFIG_HINT)
-        try:
-            stated = tomllib.loads(config.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise DataError(f"not TOML: {error}", where=str(config), hint=_CONFIG_HINT) from error
-        for key, value in stated.items():
-            name = key.replace("-", "_")
-            if name not in given:
-                known = ", ".join(option.replace("_", "-") for option in given)
-                raise UsageError(f"unknown option `{key}`", where=str(config), hint=f"known are {known}")
-            values[name] = value
-    values |= {name: value for name, value in given.items() if value is not None}
-    for name in ("chunk_size", "k"):
-        if name not in values:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"{option} is missing", hint="for example: chunkplan build --chunk-size 8192 --k 4")
-    return PlanConfig(**values)
-
-
-def _describe_old(target: Path) -> str | None:
-    """What `target` holds now, in words, if it is something that the new plan replaces."""
-    from chunkplan.errors import ChunkplanError
-    from chunkplan.planfile.load import load_plan
-
-    if not target.is_dir() or not any(target.iterdir()):
-        return None
-    try:
-        old = load_plan(target)
-    except ChunkplanError:
-        return "something that is no plan this version can read"
-    config = old.config
-    return f"a plan with chunk size {config['chunk_size']:,}, K {config['k']}, dp {config['dp']}, pp {config['pp']}"
+    given: dict[str, Any] = {
+        "shape": read_model_config(model_config) if model_config else None,
+        "hardware": load_hardware(hardware) if hardware else None,
+        "tp": tp,
+        "precision": precision.value if precision else None,
+        "checkpointing": checkpointing.value if checkpointing else None,
+    }
+    return CostModel(**{name: value for name, value in given.items() if value is not None})

@@ -17,7 +17,9 @@ from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
 from chunkplan_cli.inspect import inspect
 from chunkplan_cli.parity import parity
+from chunkplan_cli.simulate import simulate
 from chunkplan_cli.terminal import note, print_error
+from chunkplan_cli.tune import tune
 from chunkplan_cli.validate import validate
 
 _SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
@@ -34,7 +36,7 @@ app = typer.Typer(
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
     "analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
 )
-for command in (analyze, build, inspect, validate, parity):
+for command in (analyze, tune, build, inspect, simulate, validate, parity):
     app.command()(command)
 
 

@@ -1,0 +1,51 @@
+"""Whether a dataset still is what a tuning was found for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkplan.arrays import Int32Array
+from chunkplan.cost.memory import StageMemory
+from chunkplan.planning.config import PlanConfig
+from chunkplan.tuning.document import Tuned
+from chunkplan.tuning.sampling import sample_steps, token_histogram
+from chunkplan.tuning.trial import try_out
+
+#: Less than this share of the tokens in other length classes changes no choice worth speaking of.
+_DRIFTED = 0.05
+
+
+@dataclass(frozen=True)
+class Drift:
+    """`moved`: share of tokens in other length classes (powers of two) than when tuned. `memory`: of the fullest stage
+    with the data as it is now."""
+
+    moved: float
+    longest_before: int
+    longest_now: int
+    memory: StageMemory
+    gpu_memory: int
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether tuning again is worth it."""
+        return self.moved > _DRIFTED
+
+    @property
+    def fits(self) -> bool:
+        """Whether the choice still fits the memory it was made for."""
+        return self.memory.total <= self.gpu_memory
+
+
+def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drift:
+    """Compare sequences of `num_tokens` int32 [n] with what `tuned` was found for; `config` is the plan's."""
+    now, before = token_histogram(num_tokens), tuned.token_histogram
+    moved = sum(abs(now.get(length, 0.0) - before.get(length, 0.0)) for length in now.keys() | before.keys()) / 2
+    outcome = try_out(sample_steps(num_tokens, config, tuned.cost, 1), config, tuned.cost)
+    return Drift(
+        moved=moved,
+        longest_before=tuned.longest_sequence,
+        longest_now=int(num_tokens.max()),
+        memory=outcome.memory(tuned.cost, tuned.sharding),
+        gpu_memory=tuned.gpu_memory,
+    )

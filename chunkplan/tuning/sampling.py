@@ -1,0 +1,116 @@
+"""A few steps of a dataset that stand for all of them, and those that need most memory.
+
+They are steps of the plan itself: the same shuffle, cut into the same global batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.cost.durations import Float64Array, squares_of
+from chunkplan.cost.model import CostModel
+from chunkplan.planning.batches import batch_sizes, epoch_order
+from chunkplan.planning.config import PlanConfig
+
+#: Length classes end at powers of two, the first one here: no ChunkSize worth trying is smaller.
+_FIRST_CLASS = 1024
+
+
+class LengthClass(NamedTuple):
+    """Sequences of more than `over` tokens, up to the next class; `step`, of the sample, has the longest of them."""
+
+    over: int
+    longest: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Steps, each with its sequences.
+
+    `num_tokens` int32 [n], step after step; `sizes` int64 [num_steps], sequences of each; `weights` [num_steps], the
+    share of all steps that each stands for, 0 of those that are here for their memory only. `classes` ascend by length.
+    """
+
+    num_tokens: Int32Array
+    sizes: Int64Array
+    weights: Float64Array
+    classes: tuple[LengthClass, ...]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """On average."""
+        return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64), self.first_of_step[:-1]))
+
+    @property
+    def squares_per_step(self) -> float:
+        """On average; see `squares_of`."""
+        return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64) ** 2, self.first_of_step[:-1]))
+
+    @property
+    def first_of_step(self) -> Int64Array:
+        """Where each step's sequences begin, int64 [num_steps + 1]."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])
+
+
+def sample_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel, num_strata: int) -> Sample:
+    """Steps of the first epoch of a plan with this `config` (its seed and global batch) of sequences of `num_tokens`.
+
+    Steps are sorted by their work and cut into `num_strata` strata of equal work; each is stood for by the step whose
+    work is nearest to its mean. The few steps with long sequences, which take much of the time, so count as what they
+    are. Added are the steps with the longest sequence of each length class.
+    """
+    order = epoch_order(np.ones(num_tokens.size, np.int32), config.seed, 0)
+    sizes = batch_sizes(order.size, config)
+    first = np.cumsum(sizes) - sizes
+    tokens = num_tokens[order[: sizes.sum()]]
+    work = np.add.reduceat(cost.work_ns(tokens, squares_of(tokens, 0 * tokens)).astype(np.float64), first)
+    steps, weights = _stratify(work, num_strata)
+    classes = []
+    extra: list[int] = []
+    over = _FIRST_CLASS
+    position = {int(step): index for index, step in enumerate(steps)}
+    while over < tokens.max():
+        members = np.where((tokens > over) & (tokens <= 2 * over), tokens, 0)
+        longest = int(members.argmax())
+        if members[longest]:
+            step = int(np.searchsorted(first, longest, side="right")) - 1
+            if step not in position:
+                position[step] = steps.size + len(extra)
+                extra.append(step)
+            classes.append(LengthClass(over, int(tokens[longest]), position[step]))
+        over *= 2
+    chosen = np.concatenate([steps, np.array(extra, np.int64)])
+    return Sample(
+        num_tokens=np.concatenate([tokens[first[step] : first[step] + sizes[step]] for step in chosen]),
+        sizes=sizes[chosen],
+        weights=np.concatenate([weights, np.zeros(len(extra))]),
+        classes=tuple(classes),
+    )
+
+
+def _stratify(work: Float64Array, num_strata: int) -> tuple[Int64Array, Float64Array]:
+    """(Steps, the share of all that each stands for), at most `num_strata` of them."""
+    if work.size <= num_strata:
+        return np.arange(work.size), np.full(work.size, 1 / work.size)
+    order = np.argsort(work, kind="stable")
+    done = np.cumsum(work[order])
+    stratum = np.minimum(((done - work[order] / 2) / done[-1] * num_strata).astype(np.int64), num_strata - 1)
+    steps, weights = [], []
+    for members in np.split(order, np.flatnonzero(np.diff(stratum)) + 1):
+        steps.append(members[np.abs(work[members] - work[members].mean()).argmin()])
+        weights.append(members.size / work.size)
+    return np.array(steps, np.int64), np.array(weights)
+
+
+def token_histogram(num_tokens: npt.NDArray[np.int32]) -> dict[int, float]:
+    """Share of all tokens in sequences of up to each power of two, from the shortest to the longest there is."""
+    tokens = num_tokens.astype(np.float64)
+    exponent = np.ceil(np.log2(np.maximum(tokens, 1))).astype(np.int64)
+    sums = np.bincount(exponent, weights=tokens)
+    return {1 << power: float(share) for power, share in enumerate(sums / max(tokens.sum(), 1)) if share > 0}

@@ -1,0 +1,142 @@
+"""Tries one configuration on sampled steps: planned, scheduled and simulated as a plan's are."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import Float64Array, split_layers
+from chunkplan.cost.memory import Sharding, StageMemory, stage_memory, token_bytes
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.schema import OPS
+from chunkplan.planning.block import Block, Dataset, chunk_block, chunk_costs, schedule_block
+from chunkplan.planning.chunks import Chunks
+from chunkplan.planning.config import PlanConfig
+from chunkplan.schedule.actions import RankChunks
+from chunkplan.schedule.families import Scheduled
+from chunkplan.schedule.footprint import fullest_moments
+from chunkplan.tuning.sampling import Sample
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a configuration takes on the steps of a sample.
+
+    `step_ns`: mean time of a step. `bubble`: share of the stages' time, until their rank is done, without a first
+    forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per step, over all
+    stages. `moments` int64 [2, num_steps, pp, 3]: what each stage holds at its fullest moment on any rank, see
+    `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded.
+    """
+
+    config: PlanConfig
+    cost: CostModel
+    step_ns: float
+    bubble: float
+    recompute_share: float
+    recompute_ns: tuple[float, ...]
+    moments: Int64Array
+
+    def memory(self, cost: CostModel, sharding: Sharding) -> StageMemory:
+        """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading."""
+        moments = self.moments[int(cost.kv_offload)]
+        fullest = _fullest(moments, _token_bytes(self.config, cost))
+        return max(memory_of_stages(self.config, cost, sharding, fullest), key=_total)
+
+    def stages(self, cost: CostModel, sharding: Sharding, step: int) -> tuple[StageMemory, ...]:
+        """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
+        return memory_of_stages(self.config, cost, sharding, self.moments[int(cost.kv_offload), step])
+
+
+def _total(memory: StageMemory) -> int:
+    return memory.total
+
+
+def memory_of_stages(
+    config: PlanConfig, cost: CostModel, sharding: Sharding, moments: Int64Array
+) -> tuple[StageMemory, ...]:
+    """Memory of each stage that holds `moments` int64 [pp, 3], see `fullest_moments`."""
+    assert config.virtual_stages is not None, "PlanConfig resolves it"
+    retained, inputs, kv = moments.T.tolist()
+    return stage_memory(
+        cost,
+        dp=config.dp,
+        pp=config.pp,
+        layers=split_layers(cost.shape.num_layers, config.pp * config.virtual_stages),
+        sharding=sharding,
+        retained_tokens=retained,
+        stage_input_tokens=inputs,
+        kv_tokens=kv,
+        chunk_size=config.chunk_size,
+    )
+
+
+def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
+    """Plan, schedule and simulate the steps of `sample`.
+
+    Raises:
+        UsageError: no schedule fits `config.memory_tokens`.
+    """
+    n = sample.num_tokens.size
+    block = Block(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
+    dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
+    *_, chunks = chunk_block(block, dataset, config, cost, threading.Event())
+    ranks, scheduled = schedule_block(block, chunks, config, cost)
+    rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
+    step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)
+    costs, twice = chunk_costs(ranks)
+    step_of_chunk = np.repeat(step_of_rank, np.diff(chunks.rank_chunks))
+    work, again = (
+        sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=sample.sizes.size)
+        for values in (costs, twice)
+    )
+    occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
+    return Outcome(
+        config=config,
+        cost=cost,
+        step_ns=float(sample.weights @ rank_end.reshape(-1, config.dp).max(axis=1)),
+        bubble=1 - float(work - again) / occupied,
+        recompute_share=float(again / work),
+        recompute_ns=_by_class(
+            sample, chunks, sample.weights[step_of_chunk] * ranks.durations[_FORWARD_KV].sum(axis=0)
+        ),
+        moments=np.stack([_moments(chunks, ranks, scheduled, config, cost, offloaded) for offloaded in (False, True)]),
+    )
+
+
+def _moments(
+    chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
+) -> Int64Array:
+    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 3]."""
+    weights = _token_bytes(config, replace(cost, kv_offload=offloaded))
+    moments = fullest_moments(
+        scheduled.actions, chunks.rank_chunks, ranks.group_id, ranks.num_tokens, config.pp, weights
+    )
+    return np.stack([_fullest(of_step, weights) for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
+
+
+def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
+    """What a token of each kind takes on each stage, [pp, 3]."""
+    layers = split_layers(cost.shape.num_layers, config.pp * int(config.virtual_stages or 1))
+    return np.array([token_bytes(cost, layers[stage :: config.pp]) for stage in range(config.pp)])
+
+
+def _fullest(moments: Int64Array, weights: Float64Array) -> Int64Array:
+    """Of `moments` int64 [n, pp, 3] the one that takes most bytes on each stage: int64 [pp, 3]."""
+    most = (moments * weights).sum(axis=-1).argmax(axis=0)
+    fullest: Int64Array = moments[most, np.arange(most.size)]
+    return fullest
+
+
+_FORWARD_KV = OPS.index("forward_kv")
+
+
+def _by_class(sample: Sample, chunks: Chunks, forward_ns: Float64Array) -> tuple[float, ...]:
+    """The sum of `forward_ns` [n] over chunks that are recomputed, for each length class."""
+    again = np.flatnonzero(~chunks.keeps_activations)
+    lengths = sample.num_tokens[chunks.sequence_id[chunks.segments[again]]]  # a chunk's part is its first segment
+    overs = np.array([each.over for each in sample.classes], np.int64)
+    classes = np.searchsorted(overs, lengths, side="left") - 1
+    return tuple(np.bincount(classes, weights=forward_ns[again], minlength=overs.size).tolist())

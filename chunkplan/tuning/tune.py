@@ -1,0 +1,157 @@
+"""Chooses (ChunkSize, K) and how a model is run: the Python twin of `chunkplan tune`.
+
+ChunkFlow (arXiv 2503.02356) runs every candidate on the cluster. Here all are tried on sampled steps of the data,
+planned and simulated as a plan's are, and an integer program chooses a K for each length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkplan.arrays import Int32Array
+from chunkplan.errors import UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_analysis
+from chunkplan.tuning.baselines import Baseline, baselines
+from chunkplan.tuning.grid import Choice, try_grid
+from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
+
+#: Strata of the sample that layouts are compared on, and of the one that configurations are; and the sequences of a
+#: sample, at most, unless fewer than 4 steps would be left.
+_COARSE, _STRATA, _MOST_SEQUENCES = 12, 48, 1 << 16
+
+#: What layouts are compared with, and how many of them are looked at closely.
+_COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
+
+#: Times this close are the same: of these the choice is the one that takes least memory.
+_SAME = 1.005
+
+#: Called with (runs done, runs to do); a run is a ChunkSize and schedule, with all Ks.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was found for `options`.
+
+    `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
+    as fast within 0.5 %, the one that takes least memory. `recommended` is the same among those that the runtime can
+    run, or None. `pareto`: places in `choices` of those that none beats in both time and memory. `layouts`: those
+    compared, with the time of a step by a first look, None where nothing fits. `token_histogram`: of the data.
+    """
+
+    options: TuneOptions
+    baselines: tuple[Baseline, ...]
+    choices: tuple[Choice, ...]
+    chosen: Choice
+    recommended: Choice | None
+    pareto: tuple[int, ...]
+    layouts: tuple[tuple[Layout, float | None], ...]
+    num_sequences: int
+    longest_sequence: int
+    tokens_per_step: float
+    token_histogram: dict[int, float]
+
+
+def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
+    """Choose for the sequences of `analysis` (an analysis, its folder, or a lengths file).
+
+    Raises:
+        UsageError: there is no analysis, or nothing fits the memory; says what would be needed.
+        DataError: the analysis is damaged.
+    """
+    if not isinstance(analysis, Analysis):
+        analysis = load_analysis(analysis)
+    num_tokens = analysis.num_tokens
+    layouts = options.layouts()
+    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts) if len(layouts) > 1 else ()
+    if compared:
+        layouts = [layout for layout, _ in compared[:_LAYOUTS]]
+    sample = _sample(num_tokens, options, _STRATA)
+    runs = sum(len(options.schedules_of(layout)) for layout in layouts) * len(options.chunk_sizes)
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(min(done, runs), runs)
+
+    choices = [
+        choice
+        for layout in layouts
+        for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, tick)
+    ]
+    choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        raise _nothing_fits(choices[0], options)
+    chosen = _best(fitting)
+    runnable = [choice for choice in fitting if choice.plan_only is None]
+    return Tuning(
+        options=options,
+        baselines=tuple(baselines(sample, options, chosen.layout)),
+        choices=tuple(choices),
+        chosen=chosen,
+        recommended=_best(runnable) if runnable else None,
+        pareto=_pareto(fitting),
+        layouts=tuple(compared),
+        num_sequences=num_tokens.size,
+        longest_sequence=int(num_tokens.max()),
+        tokens_per_step=sample.tokens_per_step,
+        token_histogram=token_histogram(num_tokens),
+    )
+
+
+def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sample:
+    layout = options.layouts()[0]
+    config = options.plan_config(layout, options.chunk_sizes[0], options.ks[0], options.schedules_of(layout)[0])
+    most = max(4, _MOST_SEQUENCES // options.global_batch)
+    return sample_steps(num_tokens, config, options.cost(layout, LADDER[0]), min(num_strata, most))
+
+
+def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> list[tuple[Layout, float | None]]:
+    """Layouts by a first look at each: fastest first, and last those in which nothing fits."""
+    found = []
+    for layout in layouts:
+        choices = try_grid(sample, options, layout, _COARSE_CHUNK_SIZES, _COARSE_KS, _ignore)
+        times = [choice.step_ns for choice in choices if choice.fits]
+        found.append((min(times, default=None), min(choice.memory.total for choice in choices), layout))
+    found.sort(key=lambda each: (each[0] is None, each[0] or each[1]))
+    return [(layout, step_ns) for step_ns, _, layout in found]
+
+
+def _ignore() -> None:
+    """A first look is not counted."""
+
+
+def _best(choices: list[Choice]) -> Choice:
+    fastest = min(choice.step_ns for choice in choices)
+    return min((choice for choice in choices if choice.step_ns <= _SAME * fastest), key=lambda each: each.memory.total)
+
+
+def _pareto(choices: list[Choice]) -> tuple[int, ...]:
+    """Places of those that need less memory than all faster ones; `choices` ascend by time."""
+    front, least = [], None
+    for place, choice in enumerate(choices):
+        if least is None or choice.memory.total < least:
+            front.append(place)
+            least = choice.memory.total
+    return tuple(front)
+
+
+def _nothing_fits(smallest: Choice, options: TuneOptions) -> UsageError:
+    memory, layout = smallest.memory, smallest.layout
+    states = memory.weights + memory.gradients + memory.optimizer
+    how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
+    how += ["full checkpointing"] if smallest.cost.checkpointing == "full" else []
+    how += ["KV offload"] if smallest.cost.kv_offload else []
+    return UsageError(
+        f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
+        f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
+        f"take {states / 2**30:.1f} GiB",
+        hint="more GPUs (--gpus, --tp, --pp), --sharding weights with --dp, or more memory",
+    )

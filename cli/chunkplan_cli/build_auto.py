@@ -1,0 +1,83 @@
+"""`build --auto`: what a plan is built with is tuned, or read from an earlier tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chunkplan_cli.progress import progress
+from chunkplan_cli.quantities import gibibytes, percent
+from chunkplan_cli.terminal import note, warn
+
+if TYPE_CHECKING:
+    from chunkplan.cost.model import CostModel
+    from chunkplan.planfile.analysis import Analysis
+    from chunkplan.tuning.document import Tuned
+
+
+def choose(
+    analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], file: Path | None
+) -> tuple[dict[str, Any], CostModel]:
+    """What the options `values` leave open, tuned for `machine` (arguments of `tune_options`) or as `file` has it.
+
+    Returns the options with what was chosen, and the cost model.
+    """
+    from chunkplan.tuning.document import read_tuning, tuned
+    from chunkplan.tuning.tune import tune
+    from chunkplan_cli.build_options import plan_config
+    from chunkplan_cli.machine_options import tune_options
+
+    if file is not None:
+        _refuse_machine(machine)
+        found = read_tuning(file)
+    else:
+        only = {"chunk_sizes": "chunk_size", "ks": "k", "schedules": "schedule"}
+        given: dict[str, Any] = {many: (values[one],) for many, one in only.items() if one in values}
+        shared = {name: values.get(name) for name in ("dp", "pp", "global_batch", "seed")}
+        options = tune_options(**machine, **shared, **given)
+        with progress("simulating", "runs") as report_progress:
+            found = tuned(tune(analysis, options, progress=report_progress))
+    settings = {name: value for name, value in found.settings.items() if name != "k_by_length" or "k" not in values}
+    settings |= values
+    by_length = ", ".join(f"{k} over {tokens:,}" for tokens, k in settings.get("k_by_length") or ())
+    words = [f"chunk size {settings['chunk_size']:,}", f"K {settings['k']}" + (f" ({by_length})" if by_length else "")]
+    words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", str(settings["schedule"])]
+    words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
+    words += ["KV offload"] if found.cost.kv_offload else []
+    note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
+    if found.plan_only:
+        warn(f"plan only: the runtime cannot run {found.plan_only} yet")
+    if file is not None:
+        _compare(analysis, found, plan_config(settings))
+    return settings, found.cost
+
+
+def _refuse_machine(machine: dict[str, Any]) -> None:
+    from chunkplan.errors import UsageError
+
+    given = [name for name, value in machine.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} and --from exclude each other: the file says what it was tuned for",
+            hint="leave one of them out",
+        )
+
+
+def _compare(analysis: Analysis, found: Tuned, config: Any) -> None:
+    """Say how the data differ from what was tuned for; refuse what would no longer fit."""
+    from chunkplan.errors import UsageError
+    from chunkplan.tuning.drift import find_drift
+
+    drift = find_drift(analysis.num_tokens, found, config)
+    if drift.has_drifted:
+        warn(
+            f"the lengths have drifted: {percent(drift.moved)} of the tokens are in other length classes than when "
+            f"tuned, the longest sequence has {drift.longest_now:,} (then {drift.longest_before:,}); tune again"
+        )
+    if not drift.fits:
+        raise UsageError(
+            f"with these lengths it would take {gibibytes(drift.memory.total)} a GPU, tuned for "
+            f"{gibibytes(drift.gpu_memory)}: the longest sequence has {drift.longest_now:,} tokens, then "
+            f"{drift.longest_before:,}",
+            hint="run `chunkplan tune` again, or `chunkplan analyze` with --max-length",
+        )

@@ -1,0 +1,166 @@
+"""`chunkplan tune` and `build --auto` as they are typed: what they print, write, and refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan import load_plan, validate
+from chunkplan.cost.model import CostModel
+
+GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--schedules", "1f1b", "--global-batch", "32")
+
+
+def run(folder: Path, *words: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "chunkplan"), *words],
+        cwd=folder,
+        env={"PATH": "", "COLUMNS": str(columns), "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lengths of a long tail, and the configuration of a small model."""
+    folder = tmp_path_factory.mktemp("data")
+    tokens = np.random.default_rng(0).lognormal(6.3, 1.5, 4000)
+    np.save(folder / "lengths.npy", np.clip(tokens, 1, 150_000).astype(np.int32))
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tuning_begins_with_today_and_ends_with_a_recommendation(data: Path) -> None:
+    """A small model on one GPU is what the runtime can run. Every line fits the terminal."""
+    for columns in (80, 120):
+        ran = run(data, "tune", "lengths.npy", "--model-config", "config.json", *GRID, columns=columns)
+        assert ran.returncode == 0, ran.stderr
+        assert (
+            ran.stdout.index("What people run today") < ran.stdout.index("Chunked") < ran.stdout.index("Recommended:")
+        )
+        assert "x as fast as one sequence a micro-batch" in " ".join(ran.stdout.split())
+        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
+
+
+def test_one_json_document_says_all_of_it(data: Path) -> None:
+    ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--json")
+    document = json.loads(ran.stdout)
+    assert document["recommended"] is True
+    assert len(document["baselines"]) == 4
+    assert [choice["step_seconds"] for choice in document["choices"] if choice["fits"]] == sorted(
+        choice["step_seconds"] for choice in document["choices"] if choice["fits"]
+    )
+    assert document["choices"][document["pareto"][0]]["step_seconds"] == document["choices"][0]["step_seconds"]
+    for name in ("tokens_per_second", "mfu", "bubble", "recompute_share", "memory", "plan_only"):
+        assert name in document["chosen"]
+
+
+def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path: Path) -> None:
+    """The same plan either way, of the model and the hardware it was tuned for."""
+    lengths = str(data / "lengths.npy")
+    machine = ("--model-config", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
+    at_once = run(tmp_path, "build", lengths, "--auto", *machine, "--global-batch", "32", "--output", "one")
+    assert at_once.returncode == 0, at_once.stderr
+    assert "plan only: the runtime cannot run more than one GPU yet" in at_once.stderr
+    ran = run(tmp_path, "tune", lengths, *machine, "--global-batch", "32", "--output", "tune.json")
+    assert f"next: chunkplan build {lengths} --auto --from tune.json" in ran.stderr
+    from_file = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--output", "other")
+    assert from_file.returncode == 0, from_file.stderr
+    assert "drifted" not in from_file.stderr
+    one, other = load_plan(tmp_path / "one"), load_plan(tmp_path / "other")
+    assert one.content_hash == other.content_hash
+    chosen = json.loads((tmp_path / "tune.json").read_text())["chosen"]
+    assert {name: one.config[name] for name in ("chunk_size", "k", "pp", "schedule")} == {
+        name: chosen[name] for name in ("chunk_size", "k", "pp", "schedule")
+    }
+    cost = CostModel.from_dict(one.manifest["predictions"]["cost_model"], where="plan")
+    assert (cost.hardware.name, cost.tp, cost.shape.num_layers) == ("a100", 2, 24)
+    assert validate(one.path).ok
+
+
+def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
+    lengths = str(data / "lengths.npy")
+    ran = run(tmp_path, "build", lengths, "--auto", "--model-config", str(data), "--chunk-size", "3000", "--k", "3")
+    assert ran.returncode == 0, ran.stderr
+    config = load_plan(tmp_path / "chunkplan-out" / "plan").config
+    assert (config["chunk_size"], config["k"]) == (3000, 3)
+
+
+def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
+    tuned = run(
+        data, "tune", "lengths.npy", "--model-config", ".", "--gpu-memory", "24GiB", *GRID,
+        "--output", str(tmp_path / "tune.json"),
+    )  # fmt: skip
+    assert tuned.returncode == 0, tuned.stderr
+    before = np.load(data / "lengths.npy")
+    np.save(tmp_path / "shorter.npy", np.minimum(before, 500))
+    ran = run(tmp_path, "build", "shorter.npy", "--auto", "--from", "tune.json")
+    assert ran.returncode == 0, ran.stderr
+    assert "the lengths have drifted: " in ran.stderr
+    np.save(tmp_path / "longer.npy", np.append(before, np.int32(30_000_000)).astype(np.int32))
+    ran = run(tmp_path, "build", "longer.npy", "--auto", "--from", "tune.json", "--output", "none")
+    assert ran.returncode == 2
+    assert "the longest sequence has 30,000,000 tokens" in ran.stderr
+    assert "hint: run `chunkplan tune` again" in ran.stderr
+    assert not (tmp_path / "none").exists()
+
+
+REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no memory": (("tune", "lengths.npy", "--gpu-memory", "6GiB"), "nothing fits 6.0 GiB a GPU"),
+    "no size": (("tune", "lengths.npy", "--gpu-memory", "80"), "'80' is not a size of memory"),
+    "no hardware": (("tune", "lengths.npy", "--hardware", "h900"), "h900"),
+    "no model": (("tune", "lengths.npy", "--model-config", "none.json"), "none.json"),
+    "no lengths": (("tune", "none.npy"), "none.npy"),
+    "no workspace": (("tune",), "there is no analysis in the workspace"),
+    "no numbers": (("tune", "lengths.npy", "--ks", "1,x"), "--ks is '1,x'"),
+    "gpus and stages": (("tune", "lengths.npy", "--gpus", "8", "--pp", "2"), "exclude each other"),
+    "heads": (("tune", "lengths.npy", "--tp", "8"), "tensor parallelism 8 does not divide"),
+    "stages": (("tune", "lengths.npy", "--pp", "40"), "28 layers, too few for 40 stages"),
+    "schedule": (("tune", "lengths.npy", "--pp", "2", "--schedules", "best"), "schedule is 'best'"),
+    "from without auto": (("build", "lengths.npy", "--from", "x.json"), "--from is for --auto"),
+    "gpus without auto": (("build", "lengths.npy", "--gpus", "8"), "--gpus is for --auto"),
+    "from and hardware": (("build", "lengths.npy", "--auto", "--from", "x.json", "--hardware", "h100"), "exclude"),
+    "no file": (("build", "lengths.npy", "--auto", "--from", "x.json"), "there is no file x.json"),
+    "k": (("build", "lengths.npy", "--chunk-size", "8", "--k", "4,5"), "expected a number, or also TOKENS:K"),
+    "checkpointing": (("build", "lengths.npy", "--auto", "--checkpointing", "full"), "--auto chooses it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_is_refused_in_words(data: Path, case: str) -> None:
+    words, message = REFUSALS[case]
+    ran = run(data, *words, columns=500)
+    assert ran.returncode in (2, 3), ran.stderr
+    assert message in ran.stderr
+    assert "hint: " in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (data / "chunkplan-out").exists()
+
+
+def test_an_analysis_ends_with_what_chunks_would_gain(data: Path, tmp_path: Path) -> None:
+    records = [{"text": "word " * count} for count in (5, 9, 4000, 90_000)] * 9
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    ran = run(tmp_path, "analyze", "data.jsonl")
+    assert "Qwen2.5-7B on 16 x h100: a step takes " in ran.stdout
+    document: dict[str, Any] = json.loads(run(tmp_path, "analyze", "data.jsonl", "--json").stdout)
+    headline = document["headline"]
+    assert headline["speedup"] == pytest.approx(headline["one_sequence_seconds"] / headline["chunked_seconds"])
