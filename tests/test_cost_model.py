@@ -157,7 +157,7 @@ def test_smaller_chunks_are_less_efficient() -> None:
     rates = CostModel(tp=4, hardware=load_hardware("a100")).rates
     lost = {tokens: rates.chunk / (rates.chunk + rates.token * tokens) for tokens in (1024, 32768)}
     assert 0.2 < lost[1024] < 0.5
-    assert lost[32768] < 0.02
+    assert lost[32768] < 0.03
 
 
 def test_a_mixture_costs_what_a_token_meets_and_ramps_up_on_all_its_weights() -> None:

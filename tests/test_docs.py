@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import runpy
 import shlex
@@ -16,18 +17,34 @@ import pyarrow as pa
 import pytest
 
 import chunkplan
+from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.shape import ModelShape
+from chunkplan.errors import UsageError
 from chunkplan.packing import PACKERS
 from chunkplan.planfile import schema
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
+from chunkplan.tuning.document import tuning_document
 from chunkplan.validation import PLAN_INVARIANTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FORMAT = (ROOT / "docs" / "plan-format.md").read_text(encoding="utf-8")
 PLANNER = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+COST_MODEL = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
 SCRIPT = ROOT / "docs" / "draw_planner.py"
 DRAWN = runpy.run_path(str(SCRIPT))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = Path(sys.executable).parent
+
+#: Where an option in a document may be from, if it is not part of a whole command.
+COMMANDS = {
+    "planner.md": ("build",),
+    "schedules.md": ("simulate", "build"),
+    "tuning.md": ("tune", "build"),
+    "cost-model.md": ("tune", "build"),
+}
 
 
 def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
@@ -35,14 +52,13 @@ def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     [block] = re.findall(r"## In five minutes\n.*?```sh\n(.*?)```", README, re.DOTALL)
     commands = [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-    assert len(commands) == 6
-    scripts = Path(sys.executable).parent
+    assert len(commands) == 8
     for command in commands:
         program, *arguments = shlex.split(command)
         ran = subprocess.run(
-            [str(scripts / program), *arguments],
+            [str(SCRIPTS / program), *arguments],
             cwd=tmp_path,
-            env={"PATH": str(scripts), "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "HOME": str(tmp_path)},
+            env={"PATH": str(SCRIPTS), "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "HOME": str(tmp_path)},
             capture_output=True,
             text=True,
             check=False,
@@ -90,28 +106,46 @@ def test_the_format_names_every_entry_of_a_configuration() -> None:
         assert re.search(rf"^\|.*`{field.name}`.*\|.*\|.*\|$", FORMAT, re.M), field.name
 
 
+def test_the_format_names_every_entry_of_a_cost_model() -> None:
+    [table] = re.findall(r"^`predictions` has .*?\n\n(.*?)\n\n", FORMAT, re.M | re.S)
+    for kind in (chunkplan.CostModel, ModelShape, Hardware):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in table, field.name
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-def test_the_options_the_planner_names_are_those_of_the_command_line() -> None:
-    """In a code span that begins with `chunkplan COMMAND` those of that command, in others those of `build`."""
-    named: dict[str, set[str]] = {"build": set()}
-    for span in re.findall(r"`([^`\n]*--[^`\n]*)`", PLANNER):
+@pytest.mark.parametrize("document", COMMANDS)
+def test_the_options_a_document_names_are_those_of_the_command_line(document: str) -> None:
+    """In a span or line that begins with `chunkplan COMMAND` those of that command, in other spans of `COMMANDS`."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
+    spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
+    known = {command: options_of(command) for command in ("analyze", "build", "inspect", "simulate", "tune")}
+    assert len(spans) > 5
+    for span in spans:
         command = re.match(r"chunkplan (\w+)", span)
-        named.setdefault(command[1] if command else "build", set()).update(re.findall(r"(?<!\S)--[a-z-]+", span))
-    assert {"--holdout", "--mix", "--split", "--packing"} <= named["build"]
-    for command_name, options in named.items():
-        ran = subprocess.run(
-            [str(Path(sys.executable).parent / "chunkplan"), command_name, "--help"],
-            env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert options <= set(re.findall(r"(?<!\S)--[a-z-]+", ran.stdout)), command_name
+        commands = (command[1],) if command else COMMANDS[document]
+        assert set(re.findall(OPTION, span)) <= set().union(*(known[name] for name in commands)), span
+
+
+OPTION = r"(?<!\S)--[a-z][a-z-]*"
+
+
+def options_of(command: str) -> set[str]:
+    """What `--help` names."""
+    ran = subprocess.run(
+        [str(SCRIPTS / "chunkplan"), command, "--help"],
+        env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(re.findall(OPTION, ran.stdout))
 
 
 def test_the_planner_names_the_packers_there_are() -> None:
@@ -119,9 +153,10 @@ def test_the_planner_names_the_packers_there_are() -> None:
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == set(PACKERS)
 
 
-def test_the_files_the_planner_names_exist() -> None:
-    paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", PLANNER)
-    assert len(paths) > 20
+@pytest.mark.parametrize(("text", "least"), [(PLANNER, 20), (TUNING, 10)], ids=["planner", "tuning"])
+def test_the_files_a_document_names_exist(text: str, least: int) -> None:
+    paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", text)
+    assert len(paths) > least
     for path in paths:
         assert [*ROOT.glob(path), *(ROOT / "chunkplan").glob(path)], path
 
@@ -134,6 +169,86 @@ def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: 
         exec(block, names)
     assert (names["lengths"], names["plan"].config["k"]) == (DRAWN["LENGTHS"], DRAWN["CONFIG"].k)
     assert names["step"].optimal and names["rows"].is_optimal
+
+
+def test_the_python_and_the_screens_of_the_tuning_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the letter, at 100 columns. And its tables name every entry of the document that `--output` writes."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", TUNING, re.S):
+        exec(block, names)
+    assert names["plan"].config["chunk_size"] == names["best"].config.chunk_size
+    document = tuning_document(names["tuning"])
+    for entry in {*document, *document["options"], *document["data"], *document["baselines"][0], *document["chosen"]}:
+        assert f"`{entry}`" in TUNING.split("## tune.json")[1], entry
+    screens = re.findall(r"```console\n\$ chunkplan (.*?)\n(.*?)```", TUNING, re.S)
+    assert len(screens) == 2
+    for arguments, screen in screens:
+        ran = subprocess.run(
+            [str(SCRIPTS / "chunkplan"), *shlex.split(arguments)],
+            env={"PATH": "", "COLUMNS": "100", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        shown = ran.stdout if ran.returncode == 0 else ran.stderr
+        assert [line.rstrip() for line in shown.splitlines()] == screen.splitlines()
+
+
+def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path: Path) -> None:
+    [table] = re.findall(r"^\| profile \|.*?\n\n", COST_MODEL, re.M | re.S)
+    shipped = {path.stem for path in (ROOT / "chunkplan" / "cost" / "profiles").glob("*.toml")}
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| (\d+) \|$", table, re.M)
+    assert {row[0] for row in rows} == shipped
+    for name, *figures in rows:
+        profile = chunkplan.load_hardware(name)
+        rates = (profile.flops / 1e12, profile.attention_flops / 1e12, profile.copy_bytes / 1e12)
+        assert [float(figure) for figure in figures] == [*rates, profile.memory_bytes / 2**30]
+    for text in (COST_MODEL, TUNING):
+        assert f"{chunkplan.CostModel().offload_chunk_size:,} tokens" in text
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    with pytest.raises(UsageError) as caught:
+        chunkplan.read_model_config(tmp_path)
+    [sentence] = re.findall(r"`model_type` may be (.*?):", COST_MODEL, re.S)
+    assert re.findall(r"`(\w+)`", sentence) == caught.value.hint.removeprefix("the known types are ").split(", ")
+
+
+def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> None:
+    """Every row of the table, to the digits that it has."""
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "paper.py")], capture_output=True, text=True, check=True
+    )
+    found = {figures["experiment"]: figures for figures in map(json.loads, ran.stdout.splitlines())}
+    row = r"^\| ([\d.]+) \| `(.*?)` \| `(.*?)` \| (\d+\.?(\d*)) \| ([+-]?\d+) % \|$"
+    rows = re.findall(row, COST_MODEL, re.M)
+    assert len(rows) > 8
+    for published, experiment, figure, predicted, decimals, off in rows:
+        value = found[experiment][figure]
+        assert float(predicted) == pytest.approx(value, abs=0.51 * 10 ** -len(decimals)), experiment
+        assert int(off) == pytest.approx(100 * (value / float(published) - 1), abs=0.51), experiment
+
+
+def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> None:
+    rows = re.findall(r"^\| (\d+)K \| predicted \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", COST_MODEL, re.M)
+    assert len(rows) == 2
+    cost = chunkplan.CostModel(tp=4)
+    for context, *gibibytes in rows:
+        for chunk_size, stated in zip((2048, 4096, 8192), gibibytes, strict=True):
+            [memory] = stage_memory(
+                cost,
+                dp=1,
+                pp=1,
+                layers=(28,),
+                sharding="none",
+                retained_tokens=[chunk_size],
+                stage_input_tokens=[0],
+                kv_tokens=[int(context) << 10],
+                chunk_size=chunk_size,
+                kv_gradient_bytes=2,
+            )
+            assert memory.total / 2**30 == pytest.approx(float(stated), abs=0.051)
 
 
 def test_the_picture_is_the_one_that_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

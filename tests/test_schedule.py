@@ -142,6 +142,30 @@ def test_the_simulator_conserves_work_and_never_beats_it(
     assert ops.count("recompute") == ops.count("forward_kv") == keeps.count(0)
 
 
+@given(chunks_of_a_rank(), st.integers(2, 5), st.integers(1, 4))
+def test_interleaved_stages_do_the_work_of_all_their_parts_and_never_deadlock(
+    chunks: tuple[list[int], list[int], list[int]], pp: int, num_virtual: int
+) -> None:
+    groups, keeps, forward = chunks
+    rank = Rank(groups, keeps, pp, forward, "interleaved", num_virtual)
+    for actions, ends, end in zip(rank.stages, rank.ends, rank.stage_end, strict=True):
+        assert work(actions, forward) == num_virtual * work(Rank(groups, keeps, 1, forward).stages[0], forward)
+        assert work(actions, forward) <= ends[-1] == end <= rank.makespan
+
+
+def test_interleaved_parts_fill_and_drain_a_pipeline_sooner() -> None:
+    """Eight equal chunks on four stages: the bubble is 3 of 8 chunks' time, and with v parts 1/v of that."""
+    times = [Rank([ALONE] * 8, None, 4, [1] * 8, "interleaved", parts).makespan / parts for parts in (1, 2, 3)]
+    assert times == [24 + 9, 24 + 9 / 2, 24 + 9 / 3]
+
+
+def test_stages_stay_ahead_of_the_last_one_after_a_group() -> None:
+    """Three groups of two chunks, then standalone ones: in lockstep the last stage would wait almost half the time."""
+    rank = Rank([0, 0, 1, 1, 2, 2] + [ALONE] * 6, None, 4, [1] * 12)
+    arrival = 3
+    assert work(rank.stages[3], [1] * 12) >= 0.9 * (rank.ends[3][-1] - arrival)
+
+
 @given(st.lists(chunks_of_a_rank(), min_size=1, max_size=4), st.integers(1, 4))
 def test_ranks_are_scheduled_together_as_they_are_alone(
     ranks: list[tuple[list[int], list[int], list[int]]], pp: int

@@ -119,7 +119,13 @@ PLAN: Expected = {
         "num_dropped_sequences": whole(),
     },
     "predictions": {
-        "cost_model": {"shape": {"name": TEXT, "num_layers": whole(1)}, "hardware": {"name": TEXT}, "tp": whole(1)},
+        "cost_model": {
+            "shape": {"name": TEXT, "num_layers": whole(1)},
+            "hardware": {"name": TEXT},
+            "tp": whole(1),
+            "checkpointing": TEXT,
+            "kv_offload": FLAG,
+        },
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,
     },

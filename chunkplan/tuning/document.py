@@ -111,7 +111,7 @@ def tuning_document(tuning: Tuning) -> dict[str, Any]:
     """
     options = tuning.options
     chosen = tuning.recommended or tuning.chosen
-    today = tuning.baselines[0].step_ns
+    today, best = tuning.baselines[0].step_ns, tuning.best_of_today
     return {
         "kind": "tuning",
         "schema_version": _VERSION,
@@ -138,6 +138,7 @@ def tuning_document(tuning: Tuning) -> dict[str, Any]:
         "recommended": tuning.recommended is not None,
         "fastest": choice_document(tuning.chosen),
         "speedup": today / chosen.step_ns,
+        "speedup_over_best": None if best is None else best.step_ns / chosen.step_ns,
         "cost_model": chosen.cost.to_dict(),
     }
 

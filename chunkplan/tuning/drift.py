@@ -8,7 +8,7 @@ from chunkplan.arrays import Int32Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.document import Tuned
-from chunkplan.tuning.sampling import sample_steps, token_histogram
+from chunkplan.tuning.sampling import length_class, sample_steps, token_histogram
 from chunkplan.tuning.trial import try_out
 
 #: Less than this share of the tokens in other length classes changes no choice worth speaking of.
@@ -28,8 +28,9 @@ class Drift:
 
     @property
     def has_drifted(self) -> bool:
-        """Whether tuning again is worth it."""
-        return self.moved > _DRIFTED
+        """Whether tuning again is worth it: many tokens moved, or the longest sequence is in another length class."""
+        before, now = (length_class(longest) for longest in (self.longest_before, self.longest_now))
+        return self.moved > _DRIFTED or now > before
 
     @property
     def fits(self) -> bool:

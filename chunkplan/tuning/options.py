@@ -85,6 +85,8 @@ class TuneOptions:
                 raise _refusal(name, value, "a whole number from 1")
         if self.gpus is not None and (self.dp, self.tp, self.pp) != (1, 1, 1):
             raise UsageError("gpus and dp, tp, pp exclude each other", hint="give --gpus alone, or the others")
+        if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
+            raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
         for layout in self.layouts():
             cost = self.cost(layout, LADDER[0])
             for schedule in self.schedules_of(layout):

@@ -108,6 +108,11 @@ def _stratify(work: Float64Array, num_strata: int) -> tuple[Int64Array, Float64A
     return np.array(steps, np.int64), np.array(weights)
 
 
+def length_class(num_tokens: int) -> int:
+    """The power of two that a sequence does not exceed."""
+    return 1 << max(num_tokens - 1, 0).bit_length()
+
+
 def token_histogram(num_tokens: npt.NDArray[np.int32]) -> dict[int, float]:
     """Share of all tokens in sequences of up to each power of two, from the shortest to the longest there is."""
     tokens = num_tokens.astype(np.float64)

@@ -55,6 +55,12 @@ class Tuning:
     tokens_per_step: float
     token_histogram: dict[int, float]
 
+    @property
+    def best_of_today(self) -> Baseline | None:
+        """The fastest way of today that fits and loses no token."""
+        fitting = [row for row in self.baselines if row.fits and not row.lost]
+        return min(fitting, key=lambda row: row.step_ns, default=None)
+
 
 def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
     """Choose for the sequences of `analysis` (an analysis, its folder, or a lengths file).

@@ -72,7 +72,7 @@ def _compare(analysis: Analysis, found: Tuned, config: Any) -> None:
     if drift.has_drifted:
         warn(
             f"the lengths have drifted: {percent(drift.moved)} of the tokens are in other length classes than when "
-            f"tuned, the longest sequence has {drift.longest_now:,} (then {drift.longest_before:,}); tune again"
+            f"tuned, the longest sequence has {drift.longest_now:,} tokens (then {drift.longest_before:,}); tune again"
         )
     if not drift.fits:
         raise UsageError(

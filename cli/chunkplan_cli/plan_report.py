@@ -104,8 +104,10 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
 
 def _machine(cost_model: dict[str, Any]) -> str:
     shape, hardware = cost_model["shape"], cost_model["hardware"]
-    shared = f", {cost_model['tp']} a stage" if cost_model["tp"] > 1 else ""
-    return f"{shape['name']} on {hardware['name']}{shared}"
+    words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
+    words += ["layers checkpointed"] if cost_model["checkpointing"] == "full" else []
+    words += ["KV offloaded"] if cost_model["kv_offload"] else []
+    return ", ".join([f"{shape['name']} on {hardware['name']}", *words])
 
 
 def _schedule(config: dict[str, Any], num_layers: int) -> str:

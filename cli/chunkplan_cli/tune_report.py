@@ -12,7 +12,6 @@ from chunkplan_cli.quantities import gibibytes, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice
-    from chunkplan.tuning.headline import Headline
     from chunkplan.tuning.tune import Tuning
 
 #: Choices that are shown: the fastest, and the others that need less memory than all faster ones.
@@ -97,8 +96,8 @@ def _verdict(tuning: Tuning) -> list[Text]:
     fitting = sum(choice.fits for choice in tuning.choices)
     lines = [
         Text(
-            "* needs less memory than all faster ones; again: forwarded twice; memory of the fullest stage of "
-            f"{len(tuning.choices)} choices {fitting} fit",
+            "* needs less memory than all faster ones   again: forwarded twice   memory: of the fullest stage\n"
+            f"{fitting} of {len(tuning.choices)} choices fit",
             style="dim",
         ),
         Text(),
@@ -106,46 +105,51 @@ def _verdict(tuning: Tuning) -> list[Text]:
     choice = tuning.recommended or tuning.chosen
     words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice)}", str(choice.config.schedule)]
     words += memory_words(choice)
-    if tuning.recommended:
-        lines.append(Text.assemble(("Recommended: ", "bold"), ", ".join(words)))
-    else:
-        lines.append(Text.assemble(("Fastest, plan only: ", "bold"), ", ".join(words)))
+    title = "Recommended: " if tuning.recommended else "Fastest, plan only: "
+    lines.append(Text.assemble((title, "bold"), ", ".join(words)))
     today = tuning.baselines[0]
     gain = f"{today.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
-    needs = "" if today.fits else f", which would need {gibibytes(today.memory.total)} a GPU"
-    lines.append(Text(f"{gain}{needs}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
+    gain += "" if today.fits else f" (which would need {gibibytes(today.memory.total)} a GPU)"
+    best = tuning.best_of_today
+    if best is not None and best is not today:
+        gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
+    lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
     equals = [each for each in tuning.choices if each.fits and not (tuning.recommended and each.plan_only)]
     if choice is not equals[0]:
         lines.append(Text("Of those as fast within 0.5 %, it takes least memory."))
     if not tuning.recommended:
         lines.append(
-            Text(
-                f"Not recommended: the runtime cannot run {choice.plan_only} yet. Other trainers can follow its plan."
-            )
+            Text(f"Not recommended: the runtime cannot run {choice.plan_only} yet. Other trainers can follow its plan.")
         )
+    elif tuning.chosen is not choice:
+        faster = f"{seconds(tuning.chosen.step_ns / 1e3)} a step with {', '.join(memory_words(tuning.chosen))}"
+        lines.append(Text(f"Plan only, faster: {faster}, which the runtime cannot run yet."))
     return lines
 
 
-def print_headline(console: Console, headline: Headline) -> None:
+def print_headline(console: Console, tuning: Tuning) -> None:
     """Print what chunks would gain, in one line."""
-    today, choice = headline.today, headline.chunked
+    today, choice, best = tuning.baselines[0], tuning.chosen, tuning.best_of_today
     fits = "" if today.fits else f" on larger GPUs ({gibibytes(today.memory.total)})"
+    other = f", {seconds(best.step_ns / 1e3)} {best.name}" if best is not None and best is not today else ""
     console.print(
-        f"Qwen2.5-7B on {choice.layout.gpus} x {headline.options.hardware.name}: a step takes "
-        f"{seconds(today.step_ns / 1e3)} with one sequence a micro-batch{fits}, {seconds(choice.step_ns / 1e3)} in "
-        f"chunks of {choice.config.chunk_size:,} with K {choice.config.k}: {today.step_ns / choice.step_ns:.1f}x as "
-        "fast by prediction. `chunkplan tune` does this for your model and GPUs."
+        f"{tuning.options.shape.name} on {choice.layout.gpus} x {tuning.options.hardware.name}: a step takes "
+        f"{seconds(today.step_ns / 1e3)} with one sequence a micro-batch{fits}{other}, "
+        f"{seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with K {choice.config.k}: "
+        f"{today.step_ns / choice.step_ns:.1f}x as fast as the first, by prediction. `chunkplan tune` does this for "
+        "your model and GPUs."
     )
 
 
-def headline_document(headline: Headline) -> dict[str, Any]:
+def headline_document(tuning: Tuning) -> dict[str, Any]:
     """The same, for JSON."""
-    today, choice = headline.today, headline.chunked
+    today, choice, best = tuning.baselines[0], tuning.chosen, tuning.best_of_today
     return {
-        "model": headline.options.shape.name,
-        "hardware": headline.options.hardware.name,
+        "model": tuning.options.shape.name,
+        "hardware": tuning.options.hardware.name,
         "gpus": choice.layout.gpus,
         "one_sequence_seconds": today.step_ns / 1e9,
+        "best_of_today_seconds": best.step_ns / 1e9 if best else None,
         "chunked_seconds": choice.step_ns / 1e9,
         "chunk_size": choice.config.chunk_size,
         "k": choice.config.k,
@@ -166,7 +170,8 @@ def memory_words(choice: Choice) -> list[str]:
 
 
 def _table(title: str, *names: str, first: str | None = None) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=Text(title, style="bold", no_wrap=True), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.min_width = len(title)
     if first is not None:
         table.add_column(first, header_style="dim")
     for name in names:
