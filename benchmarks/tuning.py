@@ -73,8 +73,10 @@ def measure_choice(name: str, num_tokens: Int32Array, folder: Path) -> list[Row]
         times = []
         for schedule, chunk_size, k in product(options.schedules_of(LAYOUT), options.chunk_sizes, options.ks):
             config = options.plan_config(LAYOUT, chunk_size, k, schedule)
-            for rung in LADDER[::2]:
+            for rung in LADDER:
                 cost = options.cost(LAYOUT, rung)
+                if rung.kv_offload and chunk_size < cost.offload_chunk_size:
+                    continue
                 outcome = try_out(everything, config, cost)
                 if outcome.memory(cost, options.sharding).total <= gpu_memory:
                     times.append(outcome.step_ns)
