@@ -14,7 +14,7 @@ import pytest
 from chunkplan import load_plan, validate
 from chunkplan.cost.model import CostModel
 
-GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--schedules", "1f1b", "--global-batch", "32")
+GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--global-batch", "32")
 
 
 def run(folder: Path, *words: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
@@ -135,6 +135,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpus and stages": (("tune", "lengths.npy", "--gpus", "8", "--pp", "2"), "exclude each other"),
     "heads": (("tune", "lengths.npy", "--tp", "8"), "tensor parallelism 8 does not divide"),
     "stages": (("tune", "lengths.npy", "--pp", "40"), "28 layers, too few for 40 stages"),
+    "schedule of one stage": (("tune", "lengths.npy", "--schedules", "1f1b"), "schedules are for pipelines"),
     "schedule": (("tune", "lengths.npy", "--pp", "2", "--schedules", "best"), "schedule is 'best'"),
     "from without auto": (("build", "lengths.npy", "--from", "x.json"), "--from is for --auto"),
     "gpus without auto": (("build", "lengths.npy", "--gpus", "8"), "--gpus is for --auto"),
@@ -164,3 +165,10 @@ def test_an_analysis_ends_with_what_chunks_would_gain(data: Path, tmp_path: Path
     document: dict[str, Any] = json.loads(run(tmp_path, "analyze", "data.jsonl", "--json").stdout)
     headline = document["headline"]
     assert headline["speedup"] == pytest.approx(headline["one_sequence_seconds"] / headline["chunked_seconds"])
+
+
+def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
+    """The line about chunks must not stand in its way."""
+    (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
+    ran = run(tmp_path, "analyze", "data.jsonl")
+    assert ran.returncode == 0, ran.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def test_the_front_is_what_nothing_beats_in_time_and_memory(tuning: Tuning) -> N
 def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Path, tuning: Tuning) -> None:
     assert tuning.recommended is None
     assert all(str(choice.plan_only).startswith("more than one GPU") for choice in tuning.choices)
-    huge = options_with(tp=1, pp=1, gpu_memory=400 * GIB)
+    huge = options_with(tp=1, pp=1, gpu_memory=400 * GIB, schedules=None)
     alone = tune(lengths, huge)
     assert alone.recommended is not None
     assert alone.recommended.plan_only is None
@@ -215,7 +216,7 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     """One K for all would have to be that of the longest; the plan that follows keeps every invariant."""
     tokens = np.concatenate([np.full(1500, 40_000, np.int32), np.full(2, 900_000, np.int32)])
     np.save(tmp_path / "lengths.npy", tokens)
-    given = {"global_batch": 16, "chunk_sizes": (1024,), "ks": (1, 2, 4, 8, 16), "tp": 4, "pp": 1}
+    given = {"global_batch": 16, "chunk_sizes": (1024,), "ks": (1, 2, 4, 8, 16), "tp": 4, "pp": 1, "schedules": None}
     wide = options_with(**given, gpu_memory=1000 * GIB)
     layout, cost = Layout(1, 4, 1), wide.cost(Layout(1, 4, 1), LADDER[0])
     sample = sample_steps(tokens, wide.plan_config(layout, 1024, 1, "algorithm2"), cost, 48)
@@ -248,7 +249,7 @@ def test_the_same_data_and_options_make_the_same_document(lengths: Path, tuning:
 
 def test_ways_of_today_differ_in_what_they_compute(lengths: Path, tuning: Tuning) -> None:
     """Padding computes more than packing, cutting less; only cutting loses tokens; all beside the same data."""
-    one, padded, packed, cut = tuning.baselines
+    one, padded, packed, cut, *usual = tuning.baselines
     assert one.largest == packed.largest == np.load(lengths).max()
     assert padded.largest >= 2 * one.largest
     assert (one.lost, padded.lost, packed.lost) == (0, 0, 0)
@@ -256,6 +257,53 @@ def test_ways_of_today_differ_in_what_they_compute(lengths: Path, tuning: Tuning
     assert cut.largest < packed.largest
     assert tuning.chosen.step_ns < one.step_ns
     assert cut.step_ns <= packed.step_ns * 1.05
+    assert all(row.largest < cut.largest and row.step_ns <= cut.step_ns and row.lost <= 0.03 for row in usual)
+    whole = np.load(lengths).astype(np.int64)
+    assert cut.lost == pytest.approx(np.maximum(whole - cut.largest, 0).sum() / whole.sum(), abs=0.02)
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 1, 1], [700] * 40, [3000] * 500, [1_000_000]])
+def test_data_of_any_kind_is_tuned(tmp_path: Path, tokens: list[int]) -> None:
+    """Also where nothing is long enough to be split, or all there is is one sequence."""
+    np.save(tmp_path / "lengths.npy", np.array(tokens, np.int32))
+    found = tune(tmp_path / "lengths.npy", options_with(chunk_sizes=(256, 512, 4096, 65536)))
+    assert found.chosen.fits
+    assert [row.lost for row in found.baselines[:3]] == [0, 0, 0]
+
+
+def test_chunks_larger_than_any_sequence_are_tried(tmp_path: Path) -> None:
+    """They still save what every chunk costs beside its tokens: up to all that a rank has in a step."""
+    np.save(tmp_path / "lengths.npy", np.full(512, 300, np.int32))
+    found = tune(tmp_path / "lengths.npy", options_with(global_batch=64, tp=4, pp=1, schedules=None))
+    assert {choice.config.chunk_size for choice in found.choices} == {2048, 8192, 32768}
+    assert found.chosen.config.chunk_size > 2048
+
+
+def test_a_choice_whose_memory_does_not_hold_on_the_heaviest_steps_is_passed_over(lengths: Path) -> None:
+    """For every budget: what is chosen fits on all steps, not on sampled ones alone."""
+    for gib in (16, 20, 24, 32):
+        options = options_with(gpu_memory=gib * GIB, pp=4, schedules=("zero-bubble",))
+        chosen = tune(lengths, options).chosen
+        everything = sample_steps(np.load(lengths), chosen.config, chosen.cost, 10**6)
+        assert try_out(everything, chosen.config, chosen.cost).memory(chosen.cost, "optimizer").total <= gib * GIB
+
+
+def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
+    """Summing gradients costs time on several ranks, and fetching sharded weights for chunks too small to hide it."""
+    alone, shared, sharded = (
+        tune(lengths, options_with(**changes, tp=4, pp=1, schedules=None, chunk_sizes=(1024,), ks=(1,))).choices[0]
+        for changes in ({}, {"dp": 16}, {"dp": 16, "sharding": "weights"})
+    )
+    assert shared.step_ns > alone.step_ns / 16
+    assert sharded.step_ns > shared.step_ns
+    assert sharded.memory.total < shared.memory.total < alone.memory.total
+
+
+def test_a_mixture_of_experts_is_planned_only(lengths: Path) -> None:
+    mixture = replace(QWEN2_5_7B, name="mixture", num_layers=2, all_mlp_width=4 * 18944, experts_per_token=1)
+    found = tune(lengths, options_with(shape=mixture, tp=1, pp=1, gpu_memory=400 * GIB, schedules=None))
+    assert found.recommended is None
+    assert found.chosen.plan_only == "mixtures of experts"
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:
@@ -336,6 +384,7 @@ def test_drift_is_the_share_of_tokens_that_changed_their_length_class(tuning: Tu
         ({"dp": 0}, "dp is 0"),
         ({"schedules": ("fastest",)}, "schedule is 'fastest'"),
         ({"tp": 3}, "does not divide"),
+        ({"pp": 1}, "schedules are for pipelines"),
         ({"pp": 29}, "28 layers"),
         ({"gpus": 100_003, "tp": 1, "pp": 1}, "cannot be used whole"),
     ],

@@ -26,7 +26,8 @@ class Rates(NamedTuple):
     `squares` of a segment of t tokens that sees p earlier ones are t (2 p + t), twice the pairs of a query and a key
     under a causal mask. `head` is a token's in the vocabulary head, on the last model part only. `layer_passes`: a
     backward takes as long as that many forwards of its layers (2, and 1 more where layers are recomputed inside it).
-    `link_token` and `link` are a token's and a message's between two stages.
+    `link_token` and `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a
+    layer takes where they are sharded: it goes on beside the work of the layer before, so nothing takes less.
     """
 
     token: float
@@ -36,6 +37,7 @@ class Rates(NamedTuple):
     layer_passes: int = 2
     link_token: float = 0.0
     link: float = 0.0
+    gather: float = 0.0
 
 
 #: Forward 1 and backward 2 a token on every model part, of one layer each, and nothing for links.
@@ -75,7 +77,8 @@ def durations(num_tokens: IntArray, squares: Float64Array, rates: Rates, layers:
             "backward_weight": linear + head,
         }
         for op, nanoseconds in by_op.items():
-            times[OPS.index(op), part] = whole_ns(nanoseconds)
+            least = 0.0 if op == "backward_weight" else num_layers * rates.gather
+            times[OPS.index(op), part] = whole_ns(np.maximum(nanoseconds, least))
     return times
 
 

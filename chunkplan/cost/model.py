@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
-from math import ceil
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -35,6 +35,10 @@ _COLLECTIVES = 4
 _LOSS_BYTES = 16
 
 
+#: So that what a step has of it fits 64 bits.
+_MOST_OVERHEAD_NS = 2.0**40
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """A model of `shape`, each pipeline stage of it on `tp` GPUs of `hardware`.
@@ -42,7 +46,8 @@ class CostModel:
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
     "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
-    which `offload_chunk_size` tells.
+    which `offload_chunk_size` tells. `weight_shards`: data-parallel ranks that share the weights (ZeRO-3) and fetch
+    those of a layer while the layer before is at work.
 
     Raises:
         UsageError: `tp` does not divide the attention heads.
@@ -54,6 +59,7 @@ class CostModel:
     precision: Precision = "bf16"
     checkpointing: Checkpointing = "none"
     kv_offload: bool = False
+    weight_shards: int = 1
 
     def __post_init__(self) -> None:
         heads = {"query": self.shape.num_query_heads, "key and value": self.shape.num_kv_heads}
@@ -61,7 +67,7 @@ class CostModel:
             if self.tp < 1 or count % self.tp:
                 raise UsageError(
                     f"tensor parallelism {self.tp} does not divide the {count} {name} heads of {self.shape.name}",
-                    hint=f"choose a divisor of {count}",
+                    hint=f"choose a divisor of {math.gcd(*heads.values())}",
                 )
 
     @property
@@ -96,7 +102,19 @@ class CostModel:
             layer_passes=3 if self.checkpointing == "full" else 2,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
+            gather=0.0 if self.weight_shards == 1 else self._gather_ns(),
         )
+
+    def _gather_ns(self) -> float:
+        """Of the weights of a layer, a ring."""
+        num_bytes = self.shape.layer_parameters * self.num_bytes / self.tp
+        ring = self.ring_bytes(self.weight_shards)
+        return num_bytes * (self.weight_shards - 1) / self.weight_shards / ring * 1e9 + self.hardware.link_ns
+
+    def ring_bytes(self, dp: int) -> float:
+        """Bytes a second of a ring of `dp` data-parallel ranks, whose GPUs lie `tp` apart."""
+        in_a_node = dp * self.tp <= self.hardware.gpus_per_node
+        return self.hardware.gpu_link_bytes if in_a_node else self.hardware.node_link_bytes
 
     def _copied_elements(self) -> int:
         """Of a token in a layer's forward, read or written by the `_KERNELS` beside products and attention.
@@ -111,7 +129,7 @@ class CostModel:
     @property
     def chunk_overhead_ns(self) -> int:
         """What a chunk's forward takes beside its tokens and squares, on all model parts together."""
-        return round(self.shape.num_layers * self.rates.chunk)
+        return round(min(self.shape.num_layers * self.rates.chunk, _MOST_OVERHEAD_NS))
 
     @property
     def passes(self) -> int:
@@ -131,7 +149,7 @@ class CostModel:
         float32, as kept) beside keys and values, and takes two forwards.
         """
         fetched = 2 * self.shape.kv_width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
-        return ceil(fetched / (2 * 2 * self.rates.square))
+        return math.ceil(fetched / (2 * 2 * self.rates.square))
 
     def forward_ns(self, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
         """Time of a forward of segments through all model parts, without overhead; both [n]."""
@@ -172,6 +190,7 @@ class CostModel:
             "precision": one_of(*get_args(Precision)),
             "checkpointing": one_of(*get_args(Checkpointing)),
             "kv_offload": FLAG,
+            "weight_shards": whole(1),
         }
         if found := find_mismatch(values, expected, "cost_model"):
             raise DataError(found, where=where, hint=hint)
@@ -184,6 +203,7 @@ class CostModel:
                 precision=values["precision"],
                 checkpointing=values["checkpointing"],
                 kv_offload=values["kv_offload"],
+                weight_shards=values["weight_shards"],
             )
         except UsageError as error:
             raise DataError(error.message, where=where, hint=hint) from error

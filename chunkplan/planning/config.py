@@ -17,7 +17,7 @@ Split = Literal["full", "even", "cost", "none"]
 Balance = Literal["spread", "search"]
 LastBatch = Literal["keep", "drop"]
 
-_HINT = "`chunkplan build --help` shows what it takes"
+_HINT = "the command's --help shows what it takes"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,14 +74,6 @@ def schedule_ranks(
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound)
 
 
-def rank_actions(actions: Actions, pp: int, rank: int) -> tuple[Actions, slice]:
-    """The actions of one rank, and where they are."""
-    stages = actions.stages[rank * pp : (rank + 1) * pp + 1]
-    mine = slice(int(stages[0]), int(stages[-1]))
-    own = Actions(actions.ops[mine], actions.chunk_ids[mine], actions.virtual_stages[mine], stages - stages[0])
-    return own, mine
-
-
 def _one_by_one(
     schedule: str,
     rank_chunks: Int64Array,

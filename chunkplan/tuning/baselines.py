@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,10 +18,14 @@ from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, Layout, TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import memory_of_stages
+from chunkplan.tuning.trial import memory_of_stages, reduction_ns
 
-#: Sequences of a padded micro-batch, the largest number that fits.
+#: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
+
+#: Lengths that sequences are cut to: this and its doubles. Shown are the largest that fits, and the fastest one that
+#: loses no more than this share of the tokens.
+_FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 
 #: Tokens and squares of the micro-batches that the sequences of a step make, in their order; both [m].
 MicroBatches = tuple[Int64Array, Float64Array]
@@ -54,16 +58,22 @@ def baselines(sample: Sample, options: TuneOptions, layout: Layout) -> list[Base
     padded = [
         _run(f"{size} sequences padded to the longest", _padded(size), sample, options, layout) for size in _PADDED
     ]
-    rows.append(next((row for row in padded if row.fits), padded[-1]))
+    rows.append(min(padded, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total)))
     rows.append(_run("packed to the longest", _packed(longest), sample, options, layout))
-    capacity = 1 << (longest - 1).bit_length() - 1
-    while capacity >= 1024:
-        row = _run(f"cut to {capacity:,} and packed", _packed(capacity), sample, options, layout)
-        if row.fits or capacity == 1024:
-            rows.append(row)
-            break
-        capacity //= 2
+    cuts = [_FIRST_CUT << power for power in range(longest.bit_length()) if _FIRST_CUT << power < longest]
+    fitting = [row for row in (_cut(capacity, sample, options, layout) for capacity in cuts) if row.fits]
+    if fitting:
+        usual = min((row for row in fitting if row.lost <= _USUAL_LOSS), key=lambda row: row.step_ns, default=None)
+        rows += [fitting[-1]] + ([usual] if usual not in (None, fitting[-1]) else [])
     return rows
+
+
+def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: Layout) -> Baseline:
+    """Sequences cut to `capacity` tokens, and packed."""
+    tokens = sample.num_tokens.astype(np.float64)
+    lost = np.add.reduceat(np.maximum(tokens - capacity, 0), sample.first_of_step[:-1])
+    row = _run(f"cut to {capacity:,} and packed", _packed(capacity), sample, options, layout)
+    return replace(row, lost=float(sample.weights @ lost) / sample.tokens_per_step)
 
 
 def _one(num_tokens: Int64Array) -> MicroBatches:
@@ -99,8 +109,6 @@ def _run(
     steps = [make(sample.num_tokens[first:last].astype(np.int64)) for first, last in itertools.pairwise(firsts)]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, largest, 1, "algorithm2" if layout.pp == 1 else "1f1b")
-    trained = sum(weight * tokens.sum() for weight, (tokens, _) in zip(sample.weights, steps, strict=True))
-    lost = max(0.0, 1 - float(trained) / sample.tokens_per_step)
     for memory in LADDER:
         if memory.kv_offload:
             continue
@@ -108,7 +116,8 @@ def _run(
         step_ns, moments = _simulate(steps, sample.weights, config, cost)
         stages = memory_of_stages(config, cost, options.sharding, moments)
         needed = max(stages, key=lambda stage: stage.total)
-        row = Baseline(name, step_ns, needed, memory.checkpointing, needed.total <= options.gpu_memory, largest, lost)
+        step_ns += reduction_ns(cost, config, options.sharding)
+        row = Baseline(name, step_ns, needed, memory.checkpointing, needed.total <= options.gpu_memory, largest)
         if row.fits:
             break
     return row

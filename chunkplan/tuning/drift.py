@@ -8,8 +8,9 @@ from chunkplan.arrays import Int32Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.document import Tuned
-from chunkplan.tuning.sampling import length_class, sample_steps, token_histogram
+from chunkplan.tuning.sampling import length_class, token_histogram
 from chunkplan.tuning.trial import try_out
+from chunkplan.tuning.tune import heaviest_steps
 
 #: Less than this share of the tokens in other length classes changes no choice worth speaking of.
 _DRIFTED = 0.05
@@ -42,7 +43,7 @@ def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drif
     """Compare sequences of `num_tokens` int32 [n] with what `tuned` was found for; `config` is the plan's."""
     now, before = token_histogram(num_tokens), tuned.token_histogram
     moved = sum(abs(now.get(length, 0.0) - before.get(length, 0.0)) for length in now.keys() | before.keys()) / 2
-    outcome = try_out(sample_steps(num_tokens, config, tuned.cost, 1), config, tuned.cost)
+    outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost), config, tuned.cost)
     return Drift(
         moved=moved,
         longest_before=tuned.longest_sequence,

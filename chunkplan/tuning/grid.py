@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.config import PlanConfig
@@ -15,7 +17,7 @@ from chunkplan.tuning.options import LADDER, Layout, Memory, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, try_out
+from chunkplan.tuning.trial import Outcome, reduction_ns, try_out
 
 #: Winners of the integer program that are simulated.
 _WINNERS = 4
@@ -56,7 +58,7 @@ def try_grid(
 
     A choice is of the first rung of the ladder that fits; where none does, of the last.
     """
-    runs = list(product(options.schedules_of(layout), _sensible(chunk_sizes, sample)))
+    runs = list(product(options.schedules_of(layout), sensible_sizes(chunk_sizes, sample, layout)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def tries(memory: Memory, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], list[Outcome]]:
@@ -75,7 +77,7 @@ def try_grid(
             return outcomes
 
         plain = tries(LADDER[0], runs)
-        tight = [run for run in runs if not _fits(plain[run][0], LADDER[0], options, layout)]
+        tight = [run for run in runs if not any(_fits(each, LADDER[0], options, layout) for each in plain[run])]
         checkpointed = tries(LADDER[2], tight)
     rungs: dict[tuple[str, int], list[tuple[Memory, list[Outcome]]]] = {}
     for run in runs:
@@ -90,10 +92,11 @@ def try_grid(
     return choices + _mixed(sample, options, layout, list(rungs.values()))
 
 
-def _sensible(chunk_sizes: Sequence[int], sample: Sample) -> list[int]:
-    """No larger than the first one that holds the longest sequence."""
-    longest = int(sample.num_tokens.max())
-    enough = min((size for size in chunk_sizes if size >= longest), default=max(chunk_sizes))
+def sensible_sizes(chunk_sizes: Sequence[int], sample: Sample, layout: Layout) -> list[int]:
+    """No larger than the first one that holds all that a rank has in the largest step, and any sequence."""
+    of_steps = np.add.reduceat(sample.num_tokens.astype(np.int64), sample.first_of_step[:-1])
+    most = max(int(sample.num_tokens.max()), -(-int(of_steps.max()) // layout.dp))
+    enough = min((size for size in chunk_sizes if size >= most), default=max(chunk_sizes))
     return [size for size in chunk_sizes if size <= enough]
 
 
@@ -118,13 +121,14 @@ def _fits(outcome: Outcome, memory: Memory, options: TuneOptions, layout: Layout
 def _choice(outcome: Outcome, memory: Memory, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
     needed = outcome.memory(cost, options.sharding)
-    seconds = outcome.step_ns / 1e9
+    step_ns = outcome.step_ns + reduction_ns(cost, outcome.config, options.sharding)
+    seconds = step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
     flops = cost.model_flops(sample.tokens_per_step, sample.squares_per_step)
     return Choice(
         config=outcome.config,
         cost=cost,
-        step_ns=outcome.step_ns,
+        step_ns=step_ns,
         tokens_per_second=sample.tokens_per_step / seconds,
         mfu=flops / (seconds * gpus * cost.hardware.peak_flops),
         bubble=outcome.bubble,

@@ -143,6 +143,7 @@ class TuneOptions:
             precision=self.precision,
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
+            weight_shards=layout.dp if self.sharding == "weights" else 1,
         )
 
 

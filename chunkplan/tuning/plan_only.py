@@ -11,6 +11,8 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     reasons = []
     if config.dp * config.pp * cost.tp > 1:
         reasons.append("more than one GPU")
+    if cost.shape.experts_per_token:
+        reasons.append("mixtures of experts")
     if cost.checkpointing != "none":
         reasons.append("checkpointing")
     if cost.kv_offload:

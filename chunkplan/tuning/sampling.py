@@ -17,7 +17,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
 from chunkplan.planning.config import PlanConfig
 
-#: Length classes end at powers of two, the first one here: no ChunkSize worth trying is smaller.
+#: Length classes end at powers of two, the first one here or, where that is smaller, at ChunkSize.
 _FIRST_CLASS = 1024
 
 
@@ -58,12 +58,14 @@ class Sample:
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
 
-def sample_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel, num_strata: int) -> Sample:
+def sample_steps(
+    num_tokens: Int32Array, config: PlanConfig, cost: CostModel, num_strata: int, num_heaviest: int = 0
+) -> Sample:
     """Steps of the first epoch of a plan with this `config` (its seed and global batch) of sequences of `num_tokens`.
 
     Steps are sorted by their work and cut into `num_strata` strata of equal work; each is stood for by the step whose
     work is nearest to its mean. The few steps with long sequences, which take much of the time, so count as what they
-    are. Added are the steps with the longest sequence of each length class.
+    are. Added are the steps with the longest sequence of each length class, and the `num_heaviest` with most work.
     """
     order = epoch_order(np.ones(num_tokens.size, np.int32), config.seed, 0)
     sizes = batch_sizes(order.size, config)
@@ -72,9 +74,10 @@ def sample_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel, nu
     work = np.add.reduceat(cost.work_ns(tokens, squares_of(tokens, 0 * tokens)).astype(np.float64), first)
     steps, weights = _stratify(work, num_strata)
     classes = []
-    extra: list[int] = []
-    over = _FIRST_CLASS
-    position = {int(step): index for index, step in enumerate(steps)}
+    heaviest = np.argsort(-work, kind="stable")[:num_heaviest]
+    extra: list[int] = [int(step) for step in heaviest if step not in set(steps.tolist())]
+    over = min(_FIRST_CLASS, 1 << config.chunk_size.bit_length() - 1)
+    position = {int(step): index for index, step in enumerate([*steps, *extra])}
     while over < tokens.max():
         members = np.where((tokens > over) & (tokens <= 2 * over), tokens, 0)
         longest = int(members.argmax())

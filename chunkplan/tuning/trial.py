@@ -73,6 +73,21 @@ def memory_of_stages(
     )
 
 
+def reduction_ns(cost: CostModel, config: PlanConfig, sharding: Sharding) -> float:
+    """What data-parallel ranks take at the end of a step to sum their gradients and to share what was updated.
+
+    A ring over float32 gradients, and unless every rank updates or fetches for itself, one over the weights; on the
+    stage that has most; nothing of it hidden.
+    """
+    if config.dp == 1:
+        return 0.0
+    empty = np.zeros((config.pp, 3), np.int64)
+    whole = memory_of_stages(replace(config, dp=1), cost, "none", empty)
+    gradients, weights = (max(getattr(stage, name) for stage in whole) for name in ("gradients", "weights"))
+    num_bytes = {"none": 2 * gradients, "weights": gradients}.get(sharding, gradients + weights)
+    return float(num_bytes * (config.dp - 1) / config.dp / cost.ring_bytes(config.dp) * 1e9)
+
+
 def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
     """Plan, schedule and simulate the steps of `sample`.
 

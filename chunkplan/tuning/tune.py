@@ -7,21 +7,27 @@ planned and simulated as a plan's are, and an integer program chooses a K for ea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chunkplan.arrays import Int32Array
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
+from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.baselines import Baseline, baselines
-from chunkplan.tuning.grid import Choice, try_grid
+from chunkplan.tuning.grid import Choice, sensible_sizes, try_grid
 from chunkplan.tuning.options import LADDER, Layout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
+from chunkplan.tuning.trial import try_out
 
 #: Strata of the sample that layouts are compared on, and of the one that configurations are; and the sequences of a
 #: sample, at most, unless fewer than 4 steps would be left.
 _COARSE, _STRATA, _MOST_SEQUENCES = 12, 48, 1 << 16
+
+#: Sequences of the heaviest steps, on which the memory of what is chosen is checked.
+_HEAVIEST_SEQUENCES = 1 << 17
 
 #: What layouts are compared with, and how many of them are looked at closely.
 _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
@@ -38,9 +44,10 @@ class Tuning:
     """What was found for `options`.
 
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
-    as fast within 0.5 %, the one that takes least memory. `recommended` is the same among those that the runtime can
-    run, or None. `pareto`: places in `choices` of those that none beats in both time and memory. `layouts`: those
-    compared, with the time of a step by a first look, None where nothing fits. `token_histogram`: of the data.
+    as fast within 0.5 %, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
+    the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
+    both time and memory. `layouts`: those compared, with the time of a step by a first look, None where nothing fits.
+    `token_histogram`: of the data.
     """
 
     options: TuneOptions
@@ -77,7 +84,10 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     if compared:
         layouts = [layout for layout, _ in compared[:_LAYOUTS]]
     sample = _sample(num_tokens, options, _STRATA)
-    runs = sum(len(options.schedules_of(layout)) for layout in layouts) * len(options.chunk_sizes)
+    runs = sum(
+        len(options.schedules_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout))
+        for layout in layouts
+    )
     done = 0
 
     def tick() -> None:
@@ -91,18 +101,19 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         for layout in layouts
         for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, tick)
     ]
+    heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
+    chosen = _verified(choices, heaviest, options, lambda choice: choice.fits)
+    recommended = _verified(choices, heaviest, options, lambda choice: choice.fits and choice.plan_only is None)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
-    fitting = [choice for choice in choices if choice.fits]
-    if not fitting:
+    if chosen is None:
         raise _nothing_fits(choices[0], options)
-    chosen = _best(fitting)
-    runnable = [choice for choice in fitting if choice.plan_only is None]
+    fitting = [choice for choice in choices if choice.fits]
     return Tuning(
         options=options,
         baselines=tuple(baselines(sample, options, chosen.layout)),
         choices=tuple(choices),
         chosen=chosen,
-        recommended=_best(runnable) if runnable else None,
+        recommended=recommended,
         pareto=_pareto(fitting),
         layouts=tuple(compared),
         num_sequences=num_tokens.size,
@@ -132,6 +143,31 @@ def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> lis
 
 def _ignore() -> None:
     """A first look is not counted."""
+
+
+def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:
+    """The steps that memory is checked on: all, or the heaviest of many."""
+    return sample_steps(num_tokens, config, cost, 1, max(4, _HEAVIEST_SEQUENCES // config.global_batch))
+
+
+def _verified(
+    choices: list[Choice], heaviest: Sample, options: TuneOptions, accept: Callable[[Choice], bool]
+) -> Choice | None:
+    """The best acceptable one of `choices` whose memory holds on the `heaviest` steps too.
+
+    What is found out on the way about the memory of a choice is written into `choices`.
+    """
+    while acceptable := [choice for choice in choices if accept(choice)]:
+        best = _best(acceptable)
+        outcome = try_out(heaviest, best.config, best.cost)
+        memory = max(outcome.memory(best.cost, options.sharding), best.memory, key=lambda each: each.total)
+        if memory == best.memory:
+            return best
+        checked = replace(best, memory=memory, fits=memory.total <= options.gpu_memory)
+        choices[next(place for place, choice in enumerate(choices) if choice is best)] = checked
+        if checked.fits:
+            return checked
+    return None
 
 
 def _best(choices: list[Choice]) -> Choice:

@@ -22,11 +22,18 @@ def choose(
 
     Returns the options with what was chosen, and the cost model.
     """
+    from chunkplan.errors import UsageError
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.tune import tune
     from chunkplan_cli.build_options import plan_config
     from chunkplan_cli.machine_options import tune_options
 
+    for name in ("memory_tokens", "virtual_stages"):
+        if name in values:
+            raise UsageError(
+                f"--{name.replace('_', '-')} and --auto exclude each other",
+                hint="--auto looks at the memory of the GPUs instead; leave one of them out",
+            )
     if file is not None:
         _refuse_machine(machine)
         found = read_tuning(file)

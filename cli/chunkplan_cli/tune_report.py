@@ -26,6 +26,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
         f"{options.shape.name} on {layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}: "
         f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}; {options.global_batch} sequences a step, "
         f"{tuning.tokens_per_step:,.0f} tokens on average, the longest {tuning.longest_sequence:,}"
+        + _uneven(options.shape.num_layers, layout.pp)
     )
     console.print()
     if tuning.layouts:
@@ -37,6 +38,14 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     console.print()
     for line in _verdict(tuning):
         console.print(line)
+
+
+def _uneven(num_layers: int, pp: int) -> str:
+    """Where stages have more and fewer layers, say so."""
+    from chunkplan.cost.durations import split_layers
+
+    layers = split_layers(num_layers, pp)
+    return f"; {layers[0]} to {layers[-1]} layers a stage" if layers[0] != layers[-1] else ""
 
 
 def _layouts(tuning: Tuning) -> Table:
@@ -176,5 +185,5 @@ def _table(title: str, *names: str, first: str | None = None) -> Table:
         table.add_column(first, header_style="dim")
     for name in names:
         justify = "left" if name in ("schedule", "checkpoints", "notes") else "right"
-        table.add_column(name, justify=justify, header_style="dim", no_wrap=name not in ("notes", "K"))  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, header_style="dim", no_wrap=name not in ("notes", "K"), overflow="fold")  # type: ignore[arg-type]
     return table
