@@ -65,7 +65,7 @@ def test_one_json_document_says_all_of_it(data: Path) -> None:
     ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--json")
     document = json.loads(ran.stdout)
     assert document["recommended"] is True
-    assert len(document["baselines"]) == 4
+    assert len(document["baselines"]) >= 4
     assert [choice["step_seconds"] for choice in document["choices"] if choice["fits"]] == sorted(
         choice["step_seconds"] for choice in document["choices"] if choice["fits"]
     )
