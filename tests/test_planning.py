@@ -71,7 +71,7 @@ def write_analysis(folder: Path, lengths: list[int], seed: int = 0) -> Path:
     return folder
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=90, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 130), min_size=1, max_size=25), CONFIGS, st.booleans())
 def test_every_plan_keeps_every_invariant(lengths: list[int], config: PlanConfig, with_tokens: bool) -> None:
     """Whatever lengths and configuration: all the named invariants hold on the written files."""

@@ -1009,7 +1009,7 @@ def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
     for path in entries(json.loads(whole)):
         if path[:2] == ("predictions", "cost_model") and len(path) > 3 and path[3] not in ("name", "num_layers"):
             continue  # read by `simulate` alone: tests/test_cost_model.py damages these
-        for value in (..., "x", 0, 2**70, []):
+        for value in (..., "x", 2**70, []):
             document = json.loads(whole)
             damage(document, path, value)
             if document == json.loads(whole):
