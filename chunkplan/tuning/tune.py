@@ -103,7 +103,9 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     ]
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
     chosen = _verified(choices, heaviest, options, lambda choice: choice.fits)
-    recommended = _verified(choices, heaviest, options, lambda choice: choice.fits and choice.plan_only is None)
+    recommended = chosen
+    if chosen is not None and chosen.plan_only is not None:
+        recommended = _verified(choices, heaviest, options, lambda choice: choice.fits and choice.plan_only is None)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     if chosen is None:
         raise _nothing_fits(choices[0], options)

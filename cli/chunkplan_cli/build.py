@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,12 +18,10 @@ from chunkplan_cli.machine_options import (
     PrecisionOption,
     ShardingOption,
     TensorParallel,
+    cost_model,
 )
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
-
-if TYPE_CHECKING:
-    from chunkplan.cost.model import CostModel
 
 
 class LastBatch(StrEnum):
@@ -230,7 +228,7 @@ def build(
             values, cost = choose(loaded, values, machine | only_auto, from_file)
         else:
             _refuse_without_auto(only_auto | {"from": from_file})
-            cost = _cost_model(**machine, checkpointing=checkpointing)
+            cost = cost_model(**machine, checkpointing=checkpointing)
         settings = plan_config(values)
         with progress("planning", "steps") as report_progress:
             plans = build_plans(
@@ -264,26 +262,3 @@ def _refuse_without_auto(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"--{name.replace('_', '-')} is for --auto", hint="add --auto, or leave it out")
-
-
-def _cost_model(
-    *,
-    model_config: Path | None,
-    hardware: str | None,
-    tp: int | None,
-    precision: StrEnum | None,
-    checkpointing: Checkpointing | None,
-) -> CostModel:
-    """The one of the options given; what is not given takes its default."""
-    from chunkplan.cost.hardware import load_hardware
-    from chunkplan.cost.model import CostModel
-    from chunkplan.cost.model_config import read_model_config
-
-    given: dict[str, Any] = {
-        "shape": read_model_config(model_config) if model_config else None,
-        "hardware": load_hardware(hardware) if hardware else None,
-        "tp": tp,
-        "precision": precision.value if precision else None,
-        "checkpointing": checkpointing.value if checkpointing else None,
-    }
-    return CostModel(**{name: value for name, value in given.items() if value is not None})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkplan_cli.progress import progress
-from chunkplan_cli.quantities import gibibytes, percent
+from chunkplan_cli.quantities import gibibytes, k_words, percent
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def choose(
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = {name: value for name, value in found.settings.items() if name != "k_by_length" or "k" not in values}
     settings |= values
-    by_length = ", ".join(f"{k} over {tokens:,}" for tokens, k in settings.get("k_by_length") or ())
-    words = [f"chunk size {settings['chunk_size']:,}", f"K {settings['k']}" + (f" ({by_length})" if by_length else "")]
+    words = [f"chunk size {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
     words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", str(settings["schedule"])]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from chunkplan.cost.model import CostModel
     from chunkplan.tuning.options import TuneOptions
 
 ModelConfig = Annotated[
@@ -66,6 +67,29 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def cost_model(
+    *,
+    model_config: Path | None,
+    hardware: str | None,
+    tp: int | None,
+    precision: Precision | None = None,
+    checkpointing: StrEnum | None = None,
+) -> CostModel:
+    """The one of the options given; what is not given takes its default."""
+    from chunkplan.cost.hardware import load_hardware
+    from chunkplan.cost.model import CostModel
+    from chunkplan.cost.model_config import read_model_config
+
+    given: dict[str, Any] = {
+        "shape": None if model_config is None else read_model_config(model_config),
+        "hardware": None if hardware is None else load_hardware(hardware),
+        "tp": tp,
+        "precision": precision.value if precision else None,
+        "checkpointing": checkpointing.value if checkpointing else None,
+    }
+    return CostModel(**{name: value for name, value in given.items() if value is not None})
+
+
 def tune_options(
     *,
     model_config: Path | None,
@@ -93,7 +117,7 @@ def tune_options(
     if gpus is not None and not (dp is None and tp is None and pp is None):
         raise UsageError("--gpus and --dp, --tp, --pp exclude each other", hint="give --gpus alone, or the others")
     profile = load_hardware(hardware or "h100")
-    given = {
+    given: dict[str, Any] = {
         "gpus": gpus,
         "dp": dp,
         "tp": tp,
@@ -110,7 +134,7 @@ def tune_options(
         shape=read_model_config(model_config) if model_config else QWEN2_5_7B,
         hardware=profile,
         gpu_memory=parse_size(gpu_memory) if gpu_memory is not None else profile.memory_bytes,
-        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 

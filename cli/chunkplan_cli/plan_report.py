@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan_cli.quantities import percent, seconds
+from chunkplan_cli.quantities import k_words, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
@@ -46,7 +46,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     rows = [
-        ("chunk size, K", f"{summary.chunk_size:,} tokens, {_k(summary, manifest['config'])}"),
+        ("chunk size, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, manifest['config']['k_by_length'])}"),
         ("dp x pp", f"{summary.dp} x {summary.pp}"),
         (
             "schedule",
@@ -123,11 +123,6 @@ def _schedule(config: dict[str, Any], num_layers: int) -> str:
     if config["memory_tokens"] is not None:
         words.append(f"activations of {config['memory_tokens']:,} tokens a stage at most")
     return ", ".join(words)
-
-
-def _k(summary: PlanSummary, config: dict[str, Any]) -> str:
-    longer = [f"{k} over {tokens:,}" for tokens, k in config["k_by_length"] or ()]
-    return ", ".join([str(summary.k), *longer])
 
 
 def _short(summary: PlanSummary) -> str:

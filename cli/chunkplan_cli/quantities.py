@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def percent(share: float) -> str:
     """A share of 1."""
@@ -16,6 +18,11 @@ def seconds(microseconds: float) -> str:
     if value >= 120:
         return f"{value / 60:.1f} min"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
+    """K, and what it is for longer sequences."""
+    return ", ".join([str(k), *(f"{longer} over {tokens:,}" for tokens, longer in k_by_length or ())])
 
 
 def gibibytes(num_bytes: int) -> str:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkplan_cli.machine_options import HardwareName, ModelConfig, TensorParallel, parse_numbers
+from chunkplan_cli.machine_options import HardwareName, ModelConfig, TensorParallel, cost_model, parse_numbers
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
-    from chunkplan.cost.model import CostModel
     from chunkplan.planfile.plan import Plan
 
 
@@ -118,7 +117,7 @@ def simulate(
                 chunk_size=_chunk_size(chunk_size),
                 k=k,
                 pp=1 if pp is None else pp,
-                cost="unit" if cost is Cost.UNIT else _cost_model(model_config, hardware, tp),
+                cost="unit" if cost is Cost.UNIT else cost_model(model_config=model_config, hardware=hardware, tp=tp),
                 **alone,
             )
         compared = compare_schedules(found, names, **options) if names else []
@@ -183,16 +182,3 @@ def _chunk_size(text: str | None) -> int | None:
         raise UsageError(
             f"--chunk-size is {text!r}, expected a whole number or none", hint="for example: --chunk-size 8192"
         ) from None
-
-
-def _cost_model(model_config: Path | None, hardware: str | None, tp: int | None) -> CostModel:
-    from chunkplan.cost.hardware import load_hardware
-    from chunkplan.cost.model import CostModel
-    from chunkplan.cost.model_config import read_model_config
-
-    given: dict[str, Any] = {
-        "shape": None if model_config is None else read_model_config(model_config),
-        "hardware": None if hardware is None else load_hardware(hardware),
-        "tp": tp,
-    }
-    return CostModel(**{name: value for name, value in given.items() if value is not None})

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan_cli.quantities import gibibytes, percent, seconds
+from chunkplan_cli.quantities import gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice
@@ -88,7 +88,7 @@ def _choices(tuning: Tuning) -> Table:
         table.add_row(
             (">" if is_the_one else " ") + ("*" if place in tuning.pareto else " "),
             f"{choice.config.chunk_size:,}",
-            k_words(choice),
+            k_words(choice.config.k, choice.config.k_by_length),
             str(choice.config.schedule),
             seconds(choice.step_ns / 1e3),
             percent(choice.mfu),
@@ -112,7 +112,11 @@ def _verdict(tuning: Tuning) -> list[Text]:
         Text(),
     ]
     choice = tuning.recommended or tuning.chosen
-    words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice)}", str(choice.config.schedule)]
+    words = [
+        f"ChunkSize {choice.config.chunk_size:,}",
+        f"K {k_words(choice.config.k, choice.config.k_by_length)}",
+        str(choice.config.schedule),
+    ]
     words += memory_words(choice)
     title = "Recommended: " if tuning.recommended else "Fastest, plan only: "
     lines.append(Text.assemble((title, "bold"), ", ".join(words)))
@@ -164,12 +168,6 @@ def headline_document(tuning: Tuning) -> dict[str, Any]:
         "k": choice.config.k,
         "speedup": today.step_ns / choice.step_ns,
     }
-
-
-def k_words(choice: Choice) -> str:
-    """K, and what it is for longer sequences."""
-    by_length = choice.config.k_by_length or ()
-    return ", ".join([str(choice.config.k), *(f"{k} over {tokens:,}" for tokens, k in by_length)])
 
 
 def memory_words(choice: Choice) -> list[str]:
