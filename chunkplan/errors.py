@@ -17,6 +17,7 @@ class ChunkplanError(Exception):
         self.message = message
         self.where = where
         self.hint = hint
+        self.add_note(f"hint: {hint}")  # for who calls from Python and sees a traceback
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message

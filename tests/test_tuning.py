@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -299,11 +302,14 @@ def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
     assert sharded.memory.total < shared.memory.total < alone.memory.total
 
 
-def test_a_mixture_of_experts_is_planned_only(lengths: Path) -> None:
+@pytest.mark.parametrize(("gpu_memory", "checkpointing"), [(400, "none"), (53, "full")])
+def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memory: int, checkpointing: str) -> None:
+    """With little memory as well: the runtime recomputes layers where the plan's times say so."""
     mixture = replace(QWEN2_5_7B, name="mixture", num_layers=2, all_mlp_width=4 * 18944, experts_per_token=1)
-    found = tune(lengths, options_with(shape=mixture, tp=1, pp=1, gpu_memory=400 * GIB, schedules=None))
-    assert found.recommended is None
-    assert found.chosen.plan_only == "mixtures of experts"
+    found = tune(lengths, options_with(shape=mixture, tp=1, pp=1, gpu_memory=gpu_memory * GIB, schedules=None))
+    assert found.recommended is not None
+    assert found.recommended.plan_only is None
+    assert {choice.cost.checkpointing for choice in found.choices if choice.fits} >= {checkpointing}
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:
@@ -392,3 +398,11 @@ def test_drift_is_the_share_of_tokens_that_changed_their_length_class(tuning: Tu
 def test_options_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         options_with(**changes)
+
+
+def test_an_interrupt_after_tuning_is_still_pythons(lengths: Path) -> None:
+    """The solver's own handler would be that of the process from then on, and end it on the spot."""
+    tune(lengths, options_with())
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)

@@ -8,13 +8,4 @@ from chunkplan.planning.config import PlanConfig
 
 def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """Why the runtime cannot run a plan as it was timed; None if it can."""
-    reasons = []
-    if config.dp * config.pp * cost.tp > 1:
-        reasons.append("more than one GPU")
-    if cost.shape.experts_per_token:
-        reasons.append("mixtures of experts")
-    if cost.checkpointing != "none":
-        reasons.append("checkpointing")
-    if cost.kv_offload:
-        reasons.append("offload")
-    return ", ".join(reasons) or None
+    return "more than one GPU" if config.dp * config.pp * cost.tp > 1 else None

@@ -61,6 +61,7 @@ def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tupl
         choices.append(of_class)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, costs))
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = _EFFORT
