@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile import analysis_writer
 from chunkplan_runtime.stream import PlanStream, open_plan
 
 IDS = np.arange(10)
@@ -27,8 +32,8 @@ def stream(written, vocab_size=97, max_positions=10):
 
 def test_chunks_hold_the_tokens_positions_and_shifted_labels_of_their_segments(written):
     opened = stream(written)
-    ((step, (work,)),) = list(opened)
-    loaded = [opened.load(work.chunks[chunk]) for chunk in range(4)]
+    (work,) = list(opened)
+    loaded = [work.ranks[0].tensors[chunk] for chunk in range(4)]
     assert [chunk.input_ids.tolist() for chunk in loaded] == [
         [[0, 1, 2, 3]],
         [[20, 21, 22, 4, 5, 6, 7]],
@@ -53,7 +58,23 @@ def test_chunks_hold_the_tokens_positions_and_shifted_labels_of_their_segments(w
         [(0, 2, True)],
         [(0, 1, False)],
     ]
-    assert step.num_target_tokens == 7
+    assert work.step.num_target_tokens == 7
+    assert {tensor.dtype for chunk in loaded for tensor in (chunk.input_ids, chunk.position_ids, chunk.labels)} == {
+        torch.int32
+    }
+
+
+def test_memory_is_page_locked_where_there_is_cuda_and_nowhere_else(written):
+    plain, pinned = (
+        next(iter(PlanStream(*open_plan(*written), vocab_size=97, max_positions=10, pin_memory=pin_memory)))
+        for pin_memory in (False, True)
+    )
+    for chunk in (0, 1, 2):
+        one, other = plain.ranks[0].tensors[chunk], pinned.ranks[0].tensors[chunk]
+        for name in ("input_ids", "position_ids", "labels"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+            assert not getattr(one, name).is_pinned()
+            assert getattr(other, name).is_pinned() == torch.cuda.is_available()
 
 
 def test_the_analysis_is_found_where_the_plan_says(written):
@@ -104,23 +125,140 @@ def test_a_token_outside_of_the_vocabulary_is_refused_whatever_the_manifest_says
     plan, analysis = open_plan(*written)
     analysis.manifest["max_token_id"] = 3
     opened = PlanStream(plan, analysis, vocab_size=22, max_positions=10)
-    ((_, (work,)),) = list(opened)
-    assert opened.load(work.chunks[0]).input_ids.shape == (1, 4)
     with pytest.raises(UsageError, match="token 2 of sequence 1 is id 22, the model's vocabulary has 22"):
-        opened.load(work.chunks[1])
+        next(iter(opened))
 
 
 @pytest.mark.parametrize(
-    ("chunk", "message"),
-    [((7, 0, 3), "no sequence 7"), ((1, 0, 4), "asks for 0 to 4"), ((1, 1, 3), "counted 3 with 1")],
+    ("segment", "message"),
+    [
+        ((7, 0, 3), "no sequence 7"),
+        ((-1, 0, 3), "no sequence -1"),
+        ((1, 0, 4), "sequence 1 has 3 tokens; the plan asks for 0 to 4"),
+        ((1, -1, 2), "the plan asks for -1 to 2"),
+        ((1, 2, 2), "the plan asks for 2 to 2"),
+        ((1, 1, 3), "chunk 1 has 6 tokens with 4 targets; the plan counted 7 with 4"),
+        ((0, 5, 8), "chunk 1 has 7 tokens with 5 targets; the plan counted 7 with 4"),
+    ],
 )
-def test_a_plan_that_asks_for_other_tokens_is_refused(written, chunk, message):
-    from dataclasses import replace
+def test_a_plan_that_asks_for_other_tokens_is_refused(written, tmp_path, segment, message):
+    plan, path = shutil.copytree(written[0], tmp_path / "plan"), tmp_path / "plan" / "chunks.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[1]["segments"][0] = dict(zip(("sequence_id", "start", "end"), segment, strict=True))
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with pytest.raises(DataError, match=message) as raised:
+        next(iter(stream((plan, written[1]))))
+    assert raised.value.hint == "build the plan again"
 
-    from chunkplan.planfile.plan import Segment
 
-    opened = stream(written)
-    ((_, (work,)),) = list(opened)
-    asked = replace(work.chunks[1], num_tokens=3, num_target_tokens=1, segments=(Segment(*chunk),))
-    with pytest.raises(DataError, match=message):
-        opened.load(asked)
+def other_lengths(part):
+    """The same number of tokens, cut into other sequences."""
+    with pa.ipc.open_file(part) as file:
+        table = file.read_all()
+    lists = [[[0] * 9, [0] * 4], [[False] * 9, [False] * 4]]
+    columns = [pa.array(values, table.schema.field(name).type) for name, values in zip(COLUMNS, lists, strict=True)]
+    write_part(part, pa.table([table.column("sequence_id"), *columns], table.schema))
+
+
+def other_sequences(part):
+    with pa.ipc.open_file(part) as file:
+        table = file.read_all()
+    write_part(part, table.set_column(0, table.schema.field(0), pa.array([1, 2])))
+
+
+def other_type(part):
+    with pa.ipc.open_file(part) as file:
+        table = file.read_all()
+    write_part(part, table.set_column(1, "input_ids", pa.array(["x", "y"])))
+
+
+def nothing_but_its_start(part):
+    part.write_bytes(part.read_bytes()[:200])
+
+
+def a_hole(part):
+    """Zeros where a batch begins, as a file has them whose pages were not all written when the machine went down."""
+    content = bytearray(part.read_bytes())
+    with pa.ipc.open_file(part) as file:
+        schema = len(file.schema.serialize())
+    content[schema + 8 : schema + 200] = bytes(192)
+    part.unlink()  # another stream may have it mapped
+    part.write_bytes(content)
+
+
+def write_part(part, table):
+    part.unlink()
+    with pa.ipc.new_file(part, table.schema) as file:
+        file.write_table(table)
+
+
+COLUMNS = ("input_ids", "target")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "cannot read the tokens"),
+        (lambda part: part.write_bytes(b""), "cannot read the tokens"),
+        (nothing_but_its_start, "cannot read the tokens"),
+        (a_hole, "cannot read the tokens"),
+        (other_type, "columns are not of the contract's types"),
+        (other_lengths, "sequences from 0 on do not have the lengths stated"),
+        (other_sequences, "sequence 0 is not where the manifest says"),
+    ],
+    ids=["gone", "empty", "torn", "hole", "type", "lengths", "ids"],
+)
+def test_a_damaged_token_file_is_refused_by_name(written, tmp_path, damage, message):
+    analysis = shutil.copytree(written[1], tmp_path / "analysis")
+    damage(analysis / "tokens" / "part-00000.arrow")
+    opened = stream((written[0], analysis))
+    with pytest.raises(DataError, match=message) as raised:
+        next(iter(opened))
+    assert str(analysis) in str(raised.value)
+    assert "again" in raised.value.hint
+
+
+def test_chunks_of_a_plan_hold_what_their_segments_say(tmp_path, monkeypatch):
+    """Over many small record batches and part files, with mixed and zero-loss chunks, on two ranks."""
+    monkeypatch.setattr(analysis_writer, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(analysis_writer, "_PART_TOKENS", 60)
+    random = np.random.default_rng(0)
+    (tmp_path / "analysis").mkdir()
+    writer, expected = analysis_writer.AnalysisWriter(tmp_path / "analysis"), []
+    for record, length in enumerate([40, *random.integers(1, 14, 40).tolist(), 17]):
+        ids, target = random.integers(0, 97, length).astype(np.int32), random.random(length) < 0.5
+        target[0] = False
+        writer.add(0, record, ids, target)
+        expected.append((ids, np.append(np.where(target, ids, -100)[1:], -100)))
+    writer.finish(exact=True, sources=[])
+    config = PlanConfig(chunk_size=8, k=1, dp=2, global_batch=7, equal_chunks=True)
+    plan = build(tmp_path / "analysis", tmp_path / "plan", config)
+    seen, kinds = [], set()  # whether a chunk has a part of a sequence, and more than one segment
+    for work in stream((plan.path,), max_positions=40):
+        for rank in work.ranks:
+            assert rank.tensors.keys() == rank.chunks.keys()
+            for chunk_id, chunk in rank.chunks.items():
+                tensors = rank.tensors[chunk_id]
+                if not chunk.segments:
+                    kinds.add("zero-loss")
+                    assert tensors.labels.tolist() == [-100]
+                    continue
+                pieces = [(*expected[piece.sequence_id], piece.start, piece.end) for piece in chunk.segments]
+                assert tensors.input_ids[0].tolist() == [
+                    token for ids, _, start, end in pieces for token in ids[start:end]
+                ]
+                assert tensors.labels.tolist() == [
+                    label for _, labels, start, end in pieces for label in labels[start:end]
+                ]
+                assert tensors.position_ids[0].tolist() == [
+                    position for *_, start, end in pieces for position in range(start, end)
+                ]
+                for piece, span in zip(chunk.segments, tensors.spans, strict=True):
+                    assert (span.sequence_id, span.start, span.end) == (piece.sequence_id, piece.start, piece.end)
+                    assert span.length == len(expected[piece.sequence_id][0])
+                    assert tensors.position_ids[0, span.first] == span.start
+                kinds.add((chunk.group_size > 1, len(chunk.segments) > 1))
+                seen += [piece.sequence_id for piece in chunk.segments if piece.start == 0]
+    assert sorted(seen) == list(range(42))
+    assert kinds == {(False, False), (False, True), (True, False), (True, True), "zero-loss"}

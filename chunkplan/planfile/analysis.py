@@ -5,16 +5,20 @@ Tokens lie in uncompressed Arrow IPC files that are memory-mapped: reading one s
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.schema import TOKENS
+from chunkplan.planfile.tables import conform
 
 
 @dataclass(frozen=True)
@@ -62,55 +66,122 @@ class Analysis:
                 f"the analysis {self.path} holds lengths only, no tokens",
                 hint="run `chunkplan analyze DATA --tokenizer FILE` and build the plan again",
             )
-        return TokenReader(self.path, self.manifest["tokens"])
+        return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
+
+
+#: What pyarrow raises for a file that is torn or overwritten.
+_DAMAGED = (OSError, ValueError, pa.ArrowException)
+
+
+def join_runs(views: Iterable[memoryview], first: Int64Array, last: Int64Array) -> bytearray:
+    """Bytes [first[i], last[i]) of the i-th view, one run after another: half the time of numpy for runs of a KB."""
+    return bytearray().join([view[i:j] for view, i, j in zip(views, first.tolist(), last.tolist(), strict=False)])
 
 
 class TokenReader:
-    """Reads the tokens of single sequences from memory-mapped part files."""
+    """Reads tokens from memory-mapped part files. A record batch is checked when it is first used."""
 
-    def __init__(self, folder: Path, parts: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, folder: Path, parts: Sequence[dict[str, Any]], num_tokens: Int32Array) -> None:
         self._folder = folder
         self._parts = parts
         self._files: dict[int, pa.ipc.RecordBatchFileReader] = {}
-        self._first_row: list[int] = []  # sequence_id of the first row of every record batch, over all parts
-        self._place: list[tuple[int, int]] = []  # (part, batch within it)
-        for part, description in enumerate(parts):
-            first = description["first_sequence_id"]
-            for batch, rows in enumerate(description["rows"]):
-                self._first_row.append(first)
+        self._place: list[tuple[int, int]] = []  # of every record batch over all parts: (part, batch within it)
+        edges: list[tuple[int, int]] = []  # and the sequence_ids of its first row and one past its last
+        for part, described in enumerate(parts):
+            last = described["first_sequence_id"]
+            for batch, rows in enumerate(described["rows"]):
                 self._place.append((part, batch))
-                first += rows
-        self._recent: tuple[int, pa.RecordBatch] | None = None
+                edges.append((last, last + rows))
+                last += rows
+        self._first, self._last = np.array(edges, np.int64).reshape(-1, 2).T.copy()
+        # Where every sequence begins, counted in tokens from the first of the whole analysis.
+        self._begin = np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)])
+        # Of the batches used so far: token ids, the bytes that hold the target bits, and which bit is the first.
+        self._is_open = np.zeros(len(self._place), np.bool_)
+        self._input_ids = [memoryview(b"")] * len(self._place)
+        self._target = [memoryview(b"")] * len(self._place)
+        self._first_bit = np.zeros(len(self._place), np.int64)
 
     def __call__(self, sequence_id: int) -> tuple[Int32Array, BoolArray]:
-        """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence.
+        """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence; raises as `gather` does."""
+        length = self._begin[sequence_id + 1] - self._begin[sequence_id]
+        return self.gather(np.array([sequence_id]), np.array([0]), np.array([length]))
+
+    def gather(self, sequence_ids: Int64Array, starts: Int64Array, ends: Int64Array) -> tuple[Int32Array, BoolArray]:
+        """Tokens [starts[i], ends[i]) of sequence_ids[i], one run after another: ids int32 and target mask bool [n].
+
+        The sequences have to be there, and the runs within them.
 
         Raises:
-            DataError: a part file is missing, torn, or does not hold what the manifest says.
+            DataError: a part file is missing, torn, or does not hold what manifest and lengths say.
         """
-        index = bisect_right(self._first_row, sequence_id) - 1
-        batch = self._batch(index)
-        row = sequence_id - self._first_row[index]
-        if row >= batch.num_rows or batch.column("sequence_id")[row].as_py() != sequence_id:
-            raise DataError(
-                f"sequence {sequence_id} is not where the manifest says", where=str(self._folder), hint="analyze again"
-            )
-        input_ids = batch.column("input_ids")[row].values.to_numpy()
-        target = batch.column("target")[row].values.to_numpy(zero_copy_only=False)
-        return input_ids, target
+        if not len(sequence_ids):
+            return np.empty(0, np.int32), np.empty(0, np.bool_)
+        which = np.searchsorted(self._first, sequence_ids, side="right") - 1
+        missing = np.flatnonzero((which < 0) | (sequence_ids >= self._last[which]))
+        if missing.size:
+            raise self._misplaced(int(sequence_ids[missing[0]]))
+        for index in np.unique(which[~self._is_open[which]]).tolist():
+            self._open(index)
+        batches = which.tolist()
+        offsets = self._begin[sequence_ids] - self._begin[self._first[which]]
+        first, last = offsets + starts, offsets + ends
+        input_ids = join_runs(map(self._input_ids.__getitem__, batches), 4 * first, 4 * last)
+        # Whole bytes of bits are fetched and unpacked in one go; what they hold besides the runs is then left out.
+        first, last = first + self._first_bit[which], last + self._first_bit[which]
+        low, high = first >> 3, (last + 7) >> 3
+        bits = join_runs(map(self._target.__getitem__, batches), low, high)
+        unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        first = 8 * (np.cumsum(high - low) - (high - low)) + (first & 7)
+        target = join_runs(repeat(unpacked.data), first, first + (ends - starts))
+        return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All record batches in order, for checks that read everything."""
+        """All record batches in order as they are, for checks that read everything."""
         return (self._batch(index) for index in range(len(self._place)))
 
+    def _open(self, index: int) -> None:
+        """Take a record batch into use, once it is found to be where and as long as it should be."""
+        path, batch = self._path(index), self._batch(index)
+        try:
+            batch.validate()
+            table = conform(pa.Table.from_batches([batch]), TOKENS, path)
+        except _DAMAGED as error:
+            raise _unreadable(error, path) from error
+        first, last = int(self._first[index]), int(self._last[index])
+        if not np.array_equal(to_numpy(table.column("sequence_id").chunk(0)), np.arange(first, last)):
+            raise self._misplaced(first)
+        input_ids, target = (table.column(name).chunk(0) for name in ("input_ids", "target"))
+        stated = self._begin[first : last + 1] - self._begin[first]
+        for lists in (input_ids, target):
+            offsets = to_numpy(lists.offsets)
+            if len(stated) != last - first + 1 or not np.array_equal(offsets - offsets[0], stated):
+                raise DataError(
+                    f"sequences from {first} on do not have the lengths stated", where=str(path), hint="analyze again"
+                )
+        ids, bits = input_ids.flatten(), target.flatten()
+        self._input_ids[index] = memoryview(ids.buffers()[1])[4 * ids.offset : 4 * (ids.offset + len(ids))]
+        self._target[index], self._first_bit[index] = memoryview(bits.buffers()[1]), bits.offset
+        self._is_open[index] = True
+
     def _batch(self, index: int) -> pa.RecordBatch:
-        if self._recent is None or self._recent[0] != index:
-            part, batch = self._place[index]
-            path = self._folder / self._parts[part]["file"]
-            try:
-                if part not in self._files:
-                    self._files[part] = pa.ipc.open_file(pa.memory_map(str(path)))
-                self._recent = index, self._files[part].get_batch(batch)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
-        return self._recent[1]
+        part, batch = self._place[index]
+        path = self._path(index)
+        try:
+            if part not in self._files:
+                self._files[part] = pa.ipc.open_file(pa.memory_map(str(path)))
+            return self._files[part].get_batch(batch)
+        except _DAMAGED as error:
+            raise _unreadable(error, path) from error
+
+    def _path(self, index: int) -> Path:
+        return self._folder / str(self._parts[self._place[index][0]]["file"])
+
+    def _misplaced(self, sequence_id: int) -> DataError:
+        return DataError(
+            f"sequence {sequence_id} is not where the manifest says", where=str(self._folder), hint="analyze again"
+        )
+
+
+def _unreadable(error: Exception, path: Path) -> DataError:
+    return DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again")

@@ -75,3 +75,25 @@ def load_plan(path: str | Path) -> Plan:
         if not (path / name).is_file():
             raise DataError(f"{name} is missing", where=str(path), hint="build the plan again")
     return Plan(path=path, manifest=manifest)
+
+
+def evaluation_folder(plan: Path) -> Path:
+    """Where the plan of what a build to `plan` holds out goes."""
+    return plan.with_name(f"{plan.name}-eval")
+
+
+def load_held_out(plan: Plan) -> Plan | None:
+    """The plan of what was held out of `plan`, if it was and lies where the build left it.
+
+    Raises:
+        DataError: what lies there is not that.
+    """
+    folder = evaluation_folder(plan.path.resolve())
+    if plan.config["holdout"] is None or plan.config["part"] != "train" or not folder.is_dir():
+        return None
+    found = load_plan(folder)
+    if found.config["part"] != "eval" or found.config["holdout"] != plan.config["holdout"]:
+        raise DataError(
+            f"not what {plan.path} holds out", where=str(folder), hint="build the plan again, or name the one to take"
+        )
+    return found

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
+from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
-from chunkplan.planfile.tables import conform, read_table
+from chunkplan.planfile.step_rows import StepRows, rows_by_step
+from chunkplan.planfile.tables import read_table
 
 
 @dataclass(frozen=True)
@@ -117,56 +119,35 @@ class Plan:
         Raises:
             DataError: a file is damaged, or chunks or schedule are not sorted by step.
         """
-        chunks = _by_step(self.path / "chunks.parquet", CHUNKS, start)
-        schedule = _by_step(self.path / "schedule.parquet", SCHEDULE, start)
-        for row in self.steps().to_pylist():
-            if row["step"] < start:
+        chunks_path, schedule_path = self.path / "chunks.parquet", self.path / "schedule.parquet"
+        chunks = rows_by_step(chunks_path, CHUNKS, start)
+        schedule = rows_by_step(schedule_path, SCHEDULE, start)
+        steps = self.steps()
+        for row in zip(*(to_numpy(column.combine_chunks()).tolist() for column in steps.columns), strict=True):
+            totals = dict(zip(steps.column_names, row, strict=True))
+            if totals["step"] < start:
                 continue
             chunks_by_rank: dict[int, list[Chunk]] = {}
-            for record in _take(chunks, row["step"], self.path / "chunks.parquet"):
-                del record["step"]
-                record["segments"] = tuple(Segment(**segment) for segment in record["segments"])
-                chunks_by_rank.setdefault(record.pop("dp_rank"), []).append(Chunk(**record))
+            rows = _take(chunks, totals["step"], chunks_path)
+            rows["segments"] = [tuple(starmap(Segment, segments)) for segments in rows["segments"]]
+            for dp_rank, *entries in zip(*(rows[name] for name in _CHUNK_COLUMNS), strict=True):
+                chunks_by_rank.setdefault(dp_rank, []).append(Chunk(*entries))
             actions: dict[tuple[int, int], list[Action]] = {}
             schedule_us: dict[tuple[int, int], float] = {}
-            for record in _take(schedule, row["step"], self.path / "schedule.parquet"):
-                place = record["dp_rank"], record["stage"]
-                actions[place] = [Action(**action) for action in record["actions"]]
-                schedule_us[place] = record["predicted_us"]
-            yield PlanStep(**row, chunks=chunks_by_rank, actions=actions, schedule_us=schedule_us)
+            rows = _take(schedule, totals["step"], schedule_path)
+            for dp_rank, stage, done, predicted_us in zip(*(rows[name] for name in _SCHEDULE_COLUMNS), strict=True):
+                actions[dp_rank, stage] = list(starmap(Action, done))
+                schedule_us[dp_rank, stage] = predicted_us
+            yield PlanStep(**totals, chunks=chunks_by_rank, actions=actions, schedule_us=schedule_us)
 
 
-def _by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """(step, its rows) in file order; row groups that end before `start` are not read."""
-    current: int | None = None
-    rows: list[dict[str, Any]] = []
-    for table in _row_groups(path, start):
-        for row in conform(table, schema, path).to_pylist():
-            if row["step"] != current:
-                if current is not None and current >= start:
-                    yield current, rows
-                current, rows = row["step"], []
-            rows.append(row)
-    if current is not None and current >= start:
-        yield current, rows
+#: In the order of the fields of `Chunk`.
+_CHUNK_COLUMNS = ("dp_rank", *(entry.name for entry in fields(Chunk)))
+_SCHEDULE_COLUMNS = ("dp_rank", "stage", "actions", "predicted_us")
 
 
-def _row_groups(path: Path, start: int) -> Iterator[pa.Table]:
-    try:
-        file = pq.ParquetFile(path)
-        for group in range(file.num_row_groups):
-            statistics = file.metadata.row_group(group).column(0).statistics
-            if statistics is not None and statistics.has_min_max and statistics.max < start:
-                continue
-            yield file.read_row_group(group)
-    except PermissionError:
-        raise
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint="build the plan again") from error
-
-
-def _take(groups: Iterator[tuple[int, list[dict[str, Any]]]], step: int, path: Path) -> list[dict[str, Any]]:
-    found, rows = next(groups, (None, []))
+def _take(groups: Iterator[tuple[int, StepRows]], step: int, path: Path) -> StepRows:
+    found, rows = next(groups, (None, {}))
     if found != step:
         raise DataError(
             f"rows of step {step} expected, found step {found}", where=str(path), hint="build the plan again"

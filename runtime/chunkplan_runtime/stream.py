@@ -1,29 +1,29 @@
-"""Joins a plan with the tokens of its analysis: for every step and rank, the actions and what their chunks hold.
-
-Tokens are read when a chunk is about to run, so that memory does not depend on the size of a step.
-"""
+"""Joins a plan with the tokens of its analysis: for every step and rank, the actions and what their chunks hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
-from chunkplan_runtime.loss import NO_TARGET, shifted_labels
+from chunkplan_runtime.ahead import ReadAhead
+from chunkplan_runtime.loss import NO_TARGET
 from chunkplan_runtime.state import Span
+from chunkplan_runtime.token_gather import TokenGather
 
 
 @dataclass(frozen=True)
 class ChunkTensors:
-    """A chunk as the model takes it: input_ids and position_ids int64 [1, num_tokens], labels int64 [num_tokens].
+    """A chunk as the model takes it: input_ids and position_ids int32 [1, num_tokens], labels int32 [num_tokens].
 
     Labels are shifted already: entry i is the token that position i predicts, or `NO_TARGET`. A zero-loss chunk is one
     padding token that predicts nothing.
@@ -37,12 +37,21 @@ class ChunkTensors:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one data-parallel rank does in one step."""
+    """What one data-parallel rank does in one step; `chunks` and their `tensors` by chunk_id."""
 
     step: int
     dp_rank: int
     actions: list[Action]
     chunks: dict[int, Chunk]
+    tensors: dict[int, ChunkTensors]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One optimizer step: its row of the plan, and the work of every data-parallel rank in order of dp_rank."""
+
+    step: PlanStep
+    ranks: list[RankWork]
 
 
 def open_plan(plan: str | Path, analysis: str | Path | None = None) -> tuple[Plan, Analysis]:
@@ -69,102 +78,147 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None) -> tuple[Pla
     return opened, found
 
 
-class PlanStream:
-    """The steps of a plan with access to their tokens.
+class PlanStream(IterableDataset[StepWork]):
+    """The steps of a plan with their tokens: iterate over it, or give it to a `DataLoader(stream, batch_size=None)`.
+
+    An iteration begins at the stream's position and moves it: `state_dict` is for a checkpoint, `load_state_dict` goes
+    on from there, after the last step there is nothing more. A thread makes up to `prefetch` steps ahead; with 0 there
+    is none. With `pin_memory` tensors lie in page-locked memory where there is CUDA. In a DataLoader with workers one
+    of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`.
 
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
             `max_positions`.
     """
 
-    def __init__(self, plan: Plan, analysis: Analysis, *, vocab_size: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        analysis: Analysis,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        if prefetch < 0:
+            raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
+        check_fits(analysis, vocab_size, max_positions)
         self._plan = plan
         self._analysis = analysis
-        self._tokens = analysis.tokens()
         self._vocab_size = vocab_size
-        largest = analysis.manifest["max_token_id"]
-        if largest is not None and largest >= vocab_size:
-            raise UsageError(
-                f"the data has token id {largest:,}, the model's vocabulary has {vocab_size:,}",
-                where=str(analysis.path),
-                hint="analyze with the tokenizer that belongs to the model",
-            )
-        longest = int(analysis.num_tokens.argmax())
-        if analysis.num_tokens[longest] > max_positions:
-            raise UsageError(
-                f"sequence {longest} has {analysis.num_tokens[longest]:,} tokens, "
-                f"the model takes {max_positions:,} positions (max_position_embeddings)",
-                hint="use a model with a longer context, or leave out what is too long for this one",
-            )
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._next = 0
 
-    def __iter__(self) -> Iterator[tuple[PlanStep, list[RankWork]]]:
-        """The steps in order, each with the work of its ranks in order of dp_rank."""
-        for step in self._plan.iter_steps():
-            ranks = sorted(step.chunks.keys() | {dp_rank for dp_rank, _ in step.actions})
-            yield (
-                step,
-                [
-                    RankWork(
-                        step=step.step,
-                        dp_rank=dp_rank,
-                        actions=step.actions.get((dp_rank, 0), []),
-                        chunks={chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])},
-                    )
-                    for dp_rank in ranks
-                ],
-            )
+    @property
+    def num_steps(self) -> int:
+        """How many steps the plan has."""
+        num_steps: int = self._plan.manifest["totals"]["num_steps"]
+        return num_steps
 
-    def load(self, chunk: Chunk) -> ChunkTensors:
-        """The tensors of a chunk.
+    def __len__(self) -> int:
+        """How many steps are left, of `num_steps`."""
+        return self.num_steps - self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the plan's content hash, and the step after the last one that was handed out."""
+        return {"plan": self._plan.content_hash, "step": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position that `state_dict` gave.
 
         Raises:
-            DataError: the analysis has no such tokens, or not as many targets as the plan counted.
+            UsageError: it is of another plan, or not a position.
+        """
+        plan, step = state.get("plan"), state.get("step")
+        if plan != self._plan.content_hash:
+            raise UsageError(
+                f"the position is of plan {str(plan)[:12]}, this is plan {self._plan.content_hash[:12]}",
+                where=str(self._plan.path),
+                hint="go on with the plan that the run began with, or begin a run of its own with this one",
+            )
+        if type(step) is not int or not 0 <= step <= self.num_steps:
+            raise UsageError(
+                f"the position is step {step!r}, the plan has {self.num_steps} steps",
+                where=str(self._plan.path),
+                hint="give what `state_dict` returned",
+            )
+        self._next = step
+
+    def __iter__(self) -> Iterator[StepWork]:
+        """The steps from the position on.
+
+        Raises:
+            DataError: plan or analysis are damaged, or do not belong together.
             UsageError: a token is not in the model's vocabulary.
         """
-        if not chunk.segments:
-            padding = torch.zeros(1, 1, dtype=torch.int64)
-            return ChunkTensors(padding, padding, torch.tensor([NO_TARGET]), (Span(-1, 0, 1, length=1, first=0),))
-        ids, positions, labels, spans = [], [], [], []
-        first = 0
-        for segment in chunk.segments:
-            sequence_id, start, end = segment.sequence_id, segment.start, segment.end
-            if not 0 <= sequence_id < self._analysis.num_sequences:
-                raise DataError(
-                    f"there is no sequence {sequence_id}", where=str(self._analysis.path), hint="build the plan again"
-                )
-            input_ids, target = self._tokens(sequence_id)
-            if not 0 <= start < end <= len(input_ids):
-                raise DataError(
-                    f"sequence {sequence_id} has {len(input_ids)} tokens; the plan asks for {start} to {end}",
-                    where=str(self._analysis.path),
-                    hint="build the plan again",
-                )
-            wrong = np.flatnonzero((input_ids[start:end] < 0) | (input_ids[start:end] >= self._vocab_size))
-            if wrong.size:
-                token = start + int(wrong[0])
-                raise UsageError(
-                    f"token {token} of sequence {sequence_id} is id {input_ids[token]}, "
-                    f"the model's vocabulary has {self._vocab_size:,}",
-                    hint="analyze with the tokenizer that belongs to the model",
-                )
-            # One token past the end is needed for the label of the last.
-            ids.append(input_ids[start:end].astype(np.int64))
-            labels.append(shifted_labels(input_ids[start : end + 1], target[start : end + 1])[: end - start])
-            positions.append(np.arange(start, end))
-            spans.append(Span(sequence_id, start, end, length=len(input_ids), first=first, group_id=chunk.group_id))
-            first += end - start
-        joined = np.concatenate(labels)
-        found = int((joined != NO_TARGET).sum())
-        if found != chunk.num_target_tokens or first != chunk.num_tokens:
-            raise DataError(
-                f"chunk {chunk.chunk_id} has {first} tokens with {found} targets; "
-                f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
-                where=str(self._plan.path),
-                hint="build the plan again",
-            )
-        return ChunkTensors(
-            input_ids=torch.from_numpy(np.concatenate(ids))[None],
-            position_ids=torch.from_numpy(np.concatenate(positions))[None],
-            labels=torch.from_numpy(joined),
-            spans=tuple(spans),
+        worker = get_worker_info()
+        if worker is not None and worker.id > 0:
+            return
+        steps = self._read(pin_memory=self._pin_memory and worker is None and torch.cuda.is_available())
+        if not self._prefetch:
+            yield from self._handed_out(steps)
+            return
+        ahead = ReadAhead(steps, self._prefetch)
+        try:
+            yield from self._handed_out(ahead)
+        finally:
+            ahead.close()
+
+    def _handed_out(self, steps: Iterator[StepWork]) -> Iterator[StepWork]:
+        for work in steps:
+            self._next = work.step.step + 1
+            yield work
+
+    def _read(self, pin_memory: bool) -> Iterator[StepWork]:
+        gather = TokenGather(self._plan, self._analysis, self._vocab_size)
+        for step in self._plan.iter_steps(self._next):
+            ranks = sorted(step.chunks.keys() | {dp_rank for dp_rank, _ in step.actions})
+            yield StepWork(step, [_rank_work(step, dp_rank, gather, pin_memory) for dp_rank in ranks])
+
+
+def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
+    """Refuse an analysis that a model cannot be trained on.
+
+    Raises:
+        UsageError: it has no tokens, a token is not in the vocabulary, or a sequence is longer than `max_positions`.
+    """
+    analysis.tokens()
+    largest = analysis.manifest["max_token_id"]
+    if largest is not None and largest >= vocab_size:
+        raise UsageError(
+            f"the data has token id {largest:,}, the model's vocabulary has {vocab_size:,}",
+            where=str(analysis.path),
+            hint="analyze with the tokenizer that belongs to the model",
         )
+    longest = int(analysis.num_tokens.argmax())
+    if analysis.num_tokens[longest] > max_positions:
+        raise UsageError(
+            f"sequence {longest} has {analysis.num_tokens[longest]:,} tokens, "
+            f"the model takes {max_positions:,} positions (max_position_embeddings)",
+            hint="use a model with a longer context, or leave out what is too long for this one",
+        )
+
+
+def _rank_work(step: PlanStep, dp_rank: int, gather: TokenGather, pin_memory: bool) -> RankWork:
+    chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
+    filled = [chunk for chunk in chunks.values() if chunk.segments]
+    tensors = {chunk.chunk_id: _padding() for chunk in chunks.values() if not chunk.segments}
+    if filled:
+        gathered = gather(filled)
+        # Each chunk's tensors are views of one for all chunks of the rank.
+        flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
+        if pin_memory:
+            flat = [tensor.pin_memory() for tensor in flat]
+        input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
+        parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
+        tensors |= {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
+    return RankWork(step.step, dp_rank, step.actions.get((dp_rank, 0), []), chunks, tensors)
+
+
+def _padding() -> ChunkTensors:
+    """A zero-loss chunk."""
+    token = torch.zeros(1, 1, dtype=torch.int32)
+    label = torch.tensor([NO_TARGET], dtype=torch.int32)
+    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, first=0),))

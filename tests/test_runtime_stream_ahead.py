@@ -1,0 +1,85 @@
+"""Reading ahead: as far as asked for and no further, and always stoppable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from chunkplan_runtime.ahead import ReadAhead
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it never came to that")
+
+
+def test_items_are_made_ahead_up_to_the_depth():
+    made = []
+    ahead = ReadAhead((made.append(number) or number for number in count()), 3)
+    wait_until(lambda: len(made) == 3)
+    assert next(ahead) == 0
+    wait_until(lambda: len(made) == 4)
+    threading.Event().wait(0.05)
+    assert len(made) == 4
+    ahead.close()
+    assert len(made) == 4
+    assert list(ahead) == []
+
+
+def test_after_an_error_nothing_comes():
+    def items():
+        yield 1
+        raise OSError("gone")
+
+    ahead = ReadAhead(items(), 5)
+    assert next(ahead) == 1
+    with pytest.raises(OSError, match="gone"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+def test_control_c_interrupts_the_wait_for_an_item():
+    release = threading.Event()
+
+    def items():
+        release.wait()
+        yield 1
+
+    ahead = ReadAhead(items(), 1)
+    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead)
+    timer.join()
+    release.set()
+    ahead.close()
+
+
+@pytest.mark.parametrize("left", ["None", "next(ahead)"])
+def test_the_interpreter_ends_with_an_iteration_left_open(left):
+    """Without a hang, a message, or a thread killed at its work."""
+    program = f"""
+import itertools
+from chunkplan_runtime.ahead import ReadAhead
+ahead = ReadAhead(itertools.count(), 2)
+left = {left}
+"""
+    runtime = Path(__file__).parents[1] / "runtime"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
