@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.interface import chunk_attention, register_attention
-from chunkplan_runtime.attention.kernel import kernel_for
+from chunkplan_runtime.attention.kernel import KERNELS, Kernels
 from chunkplan_runtime.models import new_model
+from chunkplan_runtime.offload import HostMemory
+from chunkplan_runtime.pages import DeviceMemory
 from chunkplan_runtime.state import ChunkContext, Span, StateStore
 
 
-def plain(query, key, value, scale, causal):
+def plain(query, key, value, form):
+    """Attention with an explicit mask over all queries and keys."""
     groups = query.shape[0] // key.shape[0]
-    scores = query @ key.repeat_interleave(groups, 0).transpose(-1, -2) * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+    scores = query @ key.repeat_interleave(groups, 0).transpose(-1, -2) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    num_queries, num_keys = scores.shape[-2:]
+    distance = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if form.causal:
+        seen &= distance >= 0
+    if form.reach is not None:
+        seen &= distance <= form.reach
+    if form.borders is not None:
+        run = torch.bucketize(torch.arange(num_keys), torch.tensor(form.borders[1:]), right=True)
+        seen &= run[:, None] == run
+    scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1) @ value.repeat_interleave(groups, 0), scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(1, 1, True), (37, 37, True), (5, 90, False)])
+FORMS = [
+    (1, 1, Form(0.3, causal=True)),
+    (37, 37, Form(0.3, causal=True)),
+    (5, 90, Form(0.3, causal=False)),
+    (13, 90, Form(0.3, causal=True)),
+    (37, 37, Form(0.3, causal=False, borders=(0, 4, 5, 37))),
+    (37, 37, Form(0.3, causal=True, borders=(0, 4, 5, 37))),
+]
+WINDOWED = [
+    (37, 37, Form(0.3, causal=True, reach=0)),
+    (13, 90, Form(0.3, causal=True, reach=20)),
+    (13, 20, Form(0.3, causal=False, reach=14)),
+    (37, 37, Form(0.3, causal=True, reach=3, borders=(0, 4, 5, 37))),
+    (13, 90, Form(0.3, causal=True, softcap=1.5)),
+    (13, 90, Form(0.3, causal=True, softcap=1.5, reach=5)),
+]
+CASES = [("torch-cpu", *form) for form in FORMS] + [("reference", *form) for form in FORMS + WINDOWED]
+
+
+@pytest.mark.parametrize(("name", "num_queries", "num_keys", "form"), CASES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
-def test_the_kernel_is_plain_attention(num_queries, num_keys, causal, kv_heads, dtype, tolerance):
+def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr("chunkplan_runtime.attention.reference._QUERIES", 8)
     torch.manual_seed(0)
     query, grad_out = torch.randn(2, 4, num_queries, 16, dtype=dtype)
-    key, value = torch.randn(2, kv_heads, num_keys, 16, dtype=dtype)
-    kernel = kernel_for(query.device)
-    out, lse = kernel.forward(query, key, value, 0.3, causal)
+    # As they lie in a page: tokens first.
+    key, value = torch.randn(2, num_keys, kv_heads, 16, dtype=dtype).transpose(1, 2)
+    kernel = KERNELS[name]
+    assert kernel.why_not(query.device, dtype, 16, form) is None
+    out, lse = kernel.forward(query, key, value, form)
     exact = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    expected_out, expected_lse = plain(*exact, 0.3, causal)
-    gradients = kernel.backward(grad_out, query, key, value, out, lse, 0.3, causal)
+    expected_out, expected_lse = plain(*exact, form)
+    gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
     expected = torch.autograd.grad(expected_out, exact, grad_out.double())
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
@@ -42,10 +84,119 @@ def test_the_kernel_is_plain_attention(num_queries, num_keys, causal, kv_heads, 
         assert (found - wanted).norm() <= tolerance * wanted.norm().clamp(min=1)
 
 
-def test_a_device_without_a_kernel_is_refused():
-    with pytest.raises(UsageError, match="'meta'") as raised:
-        kernel_for(torch.device("meta"))
-    assert "cpu" in raised.value.hint
+def attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts=()):
+    """Out and gradients of one sequence run part by part; the chunk of the last part holds `shorts` as well."""
+    length = cuts[-1]
+    store = StateStore(page_tokens, memory)
+    layer = LayerAttention(
+        Kernels().choose(query.device, query.dtype, 8, Form(1.0, True, window, softcap)), 0, 0.3, window, softcap
+    )
+    leaves, results = [tensor.clone().requires_grad_() for tensor in (query, key, value)], []
+    parts = [Span(7, start, end, length=length, first=0) for start, end in pairwise((0, *cuts))]
+    for part in parts:
+        spans, end = [part], part.end
+        for number, short in enumerate(shorts if part is parts[-1] else ()):
+            spans.append(Span(number, 0, short, length=short, first=spans[-1].last))
+            end += short
+        store.start_forward(part)
+        given = [leaf[:, part.start : end] for leaf in leaves]
+        results.append(ChunkAttention.apply(*given, ChunkContext(spans, store, Kernels()), layer))
+    peak = store.num_bytes()
+    ends = [*cuts[:-1], query.shape[1]]
+    for part, end, result in reversed(list(zip(parts, ends, results, strict=True))):
+        store.start_backward(part)
+        result.backward(grad_out[:, part.start : end])
+        store.finish_backward(part)
+    assert store.is_empty
+    return torch.cat([result.detach() for result in results], 1), [leaf.grad for leaf in leaves], peak
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
+    """Whatever the parts, the pages, the window, and what else is in the chunk; with KV on the host the same bits."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, 40), min_size=2, max_size=7)))
+    shorts = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    page_tokens = data.draw(st.integers(1, 45))
+    window = data.draw(st.none() | st.integers(1, 45))
+    softcap = data.draw(st.none() | st.just(2.0))
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    borders = (0, *accumulate([cuts[-1], *shorts]))
+    query, grad_out = torch.randn(2, 4, borders[-1], 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, borders[-1], 8, dtype=torch.float64)
+    form = Form(0.3, True, None if window is None else window - 1, softcap, borders)
+    exact = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    expected, _ = plain(*exact, form)
+    expected.backward(grad_out)
+
+    memories = [DeviceMemory(), HostMemory(query.device)]
+    runs = [
+        attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts)
+        for memory in memories
+    ]
+    for out, gradients, _ in runs:
+        torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-13)
+        for gradient, leaf in zip(gradients, exact, strict=True):
+            torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-13)
+    (out, gradients, peak), (host_out, host_gradients, host_peak) = runs
+    assert torch.equal(out, host_out)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, host_gradients, strict=True))
+    assert peak == host_peak
+
+
+def test_pages_are_given_back_as_their_parts_run_backward():
+    store = StateStore(page_tokens=8)
+    kv, held = torch.zeros(2, 4, 8), []
+    parts = [Span(0, start, start + 4, length=24, first=0) for start in range(0, 24, 4)]
+    for part in parts:
+        store.start_forward(part)
+        store.write(part, 0, kv, kv)
+    for part in reversed(parts):
+        store.start_backward(part)
+        held.append(store.num_bytes())
+        store.finish_backward(part)
+    page = 2 * 2 * 8 * 8 * 4
+    assert held == [3 * page, 3 * page, 2 * page, 2 * page, page, page]
+    assert store.num_bytes() == 0
+
+
+def test_what_lies_on_the_device_with_kv_on_the_host_does_not_grow_with_the_sequence():
+    def buffered(length):
+        memory = HostMemory(torch.device("cpu"))
+        query, grad_out = torch.randn(2, 4, length, 8)
+        key, value = torch.randn(2, 2, length, 8)
+        cuts = tuple(range(8, length + 1, 8))
+        attend_in_chunks(query, key, value, grad_out, cuts, 16, memory, None, None)
+        return memory.num_buffer_bytes()
+
+    assert buffered(32) == buffered(128) == 2 * 2 * 16 * 2 * 8 * (4 + 4)
+
+
+def test_a_kernel_is_chosen_by_what_it_can_do_and_refused_by_name():
+    cpu, plain_form, windowed = torch.device("cpu"), Form(1.0, True), Form(1.0, True, reach=3)
+    assert Kernels().choose(cpu, torch.float32, 64, plain_form).name == "torch-cpu"
+    assert Kernels().choose(cpu, torch.float32, 64, windowed).name == "reference"
+    assert Kernels("reference").choose(cpu, torch.float32, 64, plain_form).name == "reference"
+    with pytest.raises(UsageError, match="torch-cpu: it has no sliding window"):
+        Kernels("torch-cpu").choose(cpu, torch.float32, 64, windowed)
+    with pytest.raises(UsageError, match="torch-cuda: it runs on a CUDA GPU, not on cpu"):
+        Kernels("torch-cuda").choose(cpu, torch.float32, 64, plain_form)
+    with pytest.raises(UsageError, match="no attention kernel 'flash'") as raised:
+        Kernels("flash")
+    assert "flash-attn-2" in raised.value.hint
+
+
+@pytest.mark.parametrize("form", [Form(0.3, causal=True), Form(0.3, True, 3, borders=(0, 4, 16))])
+def test_the_operators_for_a_gpu_take_what_they_are_given(form):
+    """Shapes and arguments only, by PyTorch's own description of its operators: there may be no GPU here."""
+    query, grad_out = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
+    key, value = torch.empty(2, 2, 16, 64, dtype=torch.bfloat16, device="meta")
+    kernel = KERNELS["torch-cuda"]
+    out, lse = kernel.forward(query, key, value, form)
+    assert out.shape == query.shape
+    assert lse.shape == (8, 16)
+    gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
 @pytest.fixture
@@ -57,7 +208,7 @@ def attend():
     def run(batch=1, causal=True, attention_mask=None, **asked):
         layer = Layer()
         layer.is_causal = causal
-        context = ChunkContext((Span(0, 0, 3, length=3, first=0),), StateStore())
+        context = ChunkContext((Span(0, 0, 3, length=3, first=0),), StateStore(8), Kernels())
         query, key = torch.randn(batch, 4, 3, 8), torch.randn(batch, 2, 3, 8)
         return chunk_attention(layer, query, key, key, attention_mask, **{"chunk_context": context, **asked})[0]
 
@@ -76,8 +227,6 @@ def test_arguments_that_say_nothing_are_accepted(attend):
     [
         {"attention_mask": torch.ones(1, 1, 3, 3)},
         {"dropout": 0.1},
-        {"sliding_window": 2},
-        {"softcap": 30.0},
         {"s_aux": torch.zeros(4)},
         {"position_bias": torch.zeros(1)},
         {"is_causal": False},

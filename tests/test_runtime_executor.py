@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -9,7 +11,7 @@ from transformers import AutoConfig
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.loss import cross_entropy_sum
+from chunkplan_runtime.loss import losses_and_gradient, token_losses
 from chunkplan_runtime.models import new_model
 from chunkplan_runtime.state import Span, StateStore
 from chunkplan_runtime.stream import PlanStream, open_plan
@@ -26,14 +28,14 @@ def run_step(tiny_config, handmade_plan, random_sequences):
         model.model.to(dtype)  # the same weights whatever the dtype
         plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=k, actions=actions)
         stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
-        step, (work,) = next(iter(stream))
+        work = next(iter(stream))
         executor = Executor(model)
 
-        def load(chunk):
+        def around(action):
             watch(executor)
-            return stream.load(chunk)
+            return nullcontext()
 
-        loss = executor.run(work, load, step.num_target_tokens)
+        loss = executor.run(work.ranks[0], work.step.num_target_tokens, around).loss
         return loss, {name: value.grad for name, value in model.model.named_parameters()}, executor
 
     return run
@@ -63,10 +65,13 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     assert loss == pytest.approx(exact_loss, rel=0.01)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm()
-    store, span = StateStore(), Span(0, 0, 4, length=8, first=0)
+    store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, first=0)
+    kv = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
-    store.write(span, 0, torch.zeros(2, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 4, 8, dtype=torch.bfloat16))
-    assert store.gradient(span, 0, slice(0, 4))[0].dtype == torch.float32
+    store.write(span, 0, kv, kv)
+    (block,) = store.blocks(span, 0, kv, kv, 0, with_gradients=True)
+    assert block.key.dtype == torch.bfloat16
+    assert block.grad_key.dtype == block.grad_value.dtype == torch.float32
 
 
 GROUP = [("forward", 0), ("forward", 1), ("forward", 2), ("forward", 3)]
@@ -99,25 +104,26 @@ def test_a_split_backward_is_refused_by_name(run_step):
 
 
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.loss._ROWS", 3)
+    monkeypatch.setattr("chunkplan_runtime.loss._LOGITS", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([3, -100, 4, 5, -100, 6, 7, 8, 9, 19, -100])
     plain = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum", ignore_index=-100)
-    (expected,) = torch.autograd.grad(plain, hidden)
-    loss = cross_entropy_sum(head, hidden, labels)
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    torch.testing.assert_close(loss, plain, rtol=1e-14, atol=0)
+    expected, of_weight = torch.autograd.grad(plain / 7, [hidden, head.weight])
+    losses, gradient = losses_and_gradient(head, hidden, labels, 20, 1 / 7)
+    torch.testing.assert_close(losses.sum(), plain, rtol=1e-14, atol=0)
     torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-16)
+    torch.testing.assert_close(head.weight.grad, of_weight, rtol=1e-13, atol=1e-16)
+    assert torch.equal(losses, token_losses(head, hidden, labels, 20))
+    assert torch.equal(losses != 0, labels >= 0)
 
 
 def test_without_targets_the_loss_is_a_zero_with_a_zero_gradient():
     hidden = torch.full((3, 8), torch.inf, requires_grad=True)
-    loss = cross_entropy_sum(torch.nn.Linear(8, 20), hidden, torch.full((3,), -100))
-    loss.backward()
-    assert loss.item() == 0
-    assert torch.equal(hidden.grad, torch.zeros(3, 8))
+    losses, gradient = losses_and_gradient(torch.nn.Linear(8, 20), hidden, torch.full((3,), -100), 20, 1.0)
+    assert torch.equal(losses, torch.zeros(3))
+    assert torch.equal(gradient, torch.zeros(3, 8))
 
 
 def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
@@ -146,17 +152,17 @@ def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
 
 
 def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
-    """The head sees at most `_ROWS` positions at once, and only those with a target."""
-    monkeypatch.setattr("chunkplan_runtime.loss._ROWS", 4)
+    """The head sees as many positions at once as their logits allow, and only those with a target."""
+    monkeypatch.setattr("chunkplan_runtime.loss._LOGITS", 4 * 11 + 10)
     head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.where(torch.arange(23) % 3 > 0, torch.arange(23) % 11, -100)
-    loss = cross_entropy_sum(head, hidden, labels)
+    losses, _ = losses_and_gradient(head, hidden, labels, 11, 1.0)
     assert max(seen) == 4
     assert sum(seen) == int((labels >= 0).sum())
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=-100, reduction="sum")
-    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
+    assert losses.sum().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
 def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monkeypatch):
@@ -174,13 +180,13 @@ def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monk
 
     run = Executor.run
 
-    def run_twice(executor, work, load, num_target_tokens):
+    def run_twice(executor, *arguments):
         with monkeypatch.context() as patch:
             patch.setattr(function.ChunkAttention, "backward", staticmethod(failing))
             with pytest.raises(MemoryError):
-                run(executor, work, load, num_target_tokens)
+                run(executor, *arguments)
         executor._model.model.zero_grad()
-        return run(executor, work, load, num_target_tokens)
+        return run(executor, *arguments)
 
     monkeypatch.setattr(Executor, "run", run_twice)
     _, again, _ = run_step(k=4)

@@ -25,15 +25,19 @@ def config_file(tmp_path, tiny_config):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model type 'gemma2'"),
-        ({"model_type": "mixtral"}, "model type 'mixtral'"),
+        ({"model_type": "granite"}, "model type 'granite'"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' .attention sinks"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "'deepseek_v3' .multi-head latent attention"),
+        ({"model_type": "qwen3_next", "linear_num_value_heads": 8}, "'qwen3_next' .linear-attention layers"),
+        ({"model_type": "gemma3", "vision_config": {"hidden_size": 8}}, "'gemma3' .images"),
+        ({"model_type": "qwen3_moe", "output_router_logits": True}, "load-balancing loss"),
         ({"model_type": "no-such-model"}, "model type 'no-such-model'"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding_attention",
+            {"model_type": "gemma2", "use_bidirectional_attention": True, "sliding_window": 8},
+            "a sliding window that looks both ways",
         ),
-        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         (
@@ -49,7 +53,6 @@ def config_file(tmp_path, tiny_config):
             "'longrope'",
         ),
         ({"rope_scaling": {"rope_type": "a new one"}}, "'a new one'"),
-        ({"is_causal": False}, "not causal"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan_runtime import executor
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.models import check_config, new_model
+from chunkplan_runtime.pages import DeviceMemory
 from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
-from chunkplan_runtime.state import StateStore
 
 MODELS = {
     "llama": {"model_type": "llama"},
@@ -45,6 +47,33 @@ MODELS = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3, wide heads, one KV head": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1},
     "mistral, as many KV heads": {"model_type": "mistral", "num_key_value_heads": 4},
+    "mistral, sliding window": {"model_type": "mistral", "sliding_window": 6},
+    "qwen2, every second layer sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "gemma": {"model_type": "gemma", "rms_norm_eps": 1e-6},
+    "gemma2, softcaps and sliding window": {"model_type": "gemma2", "sliding_window": 9, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {"model_type": "olmo2"},
+    "phi3, sliding window": {"model_type": "phi3", "sliding_window": 11, "pad_token_id": None},
+    "smollm3": {"model_type": "smollm3", "pad_token_id": None, "no_rope_layers": [1, 0]},
 }
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8]
@@ -63,10 +92,10 @@ MIXED = [
 
 @pytest.fixture
 def model(tiny_config):
-    def make(name="qwen2", dtype=torch.float64):
-        config = AutoConfig.for_model(**tiny_config(**MODELS[name]))
+    def make(name="qwen2", **changes):
+        config = AutoConfig.for_model(**tiny_config(**MODELS[name], **changes))
         check_config(config, name)
-        return new_model(config, dtype, seed=1)
+        return new_model(config, torch.float64, seed=1)
 
     return make
 
@@ -77,13 +106,18 @@ def assert_exact(report):
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-13)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("k", "kv_offload", "checkpointing"), [(1, True, False), (2, False, True), (2, True, True), (5, False, False)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_mixed_and_packed_and_dependent_chunks_are_exact_for_every_model(
-    name, k, model, handmade_plan, random_sequences
+    name, k, kv_offload, checkpointing, model, handmade_plan, random_sequences
 ):
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=k)
-    report = compare_plan(plan, analysis, model(name))
+    run = model(name)
+    if checkpointing:
+        run.enable_checkpointing()
+    report = compare_plan(plan, analysis, run, kv_offload=kv_offload)
     assert_exact(report)
     assert report.chunks == {"standalone": 1, "dependent": 4, "mixed": 2}
 
@@ -116,18 +150,27 @@ def test_parity_takes_a_model_config(tmp_path, tiny_config):
     assert any("q_norm" in name for name in report.relative_errors)
 
 
-def test_a_prefix_of_many_kv_blocks_is_exact(monkeypatch, model, handmade_plan, random_sequences):
-    monkeypatch.setattr(function, "KV_BLOCK", 5)
+@pytest.mark.parametrize("kv_offload", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2, softcaps and sliding window"])
+def test_a_prefix_of_many_pages_is_exact(name, kv_offload, monkeypatch, model, handmade_plan, random_sequences):
+    monkeypatch.setattr(executor, "_PAGE_CHUNKS", 0)  # every part has a page of its own
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
-    assert_exact(compare_plan(plan, analysis, model()))
+    assert_exact(compare_plan(plan, analysis, model(name), kv_offload=kv_offload))
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_gradient_checkpointing_stays_exact(model, handmade_plan, random_sequences):
-    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
-    checkpointed = model()
-    checkpointed.model.gradient_checkpointing_enable()
-    assert_exact(compare_plan(plan, analysis, checkpointed))
+@pytest.mark.parametrize("name", ["qwen2", "gemma"])
+def test_a_model_that_looks_both_ways_runs_unsplit_plans_only(name, model, handmade_plan, random_sequences):
+    bidirectional = model(name, **({"use_bidirectional_attention": True} if name == "gemma" else {"is_causal": False}))
+    whole = [[(0, 0, 23)], [(1, 0, 5), (2, 0, 9), (3, 0, 3)], [(4, 0, 30), (5, 0, 1), (6, 0, 8)]]
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: whole}])
+    report = compare_plan(plan, analysis, bidirectional)
+    assert_exact(report)
+    causal = compare_plan(plan, analysis, model(name))
+    assert abs(causal.loss - report.loss) > 1e-6
+    split, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
+    with pytest.raises(UsageError, match="the plan splits sequences") as raised:
+        compare_plan(split, analysis, bidirectional)
+    assert "--no-split" in raised.value.hint
 
 
 def test_a_target_across_a_chunk_border_counts(model, handmade_plan):
@@ -149,8 +192,15 @@ def test_two_ranks_on_one_process_are_exact(tmp_path, model, handmade_plan, rand
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):
-    gradient = StateStore.gradient
-    monkeypatch.setattr(StateStore, "gradient", lambda *where: tuple(part.clone() for part in gradient(*where)))
+    blocks = DeviceMemory.blocks
+
+    def lose(*asked):
+        for block in blocks(*asked):
+            if block.grad_key is not None:
+                block = replace(block, grad_key=block.grad_key.clone(), grad_value=block.grad_value.clone())
+            yield block
+
+    monkeypatch.setattr(DeviceMemory, "blocks", lose)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
     report = compare_plan(plan, analysis, model())
     assert report.max_relative_error > 1e-4
@@ -158,7 +208,7 @@ def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random
 
 
 def test_a_lost_prefix_is_noticed(monkeypatch, model, handmade_plan, random_sequences):
-    monkeypatch.setattr(function, "_prefix_blocks", lambda span: iter(()))
+    monkeypatch.setattr(function, "_first_seen", lambda part, attention: part.start)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
     assert not compare_plan(plan, analysis, model()).passed
 

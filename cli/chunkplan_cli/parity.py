@@ -25,6 +25,11 @@ def parity(
         Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json. Default: a tiny built-in model.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.")] = 0,
+    attention: Annotated[str, typer.Option(metavar="KERNEL", help="Attention kernel of the chunks.")] = "auto",
+    kv_offload: Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute layers inside of a chunk's backward.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
@@ -45,7 +50,16 @@ def parity(
     require_torch()
     from chunkplan_runtime.parity import parity as run
 
-    result = run(numbers, chunk_size, k, model_config=model_config, seed=seed)
+    result = run(
+        numbers,
+        chunk_size,
+        k,
+        model_config=model_config,
+        seed=seed,
+        attention=attention,
+        kv_offload=kv_offload,
+        checkpointing=checkpointing,
+    )
     if as_json:
         print_json(asdict(result))
     else:

@@ -1,1 +1,42 @@
-"""The torch runtime: streams a plan and does its actions, with gradients equal to those of whole sequences."""
+"""The torch runtime: streams a plan and does its actions, with gradients equal to those of whole sequences.
+
+`ChunkTrainer`, `Executor`, `PlanStream` and `open_plan` are imported when they are asked for: without them this package
+needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chunkplan_runtime.executor import Executor
+    from chunkplan_runtime.hf.chunk_trainer import ChunkTrainer
+    from chunkplan_runtime.stream import PlanStream, open_plan
+
+__all__ = ["ChunkTrainer", "Executor", "PlanStream", "open_plan"]
+
+_MODULES = {"ChunkTrainer": "hf.chunk_trainer", "Executor": "executor", "PlanStream": "stream", "open_plan": "stream"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from chunkplan_runtime.requirements import require_torch
+
+    require_torch()
+    if name == "ChunkTrainer":
+        _require_accelerate()
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def _require_accelerate() -> None:
+    try:
+        import_module("accelerate")
+    except ImportError as error:
+        from chunkplan.errors import UsageError
+
+        raise UsageError(
+            f"ChunkTrainer needs accelerate, as transformers' Trainer does ({error})",
+            hint="pip install 'chunkplan[hf]'",
+        ) from error

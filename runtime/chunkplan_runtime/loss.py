@@ -1,46 +1,77 @@
-"""The loss: cross-entropy summed over target tokens, without ever holding the logits of a chunk."""
+"""The loss: cross-entropy of target tokens, without ever holding the logits of a chunk.
+
+Loss and gradient are computed together, a block of positions at a time, when a chunk runs backward: the head runs once
+forward and once backward, and what a chunk in flight keeps of its loss is its final hidden states.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-#: Rows of logits alive at once: with a vocabulary of 150,000, float32, 0.6 GB each for logits and their gradient.
-_ROWS = 1024
+#: Logits alive at once, in numbers: 0.5 GB of float32, as much again for their gradient.
+_LOGITS = 2**27
 
 #: The label of a position that predicts nothing.
 NO_TARGET = -100
 
+#: Hidden states [n, hidden_size] -> logits [n, vocab_size].
+Head = Callable[[Tensor], Tensor]
 
-def shifted_labels(input_ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+
+def shifted_labels(input_ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
     """The label of every position of a sequence: the next token where that is a target, else `NO_TARGET`.
 
     The last position has none. For a segment, give one token more than it has: the target across its border counts.
     """
-    labels = np.full(len(input_ids), NO_TARGET, np.int64)
+    labels = np.full(len(input_ids), NO_TARGET, np.int32)
     np.copyto(labels[:-1], input_ids[1:], where=target[1:])
     return labels
 
 
-def cross_entropy_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The summed cross-entropy of hidden states [num_tokens, hidden_size] with labels [num_tokens].
+def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """The cross-entropy of every position [num_tokens], 0 without a target, in at least float32; no gradients.
 
-    Only positions with a target go through `head`, a block at a time; logits are at least float32 and are computed
-    again in the backward. Without any target the result is a zero that still has a graph.
+    labels [num_tokens] lie on the CPU, so that nobody waits for a GPU to count them.
     """
+    losses = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    with torch.no_grad():
+        for rows, targets in _blocks(labels, vocab_size, hidden.device):
+            losses[rows] = _cross_entropy(head, hidden[rows], targets)
+    return losses
+
+
+def losses_and_gradient(
+    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
+
+    Gradients of the head's own parameters are added to their `.grad`.
+    """
+    losses = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    gradient = torch.zeros_like(hidden)
+    for rows, targets in _blocks(labels, vocab_size, hidden.device):
+        block = hidden[rows].detach().requires_grad_()
+        block_losses = _cross_entropy(head, block, targets)
+        torch.autograd.backward(block_losses.sum() * scale)
+        losses[rows] = block_losses.detach()
+        assert block.grad is not None
+        gradient[rows] = block.grad
+    return losses, gradient
+
+
+def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
     rows = torch.nonzero(labels != NO_TARGET).flatten()
-    total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    for block in torch.split(rows, _ROWS):
-        total = total + checkpoint(
-            _block_loss, head, hidden[block], labels[block], use_reentrant=False, preserve_rng_state=False
-        )
-    return total
+    for block in torch.split(rows, max(1, _LOGITS // vocab_size)) if len(rows) else ():
+        yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _block_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = head(hidden)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="sum")
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")

@@ -1,13 +1,9 @@
-"""Models that chunked execution is exact for, from transformers; everything else is refused by name.
-
-A model is on the list when nothing in it but attention looks from one token at another, attention is plain causal, and
-rotary embeddings depend on positions alone.
-"""
+"""Models from transformers as the executor sees them: made or loaded, checked, and put on a device."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.state import ChunkContext
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-#: `dynamic` and `longrope` choose their frequencies by the longest position of a call, so that a part of a sequence
-#: would be rotated otherwise than the whole.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.loss import Head
+from chunkplan_runtime.model_checks import check_config, check_model_type, is_bidirectional, windows
+from chunkplan_runtime.state import ChunkContext, StateStore
+from chunkplan_runtime.stream import ChunkTensors
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
 _REFUSALS = (
@@ -40,18 +36,6 @@ _REFUSALS = (
     StrictDataclassError,
 )
 
-#: Sizes of which a model has at least one, or none of its own (head_dim).
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-
 _CONFIG_HINT = "take the config.json that came with a model"
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
@@ -59,26 +43,97 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it do
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A transformers model as the executor sees it: a decoder that gives hidden states, and a head."""
+    """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
+
+    `model` may be one with adapters of peft around it.
+    """
 
     model: Any
+    kernels: Kernels = field(default_factory=Kernels)
 
     @property
-    def head(self) -> nn.Module:
+    def config(self) -> Any:
+        """The model's config of transformers."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = next(iter(self.model.parameters())).device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = next(iter(self.model.parameters())).dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see only those before them; others run unsplit."""
+        return not is_bidirectional(self.config)
+
+    @property
+    def head(self) -> Head:
         """Hidden states [n, hidden_size] -> logits [n, vocab_size]."""
         head: nn.Module = self.model.get_output_embeddings()
-        return head
+        cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: ChunkContext) -> Tensor:
-        """Final hidden states [num_tokens, hidden_size] of a chunk [1, num_tokens]."""
-        device = self.model.device
+    def hidden_states(self, tensors: ChunkTensors, store: StateStore) -> Tensor:
+        """Final hidden states [num_tokens, hidden_size] of a chunk."""
+        device = self.device
         hidden: Tensor = self.model.get_decoder()(
-            input_ids=input_ids.to(device),
-            position_ids=position_ids.to(device),
+            input_ids=tensors.input_ids.to(device, non_blocking=True),
+            position_ids=tensors.position_ids.to(device, non_blocking=True),
             use_cache=False,
-            chunk_context=context,
+            chunk_context=ChunkContext(tensors.spans, store, self.kernels, self.is_causal),
         ).last_hidden_state
         return hidden[0]
+
+    def attention_kernels(self) -> dict[str, str]:
+        """The kernel of each kind of layer: "full", "sliding window" -> its name.
+
+        Raises:
+            UsageError: there is none for a kind.
+        """
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        return {
+            "full" if window is None else "sliding window": self.kernels.choose(
+                self.device, self.dtype, head_dim, Form(1.0, self.is_causal, reach=window, softcap=softcap)
+            ).name
+            for window in sorted(windows(config), key=lambda window: window or 0)
+        }
+
+    def enable_checkpointing(self) -> None:
+        """Keep of a chunk in flight the inputs of its layers only, and compute the rest again in its backward."""
+        arguments = {"use_reentrant": False}
+        if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+        else:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def check_plan(model: CausalLM, plan: Plan) -> None:
+    """Refuse a plan that the model cannot be run with.
+
+    Raises:
+        UsageError: the plan splits sequences and the model looks both ways.
+    """
+    if not model.is_causal and plan.chunks().column("group_id").null_count < plan.chunks().num_rows:
+        raise UsageError(
+            "the plan splits sequences, and in this model tokens see those that come after them",
+            where=str(plan.path),
+            hint="build the plan with `--no-split`, and a --chunk-size of the longest sequence",
+        )
 
 
 def read_config(path: Path) -> Any:
@@ -96,7 +151,7 @@ def read_config(path: Path) -> Any:
         raise DataError(f"not JSON: {error}", where=str(path), hint="give the config.json of a model") from error
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
-    _check_model_type(document["model_type"], str(path))
+    check_model_type(document, str(path))
     try:
         config = AutoConfig.for_model(**document)
     except _REFUSALS as error:
@@ -129,82 +184,42 @@ def read_pretrained_config(name: str) -> Any:
     return config
 
 
-def check_config(config: Any, where: str) -> None:
-    """Refuse a model that chunked execution would get wrong.
-
-    Raises:
-        UsageError: naming what, and what to do about it.
-    """
-    _check_model_type(config.model_type, where)
-    for name in _SIZES:
-        size = getattr(config, name, 1)
-        if size is not None and (type(size) is not int or size < 1):
-            raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
-    rope_type = (config.rope_parameters or {}).get("rope_type")
-    layers = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    if rope_type not in _ROPE_TYPES:
-        raise UsageError(
-            f"rope type {rope_type!r} depends on more than positions, or is not known",
-            where=where,
-            hint=f"exact for: {', '.join(_ROPE_TYPES)}; choose one of them for training",
-        )
-    if layers or (config.model_type == "mistral" and config.sliding_window):
-        raise UsageError(
-            f"attention other than full causal attention ({', '.join(sorted(layers)) or 'sliding_window'})",
-            where=where,
-            hint='where the model allows it, set "sliding_window": null and "use_sliding_window": false',
-        )
-    if not getattr(config, "return_dict", True):
-        raise UsageError("return_dict is false", where=where, hint="leave it out; transformers needs it itself")
-    if config.attention_dropout:
-        raise UsageError(f"attention_dropout is {config.attention_dropout}", where=where, hint="set it to 0")
-    if not getattr(config, "is_causal", True):
-        raise UsageError("the model is not causal", where=where, hint="chunks need causal attention")
-    if getattr(config, "quantization_config", None):
-        raise UsageError("the model is quantized", where=where, hint="train from weights that are not quantized")
-    padding = getattr(config, "pad_token_id", None)
-    if padding is not None and not 0 <= padding < config.vocab_size:
-        raise UsageError(
-            f"pad_token_id is {padding}, the vocabulary has {config.vocab_size:,}",
-            where=where,
-            hint="set it to null, or to a token of the vocabulary",
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UsageError(
-            f"{config.num_attention_heads} attention heads cannot share {config.num_key_value_heads} KV heads",
-            where=where,
-            hint="num_attention_heads has to be a multiple of num_key_value_heads",
-        )
-
-
-def new_model(config: Any, dtype: torch.dtype, seed: int) -> CausalLM:
-    """A model with random weights, the same for the same seed.
+def new_model(
+    config: Any, dtype: torch.dtype, seed: int, *, device: torch.device | str = "cpu", attention: str = AUTO
+) -> CausalLM:
+    """A model with random weights, the same for the same seed and kind of device.
 
     Raises:
         DataError: transformers cannot build it.
+        UsageError: the attention kernel of that name is not there, or cannot run the model.
     """
     register_attention()
+    kernels = Kernels(attention)
     torch.manual_seed(seed)
     try:
-        model = _AUTO_MODEL.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        with torch.device(device):
+            model = _AUTO_MODEL.from_config(config, **_how(config, dtype))
     except _REFUSALS as error:
         raise DataError(
             f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
         ) from error
-    return CausalLM(model.train())
+    return _checked(CausalLM(model.train(), kernels))
 
 
-def load_model(name: str, config: Any, dtype: torch.dtype) -> CausalLM:
+def load_model(
+    name: str, config: Any, dtype: torch.dtype, *, device: torch.device | str = "cpu", attention: str = AUTO
+) -> CausalLM:
     """A model with its saved weights.
 
     Raises:
-        UsageError: the weights are not there, torn, or of other shapes.
+        UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
         DataError: some of them are missing; transformers would have made them up.
     """
     register_attention()
+    kernels = Kernels(attention)
     try:
         model, report = _AUTO_MODEL.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+            name, config=config, output_loading_info=True, **_how(config, dtype)
         )
     except (*_REFUSALS, SafetensorError) as error:
         raise UsageError(
@@ -218,16 +233,19 @@ def load_model(name: str, config: Any, dtype: torch.dtype) -> CausalLM:
             where=name,
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )
-    return CausalLM(model.train())
+    return _checked(CausalLM(model.train().to(device), kernels))
 
 
-def _check_model_type(model_type: str, where: str) -> None:
-    if model_type not in MODEL_TYPES:
-        raise UsageError(
-            f"model type {model_type!r} is not one that chunked gradients are known to be exact for",
-            where=where,
-            hint=f"exact for: {', '.join(MODEL_TYPES)}",
-        )
+def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    arguments = {"dtype": dtype, "attn_implementation": ATTENTION}
+    if getattr(config, "num_experts", None) and dtype == torch.float64:
+        arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
+    return arguments
+
+
+def _checked(model: CausalLM) -> CausalLM:
+    model.attention_kernels()
+    return model
 
 
 def _first_line(error: BaseException) -> str:

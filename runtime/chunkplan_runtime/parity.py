@@ -21,8 +21,9 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.plan import Chunk
+from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM, new_model, read_config
+from chunkplan_runtime.models import CausalLM, check_plan, new_model, read_config
 from chunkplan_runtime.precise import evaluate_in_float64
 from chunkplan_runtime.stream import PlanStream, open_plan
 
@@ -56,11 +57,20 @@ class ParityReport:
 
 
 def parity(
-    lengths: Sequence[int], chunk_size: int, k: int, model_config: Path | None = None, seed: int = 0
+    lengths: Sequence[int],
+    chunk_size: int,
+    k: int,
+    model_config: Path | None = None,
+    seed: int = 0,
+    *,
+    attention: str = AUTO,
+    kv_offload: bool = False,
+    checkpointing: bool = False,
 ) -> ParityReport:
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 
-    Without `model_config` the model is a small one of the Qwen2 kind.
+    Without `model_config` the model is a small one of the Qwen2 kind. The rest is how the chunks are run: with which
+    attention kernel, with KV in host memory, with gradient checkpointing inside of a chunk.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused.
@@ -89,7 +99,10 @@ def parity(
             Path(folder) / "plan",
             PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
         )
-        return compare_plan(Path(folder) / "plan", analysis.path, new_model(config, torch.float64, seed))
+        model = new_model(config, torch.float64, seed, attention=attention)
+        if checkpointing:
+            model.enable_checkpointing()
+        return compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
 
 
 def small_config(max_positions: int) -> Any:
@@ -118,24 +131,24 @@ def write_random_analysis(folder: Path, lengths: Sequence[int], vocab_size: int,
     return load_analysis(folder)
 
 
-def compare_plan(plan: Path, analysis: Path, model: CausalLM) -> ParityReport:
+def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: bool = False) -> ParityReport:
     """Run the first step of a plan and the same sequences whole; `model` is left without gradients.
 
     Raises:
         DataError: plan or analysis is not what it should be.
-        UsageError: see `stream.open_plan` and `stream.PlanStream`.
+        UsageError: see `stream.open_plan`, `stream.PlanStream` and `models.check_plan`.
         ChunkplanError: gradients are not finite.
     """
-    config = model.model.config
-    stream = PlanStream(
-        *open_plan(plan, analysis), vocab_size=config.vocab_size, max_positions=config.max_position_embeddings
-    )
-    step, ranks = next(iter(stream))
+    opened, its_analysis = open_plan(plan, analysis)
+    check_plan(model, opened)
+    max_positions = model.config.max_position_embeddings
+    stream = PlanStream(opened, its_analysis, vocab_size=model.vocab_size, max_positions=max_positions)
+    work = next(iter(stream))
     with evaluate_in_float64(model.model):
-        executor = Executor(model)
-        loss = sum(executor.run(work, stream.load, step.num_target_tokens) for work in ranks)
+        executor = Executor(model, kv_offload=kv_offload)
+        loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
         gradients = _take_gradients(model)
-        chunks = [chunk for work in ranks for chunk in work.chunks.values()]
+        chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
         # A sequence counts as often as it occurs: every occurrence has one segment that starts it.
         sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
         reference_loss = _run_whole(model, load_analysis(analysis), sequences)
@@ -161,14 +174,17 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM) -> ParityReport:
 
 def _run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
-    attention = model.model.config._attn_implementation
-    model.model.set_attn_implementation("sdpa")
+    attention = model.config._attn_implementation
+    # transformers' fused attention leaves a softcap out without a word.
+    model.model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
+    # It takes the causal mask for granted where a layer says nothing else.
+    asked = {} if model.is_causal else {"is_causal": False}
     tokens = analysis.tokens()
     num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)
     total = 0.0
     for sequence in sequences:
-        input_ids, target = (torch.from_numpy(array.copy()) for array in tokens(sequence))
-        logits = model.model(input_ids[None].long()).logits[0]
+        input_ids, target = (torch.from_numpy(array.copy()).to(model.device) for array in tokens(sequence))
+        logits = model.model(input_ids[None].long(), **asked).logits[0]
         predicted = target[1:]
         loss = F.cross_entropy(logits[:-1][predicted], input_ids[1:][predicted].long(), reduction="sum") / num_targets
         torch.autograd.backward(loss)
@@ -181,6 +197,7 @@ def _take_gradients(model: CausalLM) -> dict[str, Tensor]:
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.model.named_parameters()
+        if parameter.requires_grad
     }
     model.model.zero_grad(set_to_none=True)
     return gradients

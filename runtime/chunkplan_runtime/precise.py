@@ -1,35 +1,34 @@
-"""Makes the norms and rotary embeddings of a model compute in float64.
+"""Makes what transformers computes in float32 whatever the dtype of the model compute in float64.
 
-transformers computes both in float32 whatever the dtype of the model. Rounding to float32 turns a difference in the
-last bit of a float64 into one a billion times larger whenever it crosses a rounding border, so that the error of a
-comparison would be that of float32 now and then. Chunked and whole execution run the same norms and rotary embeddings;
-comparing them in float64 throughout hides nothing of what chunking does.
+Norms, rotary embeddings, the routers of mixtures and transformers' own plain attention do so. Rounding to float32 turns
+a difference in the last bit of a float64 into one a billion times larger whenever it crosses a rounding border, so that
+the error of a comparison would be that of float32 now and then. Comparing in float64 throughout hides nothing of what
+chunking does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+#: Ends of the names of modules that compute in float32.
+_MODULES = ("RMSNorm", "RotaryEmbedding", "Router", "Attention")
 
 
 @contextmanager
 def evaluate_in_float64(model: nn.Module) -> Iterator[None]:
-    """Within the block, RMS norms and rotary embeddings of `model` run in float64; weights stay as they are."""
+    """Within the block, norms, rotary embeddings, routers and attention run in float64; weights stay as they are."""
     changed = []
     for module in model.modules():
-        name = type(module).__name__
-        if name.endswith("RMSNorm"):
-            module.forward = partial(_rms_norm, module)
-        elif name.endswith("RotaryEmbedding"):
-            module.forward = partial(_rotary, module)
-        else:
-            continue
-        changed.append(module)
+        if type(module).__name__.endswith(_MODULES):
+            module.forward = partial(_in_float64, module.forward)
+            changed.append(module)
     try:
         yield
     finally:
@@ -37,17 +36,19 @@ def evaluate_in_float64(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
-    wide = hidden.double()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-    normed: Tensor = module.weight * wide.to(hidden.dtype)
-    return normed
+def _in_float64(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    with _Float64():
+        return forward(*arguments, **keywords)
 
 
-@torch.no_grad()
-def _rotary(module: Any, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, num_tokens, head_dim] of every position and pair of dimensions."""
-    angles = position_ids[..., None].double() * module.inv_freq.double()
-    angles = torch.cat((angles, angles), dim=-1)
-    scale = module.attention_scaling
-    return (angles.cos() * scale).to(hidden.dtype), (angles.sin() * scale).to(hidden.dtype)
+class _Float64(TorchFunctionMode):
+    """Reads float32 as float64 wherever a dtype is asked for."""
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.float:
+            function = Tensor.double
+        args = [torch.float64 if argument is torch.float32 else argument for argument in args]
+        kwargs = {name: torch.float64 if given is torch.float32 else given for name, given in (kwargs or {}).items()}
+        return function(*args, **kwargs)

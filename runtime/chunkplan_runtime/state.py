@@ -1,24 +1,26 @@
 """What outlives a chunk: keys, values and their gradients of the split sequences in flight.
 
-A sequence takes its place for its whole length at first use and gives it back when its first part has done its
-backward; one that occurs twice in a step is two groups and takes two places. Writes go to the slice of the part, so
-that writing twice (forward, then recompute) changes nothing. The gradient of a part's KV is the sum of what all later
-parts sent to it: it is complete when, and only when, backwards run in descending order, which is checked.
+A sequence takes pages as its parts run forward and gives them back as they have done their backward; one that occurs
+twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
+then recompute) changes nothing. The gradient of a part's KV is the sum of what all later parts sent to it: it is
+complete when, and only when, backwards run in descending order, which is checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from chunkplan.errors import DataError
+from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.pages import Block, DeviceMemory, Memory, Page, Piece
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Where a segment lies: tokens [start, end) of a sequence of `length` are tokens [first, last) of its chunk.
 
     `group_id` is that of the chunk.
@@ -48,27 +50,22 @@ class Span:
 
 
 @dataclass
-class _Layer:
-    """[kv_heads, length, head_dim] each; the gradients are allocated by the first backward."""
-
-    key: Tensor
-    value: Tensor
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
-
-
-@dataclass
 class _Sequence:
     length: int
-    layers: dict[int, _Layer] = field(default_factory=dict)
+    layers: dict[int, list[Page]] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
 
 
 class StateStore:
-    """KV and dKV by occurrence of a sequence and layer. Only split sequences enter it."""
+    """KV and dKV by occurrence of a sequence and layer. Only split sequences enter it.
 
-    def __init__(self) -> None:
+    `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own.
+    """
+
+    def __init__(self, page_tokens: int, memory: Memory | None = None) -> None:
+        self._page_tokens = page_tokens
+        self._memory = DeviceMemory() if memory is None else memory
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
     @property
@@ -77,14 +74,9 @@ class StateStore:
         return not self._sequences
 
     def num_bytes(self) -> int:
-        """Bytes of all tensors held."""
-        return sum(
-            tensor.nbytes
-            for sequence in self._sequences.values()
-            for layer in sequence.layers.values()
-            for tensor in (layer.key, layer.value, layer.grad_key, layer.grad_value)
-            if tensor is not None
-        )
+        """Bytes of all pages held."""
+        layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
+        return sum(page.num_bytes for pages in layers for page in pages)
 
     def start_forward(self, span: Span) -> None:
         """Say that a part is about to run forward.
@@ -109,34 +101,54 @@ class StateStore:
         sequence.complete_from = span.start
 
     def finish_backward(self, span: Span) -> None:
-        """Say that a part has run backward; with the first part the sequence gives back its memory."""
+        """Say that a part has run backward; pages that no earlier part is in are given back."""
+        sequence = self._sequences[span.occurrence]
+        for pages in sequence.layers.values():
+            while pages and pages[-1].start >= span.start:
+                pages.pop()
         if span.start == 0:
             del self._sequences[span.occurrence]
+
+    def drop(self, span: Span) -> None:
+        """Give back all pages of a sequence, where no backward will follow."""
+        del self._sequences[span.occurrence]
 
     def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep the KV of a part: [kv_heads, num_tokens, head_dim] each."""
         sequence = self._sequences[span.occurrence]
-        if layer not in sequence.layers:
-            shape = (key.shape[0], sequence.length, key.shape[2])
-            sequence.layers[layer] = _Layer(key.new_empty(shape), value.new_empty(shape))
-        held = sequence.layers[layer]
-        held.key[:, span.start : span.end] = key
-        held.value[:, span.start : span.end] = value
+        pages = sequence.layers.setdefault(layer, [])
+        page = next((page for page in reversed(pages) if page.start <= span.start), None)
+        if page is None or page.start + page.capacity < span.end:  # parts ascend: nothing is there from `start` on
+            capacity = min(max(self._page_tokens, span.end - span.start), sequence.length - span.start)
+            page = self._memory.new_page(span.start, capacity, key, value)
+            pages.append(page)
+        self._memory.write(page, span.start, key, value)
 
-    def read(self, span: Span, layer: int, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Views of the KV of `tokens` of the sequence."""
-        held = self._sequences[span.occurrence].layers[layer]
-        return held.key[:, tokens], held.value[:, tokens]
+    def blocks(
+        self, span: Span, layer: int, key: Tensor, value: Tensor, first: int, with_gradients: bool = False
+    ) -> Iterator[Block]:
+        """The tokens [first, end) that a part attends to, in blocks: that with the part itself, then all before it.
 
-    def gradient(self, span: Span, layer: int, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Views of the KV gradients of `tokens`, to read or to add to: float32, or float64 when the KV is."""
-        held = self._sequences[span.occurrence].layers[layer]
-        if held.grad_key is None or held.grad_value is None:
-            # bfloat16 would lose what many small contributions add up to.
-            dtype = torch.promote_types(held.key.dtype, torch.float32)
-            held.grad_key = torch.zeros_like(held.key, dtype=dtype)
-            held.grad_value = torch.zeros_like(held.value, dtype=dtype)
-        return held.grad_key[:, tokens], held.grad_value[:, tokens]
+        key, value [kv_heads, num_tokens, head_dim] are the part's own, as they were written.
+        """
+        pages = self._sequences[span.occurrence].layers[layer]
+        borders = [*(page.start for page in pages[1:]), span.length]
+        pieces = [
+            Piece(page, max(page.start, first), min(end, span.end), span.start)
+            for page, end in zip(pages, borders, strict=True)
+            if page.start < span.end and end > first
+        ]
+        return self._memory.blocks([pieces[-1], *pieces[:-1]], key, value, with_gradients)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens [first, last) of a chunk: a part of a split sequence, or whole ones with `borders` from 0 on."""
+
+    first: int
+    last: int
+    part: Span | None = None
+    borders: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,29 @@ class ChunkContext:
 
     spans: Sequence[Span]
     store: StateStore
+    kernels: Kernels
+    causal: bool = True
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The chunk as runs for the attention: every part by itself, whole sequences side by side in one."""
+        runs: list[Run] = []
+        borders: list[int] = []
+
+        def close() -> None:
+            if borders:
+                relative = tuple(border - borders[0] for border in borders)
+                runs.append(Run(borders[0], borders[-1], borders=relative))
+                borders.clear()
+
+        for span in self.spans:
+            if span.is_split:
+                close()
+                runs.append(Run(span.first, span.last, part=span))
+            else:
+                borders.extend([span.first, span.last] if not borders else [span.last])
+        close()
+        return runs
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:

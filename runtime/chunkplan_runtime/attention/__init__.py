@@ -1,1 +1,1 @@
-"""Attention over a chunk: the kernel interface, its implementations, and the function that models call."""
+"""Attention over a chunk: the kernels, one a file, which of them is used, and the function that models call."""

@@ -1,7 +1,6 @@
 """The attention function that transformers models call under the name "chunkplan".
 
-It knows nothing but causal attention within the spans of a chunk, so whatever else a model asks for is refused: it
-would be left out without a word and the gradients would be wrong.
+What a model asks of its attention is either done or refused by name: left out without a word, gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -9,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.function import ChunkAttention
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.state import ChunkContext
 
 ATTENTION = "chunkplan"
 
 #: Arguments that models pass along and that say nothing about the result: positions are in the rotary embedding.
-_IGNORED = {"position_ids", "use_cache"}
+_IGNORED = {"position_ids", "use_cache", "output_router_logits"}
 
 
 def register_attention() -> None:
     """Make "chunkplan" an attention implementation of transformers. Doing so twice changes nothing."""
-    AttentionInterface.register(ATTENTION, chunk_attention)
+    # What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(chunk_attention))  # type: ignore[no-untyped-call]
     # Without a mask function of this name, transformers would drop a mask without a word.
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 
@@ -36,30 +38,40 @@ def chunk_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     chunk_context: ChunkContext | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
     Raises:
-        UsageError: called outside of the executor, or for something other than plain causal attention.
+        UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
     if chunk_context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
     asked["attention_mask"] = attention_mask
-    if asked.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+    is_causal = asked.pop("is_causal", None)
+    if chunk_context.causal and (is_causal is False or not getattr(module, "is_causal", True)):
         asked["is_causal=False"] = True
     refused = sorted(name for name, given in asked.items() if name not in _IGNORED and _is_given(given))
     if refused:
         raise UsageError(
             f"the model asks its attention for {', '.join(refused)}, which chunked execution does not know",
-            hint="use a model with plain causal attention",
+            hint="use a model with plain attention",
         )
     if query.shape[0] != 1:
         raise UsageError(f"a chunk is one row, found {query.shape[0]}", hint="run the model through an Executor")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    layer: Any = module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    form = Form(scale, chunk_context.causal, reach=sliding_window, softcap=softcap)
+    kernel = chunk_context.kernels.choose(query.device, query.dtype, query.shape[-1], form)
+    attention = LayerAttention(kernel, layer, scale, sliding_window, softcap)
     apply: Callable[..., Tensor] = ChunkAttention.apply
-    out = apply(query[0], key[0], value[0], chunk_context, module.layer_idx, scale)
+    out = apply(query[0], key[0], value[0], chunk_context, attention)
     return out.transpose(0, 1)[None], None
 
 

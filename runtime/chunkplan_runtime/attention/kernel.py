@@ -1,4 +1,4 @@
-"""What an attention kernel does, and which one serves a device.
+"""What an attention kernel does, which there are, and which one serves a layer.
 
 Everything above is written against (out, lse) and a backward that takes them as given, because that is what makes
 attention over several blocks of keys exact: forward results merge by their LSE, and the backward of a block is right
@@ -13,48 +13,73 @@ import torch
 from torch import Tensor
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.cpu import CpuKernel
+from chunkplan_runtime.attention.flash_attn_2 import FlashAttn2Kernel
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.reference import ReferenceKernel
+from chunkplan_runtime.attention.torch_cpu import TorchCpuKernel
+from chunkplan_runtime.attention.torch_cuda import TorchCudaKernel
 
 
 class AttentionKernel(Protocol):
-    """Attention of one run of queries to one run of keys.
+    """Attention of queries to keys.
 
-    query is [heads, num_queries, head_dim]; key and value are [kv_heads, num_keys, head_dim], where query head h
-    belongs to KV head h // (heads // kv_heads). With `causal`, query i sees keys 0 to i and num_queries == num_keys;
-    without, every query sees every key.
+    query is [heads, num_queries, head_dim]; key and value are [kv_heads, num_keys, head_dim], with any strides; query
+    head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    name: str
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
+        """Why it cannot serve such tensors; None if it can."""
+        ...
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """out [heads, num_queries, head_dim] in the dtype of `query`, lse [heads, num_queries] in at least float32."""
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; `out` and `lse` are those over all the keys the queries attend to."""
         ...
 
 
-_KERNELS: dict[str, AttentionKernel] = {"cpu": CpuKernel()}
+#: By name, the preferred one first.
+KERNELS: dict[str, AttentionKernel] = {
+    kernel.name: kernel for kernel in (FlashAttn2Kernel(), TorchCudaKernel(), TorchCpuKernel(), ReferenceKernel())
+}
+
+AUTO = "auto"
 
 
-def kernel_for(device: torch.device) -> AttentionKernel:
-    """The kernel for tensors on `device`.
+class Kernels:
+    """The kernels a model runs with: the one that was named, or for each layer the first that can serve it."""
 
-    Raises:
-        UsageError: there is none for this type of device.
-    """
-    if device.type not in _KERNELS:
-        raise UsageError(
-            f"there is no attention kernel for device type {device.type!r}",
-            hint=f"this version runs on: {', '.join(sorted(_KERNELS))}",
-        )
-    return _KERNELS[device.type]
+    def __init__(self, name: str = AUTO) -> None:
+        if name != AUTO and name not in KERNELS:
+            raise UsageError(
+                f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
+            )
+        self._candidates = list(KERNELS.values()) if name == AUTO else [KERNELS[name]]
+        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool, bool], AttentionKernel] = {}
+
+    def choose(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> AttentionKernel:
+        """The kernel for a layer.
+
+        Raises:
+            UsageError: none of them can serve it, with the reason of each.
+        """
+        case = device, dtype, head_dim, form.reach is not None, form.softcap is not None
+        if case not in self._chosen:
+            refusals = []
+            for kernel in self._candidates:
+                reason = kernel.why_not(device, dtype, head_dim, form)
+                if reason is None:
+                    self._chosen[case] = kernel
+                    break
+                refusals.append(f"{kernel.name}: {reason}")
+            else:
+                raise UsageError(
+                    f"no attention kernel can run this model ({'; '.join(refusals)})", hint="--attention auto"
+                )
+        return self._chosen[case]

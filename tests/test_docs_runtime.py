@@ -1,0 +1,34 @@
+"""docs/runtime.md names the kernels and models there are, and its command runs as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.model_checks import MODEL_TYPES
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "runtime.md").read_text()
+
+
+def test_it_names_the_kernels_in_the_order_they_are_preferred():
+    table = DOCUMENT[DOCUMENT.index("| kernel | runs on") :]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE) == list(KERNELS)
+
+
+def test_it_names_the_models_there_are():
+    (listed,) = re.findall(r"of these types: ([^.]*)\.", DOCUMENT)
+    assert tuple(re.split(r",\s+", listed)) == MODEL_TYPES
+
+
+def test_its_command_runs_as_written():
+    (command,) = re.findall(r"```sh\n(chunkplan .*)\n```", DOCUMENT)
+    code = "import sys; from chunkplan_cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(command)[1:]], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exact: worst relative error" in done.stdout

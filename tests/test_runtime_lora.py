@@ -1,0 +1,105 @@
+"""Adapters train through chunks as through whole sequences; dropout is drawn alike whenever a chunk runs forward."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.lora import LoraOptions, add_lora
+from chunkplan_runtime.models import new_model
+from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.stream import PlanStream, open_plan
+
+CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
+
+
+@pytest.fixture
+def adapted(tiny_config):
+    def make(dropout=0.0, **options):
+        model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float64, seed=3)
+        model = add_lora(model, LoraOptions(rank=2, alpha=4, dropout=dropout, **options))
+        torch.manual_seed(1)
+        for name, parameter in model.model.named_parameters():
+            if "lora_B" in name:  # peft starts them at zero, where the gradients of their partners vanish
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "lm_head", "down_proj"), ("lm_head",)])
+def test_gradients_of_adapters_are_exact(adapted, handmade_plan, random_sequences, checkpointing, targets):
+    model = adapted(targets=targets)
+    if checkpointing:
+        model.enable_checkpointing()
+    report = compare_plan(*handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2), model)
+    assert report.max_relative_error <= 1e-12
+    assert report.relative_errors
+    assert all("lora_" in name for name in report.relative_errors)
+    assert ("lm_head" in " ".join(report.relative_errors)) == ("lm_head" in targets)
+
+
+def gradients(model, plan, analysis, seed=0):
+    stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
+    work = next(iter(stream))
+    executor = Executor(model, seed=seed)
+    loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
+    found = {name: value.grad for name, value in model.model.named_parameters() if value.requires_grad}
+    model.model.zero_grad()
+    return loss, found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_dropout_gradients_are_the_same_bits_whatever_k(adapted, handmade_plan, random_sequences, checkpointing):
+    model = adapted(dropout=0.3)
+    if checkpointing:
+        model.enable_checkpointing()
+    sequences, by_k = random_sequences([23, 4, 9]), []
+    for k in (1, 2, 4):
+        torch.manual_seed(k)  # what was drawn before does not matter
+        by_k.append(gradients(model, *handmade_plan(sequences, [{0: CHUNKS}], k=k)))
+    for loss, found in by_k[1:]:
+        assert loss == by_k[0][0]
+        assert all(torch.equal(found[name], by_k[0][1][name]) for name in found)
+    plan = handmade_plan(sequences, [{0: CHUNKS}])
+    assert gradients(model, *plan, seed=1)[0] != by_k[0][0]
+    assert gradients(adapted(), *plan)[0] != by_k[0][0]
+
+
+def test_running_a_step_leaves_the_random_numbers_of_others_alone(adapted, handmade_plan, random_sequences):
+    plan = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}])
+    model = adapted(dropout=0.3)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    gradients(model, *plan)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0, "alpha": 1}, "rank of the adapters is 0"),
+        ({"rank": 1, "alpha": 0}, "alpha of the adapters is 0"),
+        ({"rank": 1, "alpha": 1, "dropout": 1.0}, "dropout of the adapters is 1"),
+        ({"rank": 1, "alpha": 1, "targets": ()}, "no layers"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        LoraOptions(**options)
+
+
+def test_a_layer_that_is_not_there_and_peft_that_is_not_are_named(adapted, monkeypatch):
+    with pytest.raises(UsageError, match="no_such_proj"):
+        adapted(targets=("no_such_proj",))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match="peft") as raised:
+        adapted()
+    assert "chunkplan[lora]" in raised.value.hint
