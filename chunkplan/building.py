@@ -19,7 +19,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
-from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
@@ -112,11 +112,6 @@ def build_plans(
                 progress,
             )
     return built
-
-
-def evaluation_folder(output: Path) -> Path:
-    """Where the plan of what a build to `output` holds out goes."""
-    return output.with_name(f"{output.name}-eval")
 
 
 def is_evaluation(folder: Path) -> bool:

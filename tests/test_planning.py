@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan import PlanConfig, build, validate
-from chunkplan.building import evaluation_folder
 from chunkplan.cost.durations import durations, link_times
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.packing import PACKERS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.load import evaluation_folder
 from chunkplan.planfile.plan import PlanStep
 from chunkplan.planfile.schema import OPS
 from chunkplan.planning.batches import batch_sizes, epoch_order

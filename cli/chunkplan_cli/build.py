@@ -170,9 +170,9 @@ def build(
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """
-    from chunkplan.building import build_plans, evaluation_folder, is_evaluation
+    from chunkplan.building import build_plans, is_evaluation
     from chunkplan.errors import UsageError
-    from chunkplan.planfile.load import load_analysis
+    from chunkplan.planfile.load import evaluation_folder, load_analysis
     from chunkplan.summary import summarize_plan
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose

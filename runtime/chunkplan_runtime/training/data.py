@@ -1,0 +1,64 @@
+"""What a run trains on and evaluates on: plans, their analysis, and streams of them for one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.compute as pc
+
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_held_out
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A plan, the analysis of both plans, and the plan of held-out sequences where there is one.
+
+    `pin_memory`: tensors are on their way to a GPU.
+    """
+
+    plan: Plan
+    analysis: Analysis
+    evaluation: Plan | None
+    model_config: Any
+    pin_memory: bool
+
+    def stream(self, plan: Plan) -> PlanStream:
+        """The steps of `plan` for the model.
+
+        Raises:
+            UsageError: the data has no tokens, or a token or a length that the model does not take.
+        """
+        return PlanStream(
+            plan,
+            self.analysis,
+            vocab_size=self.model_config.vocab_size,
+            max_positions=self.model_config.max_position_embeddings,
+            pin_memory=self.pin_memory,
+        )
+
+    def num_steps(self, config: TrainConfig) -> int:
+        """How many steps of the plan the run has."""
+        steps = self.plan.steps()
+        within: int = steps.num_rows
+        if config.max_epochs is not None:
+            within = steps.filter(pc.field("epoch") < config.max_epochs).num_rows
+        return min(within, config.max_steps or within)
+
+
+def open_data(config: TrainConfig, model_config: Any) -> TrainingData:
+    """Open the plans that `config` names.
+
+    Raises:
+        UsageError: one is not there, or is for more stages than one.
+        DataError: one is damaged, or not of the same analysis as the other.
+    """
+    plan, analysis = open_plan(config.plan, config.analysis)
+    held_out = load_held_out(plan) if config.eval_plan is None else None
+    folder = config.eval_plan if held_out is None else held_out.path
+    evaluation = None if folder is None else open_plan(folder, analysis.path)[0]
+    return TrainingData(plan, analysis, evaluation, model_config, pin_memory=config.device != "cpu")

@@ -1,0 +1,32 @@
+"""Evaluation: the loss on held-out sequences, by forwards alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from chunkplan.planfile.analysis import Analysis
+from chunkplan_runtime.executor import Executor, SequenceLoss
+from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.stream import PlanStream
+from chunkplan_runtime.training.losses import source_losses
+
+
+def evaluate(model: CausalLM, executor: Executor, stream: PlanStream, analysis: Analysis) -> dict[str, Any]:
+    """The mean loss of a target token over all steps of `stream`, in total and by source, and how long it took."""
+    started = time.perf_counter()
+    losses: list[SequenceLoss] = []
+    model.model.eval()  # without dropout
+    try:
+        for work in stream:
+            for rank in work.ranks:
+                losses += executor.evaluate(rank, work.step.num_target_tokens).sequences
+    finally:
+        model.model.train()
+    num_target_tokens = sum(loss.num_target_tokens for loss in losses)
+    return {
+        "eval_loss": sum(loss.loss for loss in losses) / max(num_target_tokens, 1),
+        "target_tokens": num_target_tokens,
+        "seconds": time.perf_counter() - started,
+        "source_losses": source_losses(losses, analysis),
+    }

@@ -1,0 +1,77 @@
+"""What a step would cost at the least, in FLOPs, and the peak of the GPU that this is measured against.
+
+Model FLOPs, as in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a
+matrix and token that meets it, the vocabulary head at every token, and attention where the mask lets it see; no
+recompute, and adapters count as if all weights were trained.
+"""
+
+from __future__ import annotations
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.model_checks import windows
+from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.stream import StepWork
+
+
+class FlopCounter:
+    """Counts the model FLOPs of steps of one model."""
+
+    def __init__(self, model: CausalLM) -> None:
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            [window] = windows(config)
+            self._windows = [window] * config.num_hidden_layers
+        else:
+            self._windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self._query_width = config.num_attention_heads * head_dim
+        self._weights = _active_weights(model)
+
+    def count(self, work: StepWork) -> float:
+        """Of the forward and backward of a step."""
+        segments = [segment for rank in work.ranks for chunk in rank.chunks.values() for segment in chunk.segments]
+        num_tokens = sum(segment.end - segment.start for segment in segments)
+        squares = {
+            window: sum(_squares(segment.end, window) - _squares(segment.start, window) for segment in segments)
+            for window in set(self._windows)
+        }
+        attention: int = self._query_width * sum(squares[window] for window in self._windows)
+        return 6.0 * (self._weights * num_tokens + attention)
+
+
+def peak_flops(plan: Plan) -> float:
+    """A second, of the hardware that the plan's times are predicted for.
+
+    Raises:
+        DataError: the plan does not say.
+    """
+    peak = plan.manifest["predictions"]["cost_model"]["hardware"].get("peak_flops")
+    if type(peak) not in (int, float) or not peak > 0:
+        raise DataError(
+            f"the profile's peak_flops is {peak!r}, expected a number above 0",
+            where=str(plan.path),
+            hint="build the plan again",
+        )
+    return float(peak)
+
+
+def _squares(num_tokens: int, window: int | None) -> int:
+    """Twice the pairs of a query and a key, where each sees the `window` tokens that end with it."""
+    if window is None or num_tokens <= window:
+        return num_tokens**2
+    return window * (2 * num_tokens - window)
+
+
+def _active_weights(model: CausalLM) -> float:
+    """Those of matrices that a token passes through: of experts its share, of the embeddings only the head."""
+    config = model.config
+    embeddings = model.model.get_input_embeddings().weight
+    experts = getattr(config, "num_experts", None)
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    total = float(embeddings.numel()) if config.tie_word_embeddings else 0.0
+    for name, weight in model.model.named_parameters():
+        if weight.ndim >= 2 and weight is not embeddings and "lora_" not in name:
+            total += weight.numel() * (share if ".experts." in name else 1.0)
+    return total

@@ -1,0 +1,111 @@
+"""What a run writes down: its configuration, and JSON lines of steps, sequences and evaluations."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from chunkplan.json_file import write_json
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan.version import __version__
+from chunkplan_runtime.executor import SequenceLoss
+from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.json_lines import append_lines, cut_back
+from chunkplan_runtime.training.learner import Gradients
+from chunkplan_runtime.training.losses import source_losses
+from chunkplan_runtime.training.run_folder import RunFolder
+
+
+class RunLog:
+    """Writes the files of a run. Its folder appears with the first step, so that one that does none leaves none."""
+
+    def __init__(self, folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
+        self._folder = folder
+        self._config = config
+        self._plan = plan
+        self._begun = False
+
+    def cut_back(self, step: int) -> None:
+        """Forget the lines of `step` and later."""
+        for lines in (self._folder.metrics, self._folder.sequences, self._folder.evaluations):
+            cut_back(lines, step)
+
+    def write_step(self, row: Mapping[str, Any], sequences: Sequence[SequenceLoss]) -> None:
+        """Write a step's metrics, and where it was asked for the loss of each of its sequences."""
+        if not self._begun:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+        if self._config.log_sequences:
+            append_lines(
+                self._folder.sequences,
+                (
+                    {
+                        "step": row["step"],
+                        "sequence_id": loss.sequence_id,
+                        "loss": loss.loss,
+                        "target_tokens": loss.num_target_tokens,
+                    }
+                    for loss in sequences
+                ),
+            )
+        append_lines(self._folder.metrics, [row])
+        if not self._begun:  # after the metrics: these tell a run from any other folder with a config.json
+            self._write_config()
+        self._begun = True
+
+    def write_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Write a line of an evaluation."""
+        append_lines(self._folder.evaluations, [row])
+
+    def _write_config(self) -> None:
+        config = {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
+        }
+        document = {
+            "plan": self._plan.content_hash,
+            "chunkplan": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "config": config,
+        }
+        write_json(self._folder.config, document, indent=2)
+
+
+def step_row(work: StepWork, gradients: Gradients, analysis: Analysis, seconds: float) -> dict[str, Any]:
+    """What there is to say of a step that took `seconds`."""
+    step = work.step
+    return {
+        "step": step.step,
+        "epoch": step.epoch,
+        "loss": gradients.loss,
+        "target_tokens": step.num_target_tokens,
+        "tokens": step.num_tokens,
+        "grad_norm": gradients.norm,
+        "tokens_per_second": step.num_tokens / seconds,
+        "seconds": seconds,
+        # The ranks of a step run one after another here.
+        "predicted_seconds": sum(step.schedule_us.values()) / 1e6,
+        "source_losses": source_losses(gradients.sequences, analysis),
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to look for the peak anew; that of a process on a CPU cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU since `reset_peak_memory`, or of the whole process since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,129 @@
+"""Reads a `TrainConfig` from flags and a TOML file. Both are made from its fields: same names, flags win."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan_runtime.training.config import TrainConfig, flag
+
+_TITLES = {
+    "data": "what to train on",
+    "model": "what to train",
+    "LoRA": "adapters",
+    "learning": "how to learn",
+    "length": "how long",
+    "log": "what is kept",
+}
+
+
+def read_options(arguments: list[str] | None, report: Callable[[ChunkplanError], int]) -> TrainConfig:
+    """The configuration that `arguments` (default: those of the process) and the file of their `--config` say.
+
+    `report` is called with what does not parse, and gives the exit code to leave with.
+
+    Raises:
+        UsageError: an option is missing, or not what it may be; the TOML file is not there.
+        DataError: the TOML file is damaged, or an entry is unknown or of another type.
+    """
+    given = vars(_parser(report).parse_args(arguments))
+    file = given.pop("config", None)
+    values = {**(_read_toml(file) if file is not None else {}), **given}
+    for option in fields(TrainConfig):
+        if option.default is MISSING and option.name not in values:
+            raise UsageError(f"{flag(option.name)} is missing", hint="give it as a flag, or in the file of --config")
+    return TrainConfig(**values)
+
+
+def _parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentParser:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            """As every other mistake is told, rather than with all options."""
+            sys.exit(report(UsageError(message, hint=f"`{self.prog} --help` shows what it takes")))
+
+    parser = Parser(
+        prog="python -m chunkplan_runtime.train",
+        usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
+        description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with options; flags win")
+    groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
+    for option in fields(TrainConfig):
+        _add(groups[option.metadata["group"]], option)
+    return parser
+
+
+def _add(group: Any, option: Field[Any]) -> None:
+    kind, metadata = _kind(option.name), option.metadata
+    words = metadata["help"]
+    if kind is bool:
+        group.add_argument(flag(option.name), action=argparse.BooleanOptionalAction, help=words)
+        return
+    if option.default not in (MISSING, None):
+        words += f" (default: {_in_words(option.default)})"
+    convert = _names if kind is tuple else kind
+    choices, metavar = metadata["choices"], metadata["metavar"]
+    group.add_argument(flag(option.name), type=convert, choices=choices, metavar=metavar, help=words)
+
+
+def _kind(name: str) -> type:
+    """The type of a field, without the None that it may also be."""
+    hint = get_type_hints(TrainConfig)[name]
+    if get_origin(hint) is UnionType:
+        [hint] = [part for part in get_args(hint) if part is not NoneType]
+    kind: type = get_origin(hint) or hint
+    return kind
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Values by field; names in the file are those of the flags, paths are as if they were given there."""
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}", hint="give a TOML file") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"not TOML: {error}", where=str(path), hint="lines such as max-steps = 100") from error
+    names = {flag(option.name).removeprefix("--"): option.name for option in fields(TrainConfig)}
+    values = {}
+    for entry, value in entries.items():
+        if entry not in names:
+            near = entry.replace("_", "-")
+            hint = (
+                f"it is spelled {near}" if near in names else "names are those of the flags, without the dashes before"
+            )
+            raise DataError(f"unknown entry `{entry}`", where=str(path), hint=hint)
+        values[names[entry]] = _from_toml(value, _kind(names[entry]), f"{path}: {entry}")
+    return values
+
+
+def _from_toml(value: Any, kind: type, where: str) -> Any:
+    if kind is tuple:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise DataError(f"found {value!r}, expected a list of names", where=where, hint='such as ["q_proj", "v_proj"]')
+    if kind is float and type(value) is int:
+        return float(value)
+    written = str if kind is Path else kind
+    if type(value) is not written:
+        expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a string in quotes"}[written]
+        raise DataError(f"found {value!r}, expected {expected}", where=where, hint="mend this entry")
+    return kind(value)

@@ -1,0 +1,30 @@
+"""What a run is, said in a few lines before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import TrainingData
+
+
+def describe_run(
+    config: TrainConfig, data: TrainingData, model: CausalLM, num_steps: int, tokenizer: list[Path]
+) -> list[str]:
+    """Lines of a name and what there is to say about it."""
+    parameters = list(model.model.parameters())
+    num_weights = sum(weight.numel() for weight in parameters)
+    num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
+    kernels = ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels().items())
+    plan, hardware = data.plan, data.plan.manifest["predictions"]["cost_model"]["hardware"]
+    return [
+        f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
+        f"runs on   {config.device} in {config.precision}, attention {kernels}",
+        f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
+        f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
+        f"profile   {hardware['name']}, {hardware['peak_flops'] / 1e12:,.0f} TFLOP/s: MFU is a share of this",
+        f"evaluates {data.evaluation.path if data.evaluation else 'nothing: there is no plan of held-out sequences'}",
+        f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
+        f"output    {config.output}",
+    ]

@@ -1,0 +1,80 @@
+"""Writes folders whole or not at all, and a model with its tokenizer as one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.models import CausalLM
+
+NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside `target`, which is not there yet, that becomes it when the block ends.
+
+    A killed run leaves nothing under the name of `target`; an error leaves nothing at all.
+
+    Raises:
+        ChunkplanError: it cannot be written, for example because the disk is full.
+    """
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        temporary.rename(target)
+        sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ChunkplanError(f"cannot be written: {reason}", where=str(target), hint=NO_ROOM) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; a run killed meanwhile leaves nothing under its name."""
+    hidden = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_left_behind(folder: Path) -> None:
+    """Remove what runs that were killed left half written, or half removed, in `folder`."""
+    for path in folder.glob(".*.tmp-*"):
+        if re.fullmatch(r"\.(final|step-\d+)\.tmp-\d+", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif re.fullmatch(r"\.config\.json\.tmp-\d+", path.name):
+            path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have what was written to a file or a folder reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_model(model: CausalLM, tokenizer: list[Path], target: Path) -> None:
+    """Save weights and config, or adapters, and copies of the files of a tokenizer in `target`, which is not there yet.
+
+    Copied, so that the tokenizer is to the byte the one whose hash an analysis holds.
+
+    Raises:
+        ChunkplanError: it cannot be written.
+    """
+    with whole_folder(target) as folder:
+        model.model.save_pretrained(folder)
+        for file in tokenizer:
+            shutil.copy(file, folder / file.name)

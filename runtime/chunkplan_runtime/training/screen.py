@@ -1,0 +1,69 @@
+"""What a run says on stderr: a line a step, and on a terminal one progress bar below them."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class Screen:
+    """Says lines; within a `with` block on a terminal, and where rich is installed, above a progress bar."""
+
+    def __init__(self, first: int, num_steps: int) -> None:
+        """`first` of `num_steps` comes next."""
+        self._first = first
+        self._num_steps = num_steps
+        self._bar: Any = None
+
+    def __enter__(self) -> Screen:
+        if sys.stderr.isatty():
+            self._bar = _make_bar(self._first, self._num_steps)
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def show_step(self, row: dict[str, Any]) -> None:
+        """Print the line of a step from its metrics, and move the bar."""
+        self.say(
+            f"step {row['step']}/{self._num_steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}  "
+            f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {row['peak_memory_bytes'] / 2**30:.1f} GiB  "
+            f"{row['seconds']:.2f} s, plan {row['predicted_seconds']:.2f} s"
+        )
+        if self._bar is not None:
+            speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+            self._bar.update(0, completed=row["step"] + 1, loss=f"{row['loss']:.4f}", speed=speed)
+
+
+def _make_bar(first: int, num_steps: int) -> Any:
+    """None without rich, which a machine that only trains need not have."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    bar = Progress(
+        TextColumn("step {task.completed:,.0f} of {task.total:,.0f}"),
+        BarColumn(bar_width=20),
+        TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=Console(stderr=True),
+        redirect_stdout=False,
+    )
+    bar.add_task("", total=num_steps, completed=first, loss="-", speed="-")
+    return bar

@@ -1,0 +1,209 @@
+"""The training loop: one optimizer step per step of the plan, one line of metrics each."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.models import check_plan
+from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
+from chunkplan_runtime.training.config import TrainConfig, what_it_learns_by
+from chunkplan_runtime.training.data import TrainingData, open_data
+from chunkplan_runtime.training.evaluation import evaluate
+from chunkplan_runtime.training.flops import FlopCounter, peak_flops
+from chunkplan_runtime.training.learner import Learner
+from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
+from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
+from chunkplan_runtime.training.model_setup import build_model, choose_device, read_its_config
+from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.run_summary import describe_run
+from chunkplan_runtime.training.save import remove_left_behind, save_model
+from chunkplan_runtime.training.screen import Screen
+from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
+
+
+def train(config: TrainConfig) -> None:
+    """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
+
+    Raises:
+        ChunkplanError: loss or gradients are not finite, or the disk is full.
+        UsageError: an option, a path, the model or the plan cannot be used, or a run cannot be resumed.
+        DataError: plan, analysis, model files or a checkpoint are damaged or do not belong together.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder = RunFolder(config.output)
+    folder.check(config.resume)
+    config = choose_device(config)
+    model_config = read_its_config(config)
+    data = open_data(config, model_config)
+    tokenizer = find_tokenizer(config)
+    check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
+    config = _resolve(config, data, tokenizer)
+    try:
+        Run(config, folder, data, tokenizer).finish()
+    except torch.OutOfMemoryError as error:
+        raise ChunkplanError(
+            f"the GPU's memory is full: {str(error).splitlines()[0]}",
+            hint="use --checkpointing or --kv-offload, or build the plan with a smaller --chunk-size or --k; "
+            + folder.how_to_resume(),
+        ) from error
+
+
+class Run:
+    """A run that can begin: everything is loaded, and it stands where its last checkpoint was written."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, data: TrainingData, tokenizer: list[Path]) -> None:
+        self._config, self._folder, self._data, self._tokenizer = config, folder, data, tokenizer
+        self._stream = data.stream(data.plan)
+        self._num_steps = data.num_steps(config)
+        self._peak_flops = peak_flops(data.plan)
+        #: What may not change when a run is resumed, by the name to tell it by.
+        self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
+        if data.evaluation is not None:
+            data.stream(data.evaluation)  # refused now if it cannot be used
+        self._first, state = 0, None
+        checkpoints = folder.checkpoints()
+        if checkpoints:
+            state = read_state(checkpoints[-1])
+            refuse_other_run(state, self._fixed, checkpoints[-1])
+            self._stream.load_state_dict(state["stream"])
+            self._first = state["step"]
+        model = build_model(config, model_config=data.model_config)
+        for plan in (data.plan, data.evaluation):
+            if plan is not None:
+                check_plan(model, plan)
+        self._learner = Learner(model, config, self._num_steps)
+        self._flops = FlopCounter(model)
+        self._spikes = SpikeWatch(config.spike, state["losses"] if state else ())
+        if state is not None:
+            self._learner.restore(checkpoints[-1])
+            restore_random_states(state, model.device)
+        self._log = RunLog(folder, config, data.plan)
+        self._screen = Screen(self._first, self._num_steps)
+
+    def finish(self) -> None:
+        """Do the steps that are left and save the model."""
+        say = self._screen.say
+        for line in describe_run(self._config, self._data, self._learner.model, self._num_steps, self._tokenizer):
+            say(line)
+        if self._config.resume:
+            say(f"resumed   at step {self._first}")
+            for left in (self._folder.path, self._folder.path / "checkpoints"):
+                remove_left_behind(left)
+            self._log.cut_back(self._first)
+        with self._screen:
+            for work, waited in islice(_timed(self._stream), self._num_steps - self._first):
+                self._do_step(work, waited)
+                done = work.step.step + 1
+                if _is_due(done, self._config.eval_every) or done == self._num_steps:
+                    self._evaluate(work.step.step)
+                if _is_due(done, self._config.save_every):
+                    self._save(done)
+        save_model(self._learner.model, self._tokenizer, self._folder.final)
+        say(f"saved     {self._folder.final}")
+        say(f"metrics   {self._folder.metrics}")
+
+    def _do_step(self, work: StepWork, waited: float) -> None:
+        device = self._learner.model.device
+        reset_peak_memory(device)
+        started = time.perf_counter()
+        gradients = self._learner.compute_gradients(work)
+        if not gradients.is_finite:
+            sequences = "; ".join(describe_worst(gradients.sequences, self._data.analysis))
+            raise self._not_finite(
+                f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
+            )
+        rate = self._learner.update(work.step)
+        seconds = time.perf_counter() - started
+        spike = work.step.num_target_tokens > 0 and self._spikes.is_spike(gradients.loss)
+        worst = describe_worst(gradients.sequences, self._data.analysis) if spike else []
+        row = {
+            **step_row(work, gradients, self._data.analysis, seconds),
+            "lr": rate,
+            "mfu": self._flops.count(work) / seconds / self._peak_flops,
+            "peak_memory_bytes": peak_memory(device),
+            "wait_seconds": waited,
+            "spike": worst,
+        }
+        self._log.write_step(row, gradients.sequences)
+        self._screen.show_step(row)
+        if worst:
+            self._screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
+
+    def _evaluate(self, step: int) -> None:
+        data = self._data
+        if data.evaluation is None:
+            return
+        row = evaluate(self._learner.model, self._learner.executor, data.stream(data.evaluation), data.analysis)
+        if not math.isfinite(row["eval_loss"]):
+            raise self._not_finite(f"evaluation after step {step}", f"loss {row['eval_loss']}")
+        self._log.write_evaluation({"step": step, **row})
+        self._screen.say(f"evaluation after step {step}: loss {row['eval_loss']:.4f}, {row['seconds']:.1f} s")
+
+    def _save(self, step: int) -> None:
+        """Write the checkpoint from which `step` comes next."""
+        position = self._stream.state_dict()
+        assert position["step"] == step
+        state = {"stream": position, "losses": self._spikes.losses, "fixed": self._fixed}
+        write_checkpoint(
+            self._folder,
+            step,
+            **self._learner.tensors(),
+            state=state,
+            keep_last=self._config.keep_last,
+            device=self._learner.model.device,
+        )
+
+    def _not_finite(self, where: str, what: str) -> ChunkplanError:
+        return ChunkplanError(
+            f"not finite: {what}",
+            where=where,
+            hint="try a smaller --lr, --clip 1 or --precision fp32 in a new run, or leave these sequences out; "
+            + self._folder.how_to_resume(),
+        )
+
+
+def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> TrainConfig:
+    """`config` with what was found in place of what was left open."""
+    cost = data.plan.manifest["predictions"]["cost_model"]
+    return replace(
+        config,
+        kv_offload=cost["kv_offload"] if config.kv_offload is None else config.kv_offload,
+        checkpointing=cost["checkpointing"] == "full" if config.checkpointing is None else config.checkpointing,
+        analysis=data.analysis.path,
+        eval_plan=data.evaluation.path if data.evaluation is not None else None,
+        tokenizer=str(tokenizer[0].parent) if tokenizer else None,
+    )
+
+
+def _essence(data: TrainingData) -> dict[str, Any]:
+    """The model's config, without what says only where it came from."""
+    origin = ("transformers_version", "_name_or_path", "dtype", "architectures")
+    return {f"model.{name}": value for name, value in data.model_config.to_dict().items() if name not in origin}
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _timed(stream: Iterable[StepWork]) -> Iterator[tuple[StepWork, float]]:
+    """The steps, each with the seconds that waiting for it took."""
+    steps = iter(stream)
+    while True:
+        started = time.perf_counter()
+        work = next(steps, None)
+        if work is None:
+            return
+        yield work, time.perf_counter() - started

@@ -1,0 +1,134 @@
+"""Options of training: flags and TOML say the same, flags win, and what is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan_runtime.train import main
+from chunkplan_runtime.training.config import TrainConfig, flag
+from chunkplan_runtime.training.options import read_options
+
+NEEDED = ["--plan", "p", "--output", "o", "--model", "m"]
+
+
+def read(*arguments: object) -> TrainConfig:
+    def report(error: ChunkplanError) -> int:
+        raise error
+
+    return read_options([str(argument) for argument in arguments], report)
+
+
+def test_the_help_has_every_option_with_words_and_default(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = "".join(capsys.readouterr().out.split())
+    for option in fields(TrainConfig):
+        assert flag(option.name) in shown
+        assert "".join(option.metadata["help"].split()) in shown
+    for default in ("0.0001", "constant", "all-linear"):
+        assert f"(default:{default})" in shown
+
+
+def test_a_file_says_what_flags_say_and_flags_win(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'plan = "p"\noutput = "o"\nmodel = "m"\nlr = 1\nwarmup = 0.1\nmax-steps = 7\nresume = true\n'
+        'lora-targets = ["q_proj", "v_proj"]\nschedule = "cosine"\n'
+    )
+    same = ("--lr", 1, "--warmup", 0.1, "--max-steps", 7, "--resume", "--lora-targets", "q_proj,v_proj")
+    assert read("--config", file) == read(*NEEDED, *same, "--schedule", "cosine")
+    config = read("--config", file, "--lr", 2, "--no-resume", "--plan", "other")
+    assert (config.lr, config.resume, config.plan, config.max_steps) == (2.0, False, Path("other"), 7)
+    assert type(read("--config", file).lr) is float
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("learning-rate = 1", "unknown entry `learning-rate`", "names are those of the flags"),
+        ("max_steps = 1", "unknown entry `max_steps`", "it is spelled max-steps"),
+        ("max-steps = 1.5", "expected a whole number", ""),
+        ("max-steps = true", "expected a whole number", ""),
+        ('lr = "high"', "expected a number", ""),
+        ("plan = 1", "expected a string in quotes", ""),
+        ('resume = "yes"', "expected true or false", ""),
+        ("lora-targets = [1]", "expected a list of names", ""),
+        ("lr =", "not TOML", ""),
+    ],
+)
+def test_a_wrong_entry_of_a_file_is_named_with_the_file(tmp_path, line, message, hint):
+    file = tmp_path / "run.toml"
+    file.write_text(line)
+    with pytest.raises(DataError) as raised:
+        read(*NEEDED, "--config", file)
+    assert message in str(raised.value) and str(file) in str(raised.value)
+    assert hint in raised.value.hint
+
+
+def test_a_file_that_is_not_there_and_options_that_are_missing_are_named(tmp_path):
+    with pytest.raises(UsageError, match="toml cannot be read"):
+        read(*NEEDED, "--config", tmp_path / "no.toml")
+    with pytest.raises(UsageError, match="--plan is missing"):
+        read("--output", "o", "--model", "m")
+    with pytest.raises(UsageError, match="neither is given"):
+        read("--plan", "p", "--output", "o")
+    with pytest.raises(UsageError, match="both are given"):
+        read(*NEEDED, "--model-config", "c")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("--max-steps", "0"),
+        ("--max-epochs", "0"),
+        ("--keep-last", "0"),
+        ("--save-every", "-1"),
+        ("--eval-every", "-1"),
+        ("--lora-rank", "-1"),
+        ("--lora-dropout", "1.0"),
+        ("--lora-alpha", "0.0"),
+        ("--lr", "0.0"),
+        ("--lr", "nan"),
+        ("--min-lr", "1.5"),
+        ("--warmup", "1.5"),
+        ("--warmup", "-1.0"),
+        ("--weight-decay", "-0.1"),
+        ("--beta1", "1.0"),
+        ("--beta2", "-1.0"),
+        ("--eps", "0.0"),
+        ("--clip", "-1.0"),
+        ("--clip", "inf"),
+        ("--spike", "1.0"),
+        ("--spike", "nan"),
+        ("--seed", "-1"),
+        ("--device", "tpu"),
+    ],
+)
+def test_a_value_out_of_range_is_told_by_its_flag(name, wrong):
+    with pytest.raises(UsageError, match=f"{name} is {wrong}"):
+        read(*NEEDED, name, wrong)
+
+
+@pytest.mark.parametrize("more", [["--precision", "int8"], ["--max-steps", "x"], ["--no-such"], ["--max-step", "1"]])
+def test_options_that_do_not_parse_exit_2_with_a_hint(more, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([*NEEDED, *more])
+    assert raised.value.code == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and hint.startswith("hint: ")
+
+
+def test_choices_hold_for_files_too(tmp_path):
+    (tmp_path / "run.toml").write_text('precision = "int8"')
+    with pytest.raises(UsageError, match="--precision is int8"):
+        read(*NEEDED, "--config", tmp_path / "run.toml")
+
+
+def test_the_parser_has_no_default_of_its_own():
+    """Or a flag that is not given would win over a file."""
+    assert read(*NEEDED) == TrainConfig(plan=Path("p"), output=Path("o"), model="m")

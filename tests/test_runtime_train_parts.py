@@ -1,0 +1,143 @@
+"""Parts of training by themselves: schedules, master weights, the optimizer, FLOPs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.models import new_model
+from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.flops import FlopCounter
+from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import make_optimizer
+from chunkplan_runtime.training.schedules import SCHEDULES, learning_rate_factor
+
+CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 10, 0.25, 100])
+def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warmup):
+    factors = [learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=0.1) for step in range(40)]
+    top = min({0.25: 10}.get(warmup, warmup), 40)
+    rise, fall = factors[:top], factors[top:]
+    assert rise == pytest.approx([(step + 1) / (10 if warmup == 0.25 else warmup) for step in range(top)])
+    assert all(before >= after for before, after in pairwise(fall))
+    assert all(0.1 <= factor <= 1 for factor in fall)
+    if fall:
+        assert fall[0] == 1
+
+
+def test_the_schedules_are_those_of_their_names():
+    at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in SCHEDULES}
+    assert at == {"constant": 1, "linear": pytest.approx(0.6), "cosine": pytest.approx(0.6)}
+    quarter = learning_rate_factor("cosine", 25, 40, warmup=20, lowest=0)
+    assert quarter == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_norms_and_biases_do_not_decay_and_everything_learns(tiny_config):
+    model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, 0)
+    weights = TrainedWeights(model.model, masters=True).tensors
+    optimizer = make_optimizer(weights, replace(CONFIG, lr=1e-2, weight_decay=0.5))
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for name, weight in weights.items():
+        kept = name.endswith("bias") or "norm" in name
+        torch.testing.assert_close(weight.detach(), before[name] * (1 if kept else 1 - 0.5e-2))
+        assert not kept or torch.equal(weight.detach(), before[name])
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert all(bool((weight.detach() < before[name]).all()) for name, weight in weights.items() if "norm" in name)
+    groups = [weight for group in optimizer.param_groups for weight in group["params"]]
+    assert {id(weight) for weight in groups} == {id(weight) for weight in weights.values()}
+
+
+def gradients(model, weights, plan, analysis):
+    stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=1024)
+    [work] = list(stream)
+    Executor(model).run(work.ranks[0], work.step.num_target_tokens)
+    return {name: weight.grad.double() for name, weight in weights.items()}
+
+
+def test_gradients_of_many_chunks_add_up_in_float32(tiny_config, handmade_plan, random_sequences):
+    """Of 64: against float64, masters have two thirds of the error of pure bfloat16, and less in every weight."""
+    config = AutoConfig.for_model(**tiny_config("llama", max_position_embeddings=1024))
+    sequences = random_sequences([16] * 64, seed=2)
+    plan, analysis = handmade_plan(sequences, [{0: [[(index, 0, 16)] for index in range(64)]}])
+    errors = {}
+    exact = new_model(config, torch.float32, 0)
+    exact.model.to(torch.bfloat16).double()  # the very weights of the others
+    reference = gradients(exact, dict(exact.model.named_parameters()), plan, analysis)
+    for masters in (True, False):
+        model = new_model(config, torch.float32, 0)
+        model.model.to(torch.bfloat16)
+        weights = TrainedWeights(model.model, masters=masters).tensors
+        found = gradients(model, weights, plan, analysis)
+        errors[masters] = {
+            name: float((found[name] - reference[name]).norm() / reference[name].norm()) for name in reference
+        }
+        if masters:
+            assert all(weight.dtype == torch.float32 for weight in weights.values())
+            assert all(parameter.grad is None for parameter in model.model.parameters()), "freed at once"
+    assert all(errors[True][name] < errors[False][name] for name in reference), errors
+    mean = {masters: sum(found.values()) / len(found) for masters, found in errors.items()}
+    assert mean[True] < 0.65 * mean[False]
+
+
+def test_masters_keep_what_bfloat16_would_round_away(tiny_config):
+    """A thousand updates, each too small to change a bfloat16 weight, change it in the end."""
+    model = new_model(AutoConfig.for_model(**tiny_config("llama")), torch.bfloat16, 0)
+    trained = TrainedWeights(model.model, masters=True)
+    name = "model.norm.weight"
+    parameter, master = dict(model.model.named_parameters())[name], trained.tensors[name]
+    assert torch.equal(parameter, torch.ones_like(parameter))
+    for _ in range(1000):
+        with torch.no_grad():
+            master -= 1e-4
+        trained.publish()
+    assert master.mean().item() == pytest.approx(0.9, abs=1e-3)
+    assert parameter.float().mean().item() == pytest.approx(0.9, abs=2e-3)
+
+
+def test_only_what_is_trained_is_in_the_weights(tiny_config):
+    model = new_model(AutoConfig.for_model(**tiny_config("llama")), torch.bfloat16, 0)
+    for name, parameter in model.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    weights = TrainedWeights(model.model, masters=True).tensors
+    assert weights and all("norm" in name for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 5}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    ],
+)
+def test_flops_are_six_a_weight_and_token_and_those_of_the_pairs_seen(
+    tiny_config, handmade_plan, random_sequences, kind, changes
+):
+    """However the sequence is split."""
+    model = new_model(AutoConfig.for_model(**tiny_config(kind, **changes)), torch.float32, 0)
+    lengths = [23, 4, 9]
+    chunks = [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 23)], [(1, 0, 4)], [(2, 0, 9)]]
+    plan, analysis = handmade_plan(random_sequences(lengths), [{0: chunks}])
+    work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)))
+    heads = 32 * (2 * 32 + 2 * 16)
+    mlp = 3 * 32 * (2 * 24 if kind == "qwen3_moe" else 48) + (4 * 32 if kind == "qwen3_moe" else 0)
+    window = changes.get("sliding_window", 10**9)
+    squares = sum(2 * sum(min(place + 0.5, window) for place in range(length)) for length in lengths)
+    expected = 6 * (36 * (2 * (heads + mlp) + 32 * 97) + 2 * 32 * squares)
+    assert FlopCounter(model).count(work) == pytest.approx(expected, rel=0.01)

@@ -1,0 +1,101 @@
+"""What tests of training share: a folder to train in, command lines, and what a run leaves behind without its times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from chunkplan import PlanConfig, build
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan_runtime.training.screen import Screen
+
+SOURCES = ("short.jsonl", "long.jsonl")
+
+#: What two runs of the same may differ in.
+TIMES = {"seconds", "tokens_per_second", "mfu", "wait_seconds", "peak_memory_bytes"}
+
+
+def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]) -> Path:
+    """An analysis of two sources, a config.json, and plans: 12 steps, 40, on three ranks, two stages, held out."""
+    (folder / "analysis").mkdir(parents=True)
+    writer = AnalysisWriter(folder / "analysis")
+    for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 3, 9], seed=4)):
+        writer.add(int(len(ids) > 10), record, ids.astype(np.int32), target)
+    writer.finish(exact=True, sources=[{"path": path, "records": 6, "schema": None} for path in SOURCES])
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen2")))
+    plans = {
+        "plan": {"epochs": 6},
+        "forty": {"epochs": 20, "chunk_size": 16},
+        "dp": {"epochs": 6, "dp": 3},
+        "pp": {"pp": 2},
+        "held": {"epochs": 3, "holdout": 2},
+    }
+    for name, options in plans.items():
+        build(folder / "analysis", folder / name, PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, **options}))
+    return folder
+
+
+def options(made: Path, output: Path, *more: object, plan: str = "plan") -> list[str]:
+    """A command line that trains a new model; later options win."""
+    return [
+        *("--plan", str(made / plan), "--model-config", str(made / "config.json")),
+        *("--output", str(output), "--lr", "3e-3", *map(str, more)),
+    ]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def learning(output: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without its times."""
+    return [
+        {name: value for name, value in row.items() if name not in TIMES} for row in lines(output / "metrics.jsonl")
+    ]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same safetensors, bit for bit."""
+    files = sorted(path.name for path in one.glob("*.safetensors"))
+    assert files and files == sorted(path.name for path in other.glob("*.safetensors"))
+    for name in files:
+        mine, others = load_file(one / name), load_file(other / name)
+        if mine.keys() != others.keys() or not all(bool((mine[key] == others[key]).all()) for key in mine):
+            return False
+    return True
+
+
+def hidden_files(folder: Path) -> list[Path]:
+    """Whatever was meant to be temporary."""
+    return [path for path in folder.rglob("*") if path.name.startswith(".")]
+
+
+def command(arguments: list[str], *launcher: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    return subprocess.run(
+        [*launcher, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def after_step(monkeypatch: Any, step: int, action: Callable[[], object]) -> None:
+    """Have `action` happen once the line of `step` is shown, of runs in this process."""
+    show = Screen.show_step
+
+    def show_and_act(screen: Screen, row: dict[str, Any]) -> None:
+        show(screen, row)
+        if row["step"] == step:
+            action()
+
+    monkeypatch.setattr(Screen, "show_step", show_and_act)
