@@ -1,0 +1,25 @@
+"""Fine-tuning by transformers, in chunks: python chunk_trainer.py MODEL PLAN OUTPUT, again to go on."""
+
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from chunkplan_runtime import ChunkTrainer
+
+name, plan, output = sys.argv[1:4]
+model = AutoModelForCausalLM.from_pretrained(name)
+args = TrainingArguments(
+    output_dir=output,
+    learning_rate=1e-5,
+    lr_scheduler_type="cosine",
+    logging_steps=1,
+    save_steps=100,
+    save_total_limit=2,
+    report_to="none",
+)
+trainer = ChunkTrainer(model, args=args, plan=plan)
+trainer.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
+if trainer.eval_dataset is not None:
+    print(trainer.evaluate())
+trainer.save_model(str(Path(output) / "final"))

@@ -1,0 +1,1 @@
+"""`ChunkTrainer`: the `Trainer` of transformers with a plan's steps for its training steps."""

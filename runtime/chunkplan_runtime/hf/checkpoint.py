@@ -1,0 +1,52 @@
+"""Ties the checkpoints of `ChunkTrainer` to the plan they were made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from chunkplan.errors import UsageError
+
+#: What transformers leaves in a checkpoint when everything else is there.
+_STATE = "trainer_state.json"
+
+
+class PlanIdentity(TrainerCallback, ExportableState):
+    """Puts the plan's content hash into every checkpoint."""
+
+    def __init__(self, plan: str) -> None:
+        self.plan = plan
+
+    def state(self) -> dict[str, Any]:
+        """What transformers saves, and makes the callback from again."""
+        return {"args": {"plan": self.plan}, "attributes": {}}
+
+
+def checkpoint_of_plan(asked: str | bool, output: str | None, plan: str) -> str:
+    """The checkpoint to go on from: `asked`, or the last one in `output`; `plan` is a content hash.
+
+    Raises:
+        UsageError: there is none, or it is of another plan.
+    """
+    find: Any = get_last_checkpoint
+    folder = Path(output or "")
+    found = str(asked) if asked is not True else find(str(folder)) if folder.is_dir() else None
+    if found is None or not (Path(found) / _STATE).is_file():
+        raise UsageError(
+            f"there is no checkpoint in {found or folder}",
+            hint="leave resume_from_checkpoint out to start from the beginning",
+        )
+    states: dict[str, Any] = TrainerState.load_from_json(str(Path(found) / _STATE)).stateful_callbacks or {}
+    state = states.get(PlanIdentity.__name__)
+    if state is None or state["args"]["plan"] != plan:
+        of = "no plan" if state is None else f"plan {state['args']['plan'][:12]}"
+        raise UsageError(
+            f"a checkpoint of {of}, this one is {plan[:12]}",
+            where=found,
+            hint="go on with the plan it was begun with, or start anew from its weights",
+        )
+    return found

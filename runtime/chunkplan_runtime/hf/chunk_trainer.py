@@ -1,0 +1,236 @@
+"""`ChunkTrainer`: the `Trainer` of transformers with a plan's steps for its training steps.
+
+One training step of transformers is one step of the plan: all chunks of a global batch run through the `Executor`,
+which leaves the gradients of the whole sequences. Everything around it is transformers' own and stays as it is:
+clipping, optimizers, schedules, callbacks, logging, checkpoints. What could only be left out is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.hf.arguments import (
+    LOSS_HINT,
+    base_model,
+    check_arguments,
+    check_settings,
+    settings_of_plan,
+)
+from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
+from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
+from chunkplan_runtime.loss import Head
+from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.state import StateStore
+from chunkplan_runtime.stream import ChunkTensors, StepWork, open_plan
+
+
+class ChunkTrainer(Trainer):
+    """Trains a causal language model with a plan; the model is any of transformers' on the list, or peft's around one.
+
+    `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
+    `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
+    sequences lie in host memory. All else is as in `Trainer`; `args` is copied, and the copy has what the plan decides.
+
+    Raises:
+        UsageError: an argument or a setting would have no effect, the model is not one that gradients are exact for, or
+            there is no such plan.
+        DataError: plan or analysis are damaged or do not belong together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments | None = None,
+        *,
+        plan: str | Path,
+        analysis: str | Path | None = None,
+        eval_plan: str | Path | None = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        kv_offload: bool = False,
+        **others: Any,
+    ) -> None:
+        check_arguments(others)
+        args = TrainingArguments() if args is None else args
+        check_settings(args)
+        if type(self).compute_loss is not ChunkTrainer.compute_loss:
+            raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
+        base = base_model(model)
+        opened, found = open_plan(plan, analysis)
+        pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
+        train_data = PlanData(opened, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
+        evaluation = evaluation_plan(opened, found, eval_plan)
+        eval_data = None if evaluation is None else PlanData(*evaluation, base, lambda: 0, pin_memory=pin_memory)
+        if eval_data is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise nothing_to_evaluate()
+        batch_sizes = [data.batch_size for data in (train_data, eval_data) if data is not None]
+        super().__init__(
+            model=model,
+            args=settings_of_plan(args, opened, *batch_sizes),
+            train_dataset=train_data,
+            eval_dataset=eval_data,
+            processing_class=processing_class,
+            callbacks=[*(callbacks or ()), PlanIdentity(opened.content_hash)],
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
+            raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
+        self._base = base
+        self._plan_hash = opened.content_hash
+        self._executor = Executor(
+            _AutocastLM(base, autocast=self.accelerator.autocast), seed=self.args.seed, kv_offload=kv_offload
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """One batch a step of the plan, from the step that comes next."""
+        return loader(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """One batch a step of the evaluation plan.
+
+        Raises:
+            UsageError: there is no evaluation plan, or `eval_dataset` is given.
+        """
+        if eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            raise UsageError("evaluate takes no eval_dataset", hint="give eval_plan= to ChunkTrainer")
+        if self.eval_dataset is None:
+            raise nothing_to_evaluate()
+        return loader(self.eval_dataset)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Sequences of an epoch."""
+        data: PlanData = dataloader.dataset
+        return data.num_sequences
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As `Trainer.train`. A resumed run goes on at the step of the plan that comes next, bit for bit on a CPU.
+
+        Raises:
+            UsageError: there is no checkpoint, or it is of another plan.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args.output_dir, self._plan_hash)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run a step of the plan; gradients are then those of its loss, a scalar: the mean over its target tokens."""
+        if not inputs:
+            raise UsageError(
+                "a callback stopped an epoch early, and a plan is run in its order",
+                hint="set control.should_training_stop, or build a plan with fewer steps an epoch",
+            )
+        work: StepWork = inputs["work"]
+        self._switch("train")
+        with self._chunk_attention():
+            loss = sum(self._executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
+        if not work.step.num_target_tokens:  # nothing to learn: no decay, no momentum either
+            self._base.zero_grad(set_to_none=True)
+        return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The loss of the evaluation plan: the mean over all its target tokens."""
+        self._switch("eval")
+        self.callback_handler.eval_dataloader = dataloader
+        total, num_targets, num_sequences = 0.0, 0, 0
+        for inputs in dataloader:
+            work: StepWork = inputs["work"]
+            with self._chunk_attention():
+                losses = [self._executor.evaluate(rank, work.step.num_target_tokens).loss for rank in work.ranks]
+            total += sum(losses) * work.step.num_target_tokens
+            num_targets += work.step.num_target_tokens
+            num_sequences += work.step.num_sequences
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        metrics = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}
+        nothing: Any = None
+        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=num_sequences)
+
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "ChunkTrainer predicts nothing", hint="evaluate() gives the loss; for outputs call the model itself"
+        )
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("a chunk has no loss of its own to compute", hint=LOSS_HINT)
+
+    def _switch(self, mode: str) -> None:
+        """Put the model, and an optimizer that has modes, into "train" or "eval"."""
+        for part in (self.model, self.optimizer):
+            switch = getattr(part, mode, None)
+            if callable(switch):
+                switch()
+
+    @contextmanager
+    def _chunk_attention(self) -> Iterator[None]:
+        """Within the block the model attends as chunks do; callbacks and checkpoints see it as it came."""
+        register_attention()
+        config = self._base.config
+        before = config._attn_implementation
+        # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
+        config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+@dataclass(frozen=True)
+class _AutocastLM(CausalLM):
+    """Forwards of decoder and head, each in an autocast of its own.
+
+    Backwards have to be outside of it; and autocast keeps cast weights while it lasts, of which those of a forward
+    without gradients must not serve one with.
+    """
+
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def head(self) -> Head:
+        head = super().head
+
+        def cast(hidden: Tensor) -> Tensor:
+            with self.autocast():
+                return head(hidden)
+
+        return cast
+
+    def hidden_states(self, tensors: ChunkTensors, store: StateStore) -> Tensor:
+        with self.autocast():
+            return super().hidden_states(tensors, store)

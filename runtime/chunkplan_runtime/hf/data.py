@@ -1,0 +1,110 @@
+"""The batches of `ChunkTrainer`: one for each step of a plan, and which plan it evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.load import load_held_out, load_plan
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.models import CausalLM, check_plan
+from chunkplan_runtime.stream import PlanStream, open_plan
+
+
+class PlanData(IterableDataset[dict[str, Any]]):
+    """An epoch of a plan, of which a batch is a step.
+
+    It starts with step `position()` of the plan. Before a step in the middle of an epoch come empty batches, one for
+    each step that is done: when transformers resumes, it drops as many, whatever they hold.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        analysis: Analysis,
+        model: PreTrainedModel,
+        position: Callable[[], int],
+        *,
+        pin_memory: bool,
+    ) -> None:
+        config: Any = model.config
+        check_plan(CausalLM(model), plan)
+        self.batch_size: int = plan.config["global_batch"]
+        self._num_steps, self.num_sequences = _steps_by_epoch(plan)
+        self._plan_hash = plan.content_hash
+        self._position = position
+        self._stream = PlanStream(
+            plan,
+            analysis,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            pin_memory=pin_memory,
+        )
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        position = self._position()
+        done = position % len(self)
+        for _ in range(done):
+            yield {}
+        self._stream.load_state_dict({"plan": self._plan_hash, "step": position})
+        for work in islice(self._stream, len(self) - done):
+            # What transformers counts tokens and FLOPs by: as many elements as there are tokens, without their memory.
+            tokens = torch.ones(1, dtype=torch.int64).expand(work.step.num_tokens)
+            yield {"work": work, "input_ids": tokens, "attention_mask": tokens}
+
+
+def loader(data: Any) -> DataLoader[Any]:
+    """Hands the batches of `PlanData` on as they are."""
+    return DataLoader(data, batch_size=None, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def evaluation_plan(plan: Plan, analysis: Analysis, given: str | Path | None) -> tuple[Plan, Analysis] | None:
+    """The evaluation plan and its analysis: the one given, or the one that was built with `plan`, if it was.
+
+    Raises:
+        UsageError: there is no plan at `given`.
+        DataError: it is damaged, or what lies beside `plan` is not what it holds out.
+    """
+    if given is not None:
+        same = load_plan(given).manifest["analysis"]["content_hash"] == analysis.content_hash
+        return open_plan(given, analysis.path if same else None)
+    held_out = load_held_out(plan)
+    return None if held_out is None else open_plan(held_out.path, analysis.path)
+
+
+def nothing_to_evaluate() -> UsageError:
+    """The error of an evaluation without a plan for it."""
+    return UsageError("there is no evaluation plan", hint="build the plan with --holdout, or give eval_plan=")
+
+
+def _steps_by_epoch(plan: Plan) -> tuple[int, int]:
+    """Steps of an epoch, and sequences of an epoch.
+
+    Raises:
+        DataError: epochs have different numbers of steps.
+    """
+    steps = plan.steps()
+    counts = np.bincount(to_numpy(steps.column("epoch").combine_chunks()))
+    if len(set(counts.tolist())) != 1:
+        raise DataError(
+            f"epochs of {', '.join(map(str, counts))} steps", where=str(plan.path), hint="build the plan again"
+        )
+    per_epoch = int(counts[0])
+    return per_epoch, int(to_numpy(steps.column("num_sequences").combine_chunks())[:per_epoch].sum())
