@@ -43,7 +43,7 @@ COMMANDS = {
     "planner.md": ("build",),
     "schedules.md": ("simulate", "build"),
     "tuning.md": ("tune", "build"),
-    "cost-model.md": ("tune", "build"),
+    "cost-model.md": ("tune", "build", "calibrate"),
 }
 
 
@@ -125,7 +125,9 @@ def test_the_options_a_document_names_are_those_of_the_command_line(document: st
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
     spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
-    known = {command: options_of(command) for command in ("analyze", "build", "inspect", "simulate", "tune")}
+    known = {
+        command: options_of(command) for command in ("analyze", "build", "calibrate", "inspect", "simulate", "tune")
+    }
     assert len(spans) > 5
     for span in spans:
         command = re.match(r"chunkplan (\w+)", span)

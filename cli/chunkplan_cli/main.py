@@ -15,6 +15,7 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.version import __version__
 from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
+from chunkplan_cli.calibrate import calibrate
 from chunkplan_cli.inspect import inspect
 from chunkplan_cli.parity import parity
 from chunkplan_cli.simulate import simulate
@@ -36,7 +37,7 @@ app = typer.Typer(
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
     "analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
 )
-for command in (analyze, tune, build, inspect, simulate, validate, parity):
+for command in (analyze, tune, build, inspect, simulate, validate, parity, calibrate):
     app.command()(command)
 
 

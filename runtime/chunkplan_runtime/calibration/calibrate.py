@@ -1,0 +1,150 @@
+"""Calibrates the planner's cost model on the device at hand: from a model's config to a fitted hardware profile."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from chunkplan.cost.calibrate import Calibration, layers_that_fit
+from chunkplan.cost.calibrate import calibrate as fit
+from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.model import Precision
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.errors import UsageError
+from chunkplan_runtime.calibration.device_rates import device_name, measure_device, memory
+from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
+from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.models import new_model, read_config
+from chunkplan_runtime.training.master_weights import TrainedWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What to measure; None: what suits the device.
+
+    `name` is the profile's. `chunk_sizes` and `prefixes` in tokens. `layers`: measure the model's first ones only, as
+    the profile is that of any number. `base`: the profile of what one device cannot tell, by name or file.
+
+    Raises:
+        UsageError: an option is not what it may be; the message names its flag.
+    """
+
+    model_config: Path
+    name: str
+    device: str = "auto"
+    precision: Precision | None = None
+    chunk_sizes: Sequence[int] | None = None
+    prefixes: Sequence[int] | None = None
+    layers: int | None = None
+    repeats: int = 3
+    base: str | None = None
+    attention: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device is {self.device}", hint="give auto, cpu, cuda or cuda:N")
+        for name, least in (("layers", 1), ("repeats", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < 2**63:
+                raise UsageError(f"--{name} is {value}", hint=f"give a whole number from {least}")
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    precision: Precision
+    chunk_sizes: Sequence[int]
+    prefixes: Sequence[int]
+    most_layers: float
+
+
+#: By type of device: measured in minutes on one GPU with a model of 7B, and on a CPU with a small one.
+_DEFAULTS = {
+    "cuda": _Defaults("bf16", (1024, 2048, 4096, 8192, 16384, 32768), (8192, 65536, 262144), math.inf),
+    "cpu": _Defaults("fp32", (256, 512, 1024, 2048), (2048, 8192), 2),
+}
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+#: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
+_SHARE_OF_MEMORY = 0.85
+
+#: Shipped profiles that are taken as base where the device's name says so; else the first.
+_BASES = ("h100", "h200", "a100")
+
+
+def calibrate(
+    options: CalibrationOptions, report: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Calibration, list[Probe]]:
+    """Measure chunks on the device, fit a profile to them, and say which did not fit the memory.
+
+    `report` is called with the chunks measured and those to measure.
+
+    Raises:
+        UsageError: the device or a file is not there, the model is not one that can be run or predicted, or too few
+            chunks could be measured.
+        DataError: a file is damaged.
+    """
+    device = find_device(options.device)
+    defaults = _DEFAULTS[device.type]
+    precision = options.precision or defaults.precision
+    probes = make_probes(
+        options.chunk_sizes or defaults.chunk_sizes,
+        defaults.prefixes if options.prefixes is None else options.prefixes,
+    )
+    base = _base(options.base, device)
+    shape = read_model_config(options.model_config)
+    config = read_config(_file(options.model_config))
+    num_layers = options.layers
+    if num_layers is None:
+        fitting = layers_that_fit(
+            shape,
+            base,
+            precision,
+            memory_bytes=int(_SHARE_OF_MEMORY * memory(device)[0]),
+            chunk_size=max(sum(probe.segments) for probe in probes),
+            kv_tokens=max(probe.prefix_tokens + 2 * sum(probe.segments) for probe in probes),
+        )
+        num_layers = int(min(fitting, defaults.most_layers))
+    if num_layers > shape.num_layers:
+        raise UsageError(
+            f"--layers is {num_layers}, {shape.name} has {shape.num_layers}", hint="give no more than it has"
+        )
+    config = first_layers(config, num_layers)
+    dtype = _DTYPES[precision]
+    try:
+        model = new_model(config, dtype, options.seed, device=device, attention=options.attention)
+        TrainedWeights(model.model, masters=precision == "bf16")  # gradients are added up as in training
+        rates = measure_device(device, config, dtype, options.attention)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"{num_layers} layers do not fit the free memory of {device_name(device)}",
+            hint="give fewer --layers, and let nothing else run on the device",
+        ) from error
+    measured = measure(model, probes, repeats=options.repeats, seed=options.seed, report=report)
+    calibration = fit(
+        measured.chunks,
+        rates,
+        shape=replace(shape, num_layers=num_layers),
+        precision=precision,
+        base=base,
+        name=options.name,
+        seed=options.seed,
+    )
+    return calibration, measured.left_out
+
+
+def _base(name: str | None, device: torch.device) -> Hardware:
+    if name is None:
+        called = device_name(device).lower()
+        name = next((shipped for shipped in _BASES if shipped in called), _BASES[0])
+    return load_hardware(name)
+
+
+def _file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path

@@ -1,0 +1,273 @@
+"""Calibration: the fit finds the hardware that times were made from, and chunks are timed as a plan would run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration, calibrate, layers_that_fit
+from chunkplan.cost.calibration_file import profile_text, refuse_other_profile, write_profile
+from chunkplan.cost.durations import durations
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.measurements import ChunkTime, DeviceRates
+from chunkplan.cost.model import CostModel, Precision
+from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.errors import UsageError
+from chunkplan.planfile.schema import OPS
+from chunkplan_runtime.calibration import measure as timing
+from chunkplan_runtime.calibration.device_rates import measure_device
+from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
+from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.models import CausalLM, new_model, read_config
+
+SHAPE = replace(QWEN2_5_7B, num_layers=8)
+BASE = load_hardware("h100")
+#: Unlike the base in everything that can be measured.
+TRUE = replace(
+    load_hardware("h200"),
+    flops=700e12,
+    fp32_flops=350e12,
+    attention_flops=420e12,
+    copy_bytes=3.9e12,
+    ramp_tokens=300,
+    kernel_ns=6000,
+)
+PRECISIONS: Sequence[Precision] = ("bf16", "fp32")
+
+
+def synthetic(precision: Precision, noise: float, seed: int = 0, slower_backward: float = 1.0) -> list[ChunkTime]:
+    """Times on `TRUE`, as the cost model has them but for noise."""
+    random = np.random.default_rng(seed)
+    rates = CostModel(shape=SHAPE, hardware=TRUE, precision=precision).rates
+    chunks = []
+    for probe in make_probes((1024, 2048, 4096, 8192, 16384, 32768), (8192, 65536, 262144)):
+        chunk = ChunkTime(
+            segments=probe.segments, prefix_tokens=probe.prefix_tokens, forward_kv_ns=1, train_ns=1, spread=0.01
+        )
+        times = durations(np.array([chunk.num_tokens]), np.array([chunk.squares]), rates, (8,))[:, 0, 0]
+        forward, backward, forward_kv = (times[OPS.index(op)] for op in ("forward", "backward", "forward_kv"))
+        off = 1 + noise * random.standard_normal(2)
+        train = (forward + slower_backward * backward) * off[1]
+        chunks.append(replace(chunk, forward_kv_ns=forward_kv * off[0], train_ns=float(train)))
+    return chunks
+
+
+def fitted(precision: Precision, chunks: Sequence[ChunkTime], seed: int = 0) -> Calibration:
+    rates = DeviceRates(
+        device="a GPU",
+        flops=1.1 * TRUE.flops,
+        fp32_flops=1.1 * TRUE.fp32_flops,
+        copy_bytes=TRUE.copy_bytes,
+        host_bytes=5e10,
+        layer_overhead_ns=38 * TRUE.kernel_ns,
+        memory_bytes=10**11,
+    )
+    return calibrate(chunks, rates, shape=SHAPE, precision=precision, base=BASE, name="here", seed=seed)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_hardware_that_times_were_made_from_is_found_again(precision: Precision) -> None:
+    """All that is fitted, to rounding; what one device cannot tell is the base's; held-out chunks are met."""
+    found = fitted(precision, synthetic(precision, 0.0))
+    for name in FITTED:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(TRUE, name), rel=1e-5), name
+    assert (found.hardware.host_bytes, found.hardware.memory_bytes) == (5e10, 10**11)
+    others = {name: getattr(BASE, name) for name in vars(BASE) if name not in {"name", *FITTED, *MEASURED}}
+    assert {name: getattr(found.hardware, name) for name in others} == others
+    assert found.held_out_errors.max() < 1e-6
+    assert found.backward_forwards == pytest.approx(2, abs=1e-6)
+    assert found.untold == ()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_with_noise_of_three_percent_rates_come_out_within_a_few_percent(precision: Precision, seed: int) -> None:
+    found = fitted(precision, synthetic(precision, 0.03, seed), seed)
+    true = CostModel(shape=SHAPE, hardware=TRUE, precision=precision).rates
+    assert found.cost.rates.token == pytest.approx(true.token, rel=0.03)
+    assert found.cost.rates.square == pytest.approx(true.square, rel=0.03)
+    assert found.hardware.flops == pytest.approx(TRUE.flops, rel=0.15)
+    assert found.hardware.attention_flops == pytest.approx(TRUE.attention_flops, rel=0.03)
+    assert 0.005 < np.median(found.held_out_errors) < 0.03
+    assert found.held_out_errors.max() < 0.1
+
+
+def test_the_fit_does_not_see_what_is_held_out() -> None:
+    """Other times of the held-out third leave the profile as it is; other seeds hold out others."""
+    chunks = synthetic("bf16", 0.02)
+    found = fitted("bf16", chunks)
+    assert found.held_out.sum() == -(-len(chunks) // 3)
+    changed = [
+        replace(chunk, train_ns=2 * chunk.train_ns) if out else chunk
+        for chunk, out in zip(chunks, found.held_out, strict=True)
+    ]
+    again = fitted("bf16", changed)
+    assert again.hardware == found.hardware
+    assert again.held_out_errors.max() > 0.4
+    assert (fitted("bf16", chunks, seed=1).held_out != found.held_out).any()
+
+
+def test_a_backward_that_is_not_twice_a_forward_is_told() -> None:
+    found = fitted("bf16", synthetic("bf16", 0.0, slower_backward=1.25))
+    assert found.backward_forwards == pytest.approx(2.5, rel=0.05)
+    assert found.held_out_errors.max() > 0.03
+
+
+def test_what_takes_no_time_stays_at_a_bound_and_is_named() -> None:
+    """Times without anything but tokens: attention is not said to be infinitely fast."""
+    chunks = [
+        replace(chunk, forward_kv_ns=1e3 * chunk.num_tokens, train_ns=3e3 * chunk.num_tokens)
+        for chunk in synthetic("bf16", 0.0)
+    ]
+    found = fitted("bf16", chunks)
+    assert "attention_flops" in found.untold
+    assert found.hardware.attention_flops == pytest.approx(10 * 1.1 * TRUE.flops)
+    assert "# at its bound" in profile_text(found, torch_version="2", on=date(2026, 1, 1))
+
+
+def test_too_few_chunks_are_refused() -> None:
+    with pytest.raises(UsageError, match="5 chunks were measured, too few"):
+        fitted("bf16", synthetic("bf16", 0.0)[:5])
+
+
+def test_a_written_profile_is_read_again_and_says_where_its_numbers_are_from(tmp_path: Path) -> None:
+    found = fitted("bf16", synthetic("bf16", 0.02))
+    path = tmp_path / "here.toml"
+    write_profile(found, path, torch_version="2.13")
+    read = load_hardware(path)
+    for name, value in vars(found.hardware).items():
+        assert getattr(read, name) == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5))
+    text = path.read_text()
+    assert text.startswith("# Measured by chunkplan calibrate")
+    assert "on a GPU, torch 2.13, 20" in text
+    for name in vars(BASE):
+        [line] = [line for line in text.splitlines() if line.startswith(f"{name} = ")]
+        assert ("that of h100" in line) == (name not in {"name", *FITTED, *MEASURED})
+    write_profile(found, path, torch_version="2.14")  # an earlier calibration is replaced
+    assert "torch 2.14" in path.read_text()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here.toml"]
+
+
+def test_files_that_no_calibration_wrote_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("name = 'mine'\n")
+    for name in ("mine.toml", "none/here.toml", "here.json"):
+        with pytest.raises(UsageError):
+            refuse_other_profile(tmp_path / name)
+    assert (tmp_path / "mine.toml").read_text() == "name = 'mine'\n"
+
+
+def test_as_many_layers_are_measured_as_fit() -> None:
+    """More memory, more layers; never none, never more than there are."""
+    layers = [
+        layers_that_fit(QWEN2_5_7B, BASE, "bf16", memory_bytes=gib * 2**30, chunk_size=32768, kv_tokens=300_000)
+        for gib in (1, 60, 120, 1000)
+    ]
+    assert layers[0] == 1
+    assert 1 < layers[1] < layers[2] < layers[3] == 28
+
+
+# ---- measuring
+
+
+@pytest.fixture
+def model(tiny_config: Callable[..., dict[str, Any]], tmp_path: Path) -> CausalLM:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config("qwen2")))
+    return new_model(read_config(path), torch.float32, seed=0)
+
+
+def test_probes_are_whole_and_packed_chunks_and_parts_behind_whole_parts() -> None:
+    probes = make_probes((64, 16, 30, 16), (0, 16, 100))
+    assert probes[:4] == [Probe((16,)), Probe((2,) * PACKED), Probe((16,), 16), Probe((16,), 112)]
+    assert [probe.prefix_tokens for probe in probes if sum(probe.segments) == 30] == [0, 0, 30, 120]
+    assert [probe.prefix_tokens for probe in probes if sum(probe.segments) == 64] == [0, 0, 64, 128]
+    assert all(sum(probe.segments) in (16, 30, 64) for probe in probes)
+    for sizes in ((16, 32), (8, 16, 32)):
+        with pytest.raises(UsageError, match="--chunk-sizes are"):
+            make_probes(sizes, ())
+
+
+def test_every_probe_has_a_time(model: CausalLM) -> None:
+    probes = make_probes((16, 24, 32), (48,))
+    reports: list[tuple[int, int]] = []
+    measured = measure(model, probes, repeats=2, report=lambda done, total: reports.append((done, total)))
+    assert [Probe(chunk.segments, chunk.prefix_tokens) for chunk in measured.chunks] == probes
+    assert all(chunk.forward_kv_ns > 0 and chunk.train_ns > 0 and chunk.spread >= 0 for chunk in measured.chunks)
+    assert measured.left_out == []
+    assert reports == [(done, 6 + 2 * 9) for done in range(1, 6 + 2 * 9 + 1)]
+
+
+def test_a_probe_runs_what_a_plan_would(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier parts forward, one more part backward before; the timed part runs last, and no more than that."""
+    run: list[tuple[str, int, int]] = []
+
+    class Watched(Executor):
+        def run(self, work: Any, num_target_tokens: int, around: Any) -> Any:
+            def watched(action: Any) -> Any:
+                run.append(
+                    (
+                        action.op,
+                        *(getattr(work.chunks[action.chunk_id], name) for name in ("prefix_tokens", "num_tokens")),
+                    )
+                )
+                return around(action)
+
+            return super().run(work, num_target_tokens, watched)
+
+    monkeypatch.setattr(timing, "Executor", Watched)
+    time_probe(model, Probe((16,), 32))
+    assert run == [
+        *[("forward_kv", prefix, 16) for prefix in (0, 16, 32, 48)],
+        *[(op, 48, 16) for op in ("recompute", "backward")],
+        *[(op, 32, 16) for op in ("recompute", "backward")],
+    ]
+    run.clear()
+    time_probe(model, Probe((2,) * PACKED))
+    assert run == [(op, 0, 16) for op in ("forward_kv", "recompute", "backward")]
+
+
+def test_a_probe_that_does_not_fit_is_left_out(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs out of memory, and whenever: the others are measured."""
+    original = timing.time_probe
+
+    def run_out(model: CausalLM, probe: Probe, seed: int) -> tuple[int, int]:
+        if probe.prefix_tokens or sum(probe.segments) > 24:
+            raise torch.OutOfMemoryError("no")
+        return original(model, probe, seed)
+
+    monkeypatch.setattr(timing, "time_probe", run_out)
+    measured = measure(model, make_probes((16, 24, 32), (48,)), repeats=1)
+    assert {chunk.num_tokens for chunk in measured.chunks} == {16, 24}
+    assert [(sum(probe.segments), probe.prefix_tokens) for probe in measured.left_out] == [
+        (32, 0),
+        (32, 0),
+        (16, 48),
+        (24, 48),
+        (32, 64),
+    ]
+
+
+def test_the_device_tells_what_it_does_on_its_own(model: CausalLM) -> None:
+    rates = measure_device(find_device("cpu"), model.config, torch.float32, "auto")
+    assert all(value > 0 for name, value in vars(rates).items() if name != "device")
+    assert "CPU" in rates.device
+
+
+def test_a_device_that_is_not_there_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="--device is cuda:99"):
+        find_device("cuda:99")
+
+
+def test_first_layers_leave_the_config_as_it_was(model: CausalLM) -> None:
+    cut = first_layers(model.config, 1)
+    assert (cut.num_hidden_layers, model.config.num_hidden_layers) == (1, 2)
+    assert len(new_model(cut, torch.float32, seed=0).model.model.layers) == 1
