@@ -4,13 +4,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-oldest check format clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
 
+# One thread each: two processes share two cores better than four threads do.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The runtime with the oldest versions it promises to run with. This torch comes with CUDA libraries: several GB.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 pytest pytest-xdist hypothesis \
+		--editable '.[hf,lora]'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile tests/test_runtime*.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -22,7 +30,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv chunkplan-out dist
+	rm -rf .venv .venv-oldest chunkplan-out dist
 
 # hatchling comes first, so that the build itself runs with the pinned version too.
 $(INSTALLED): pyproject.toml constraints.txt

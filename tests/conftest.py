@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+
+# Workers of pytest-xdist ignore it, and so does what is started in the background of a script; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a test may have to compile what it calls.
 settings.register_profile("chunkplan", deadline=None)

@@ -63,6 +63,7 @@ def test_every_entry_of_a_line_is_explained(ran):
 
 def test_the_options_that_are_named_are_there():
     known = {flag(name) for name in TrainConfig.__dataclass_fields__}
+    known |= {name.replace("--", "--no-", 1) for name in known}
     commands = TRAINING.replace("\\\n", " ")
     commands = re.sub(r"^chunkplan .*$|`chunkplan .*?`|`torchrun .*?`", "", commands, flags=re.M)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", commands))

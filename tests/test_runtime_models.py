@@ -35,8 +35,14 @@ def config_file(tmp_path, tiny_config):
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         (
-            {"model_type": "gemma2", "use_bidirectional_attention": True, "sliding_window": 8},
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True, "sliding_window": 8},
             "a sliding window that looks both ways",
+        ),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention, of which"),
+        ({"model_type": "gemma2", "sliding_window": None}, "a sliding window, and none is given"),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "a sliding window, and none is given",
         ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
@@ -154,3 +160,13 @@ def test_a_config_that_makes_no_model_is_refused(tiny_config, tmp_path, change):
     path.write_text(json.dumps(tiny_config("qwen2", **change)))
     with pytest.raises((UsageError, DataError)):
         new_model(read_config(path), torch.float32, seed=0)
+
+
+def test_models_made_from_one_config_do_not_share_it(config_file):
+    """Else setting the attention of one would have the other drop every prefix."""
+    config = read_config(config_file())
+    first, second = (new_model(config, torch.float32, 0) for _ in range(2))
+    first.model.set_attn_implementation("sdpa")
+    assert second.config._attn_implementation == "chunkplan"
+    with pytest.raises(UsageError, match="attention is 'sdpa'"):
+        first.hidden_states(None, None)

@@ -54,13 +54,41 @@ MODELS = {
         "sliding_window": 10,
         "layer_types": ["full_attention", "sliding_attention"],
     },
-    "gemma": {"model_type": "gemma", "rms_norm_eps": 1e-6},
+    "gemma": {"model_type": "gemma", "rms_norm_eps": 1e-6, "final_logit_softcapping": 2.0},
+    "llama, entries of other models": {
+        "model_type": "llama",
+        "final_logit_softcapping": 2.0,
+        "use_bidirectional_attention": True,
+        "sliding_window": None,
+    },
+    "qwen2_moe, every second layer sliding, told by the mask alone": {
+        "model_type": "qwen2_moe",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "smollm3, sliding by its layers": {
+        "model_type": "smollm3",
+        "pad_token_id": None,
+        "use_sliding_window": False,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gemma2, softcaps and sliding window": {"model_type": "gemma2", "sliding_window": 9, "query_pre_attn_scalar": 8},
     "gemma3_text": {
         "model_type": "gemma3_text",
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
+    },
+    "gemma3_text, full attention": {
+        "model_type": "gemma3_text",
+        "sliding_window": 8,
+        "layer_types": ["full_attention"] * 2,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen2_moe": {
@@ -158,9 +186,9 @@ def test_a_prefix_of_many_pages_is_exact(name, kv_offload, monkeypatch, model, h
     assert_exact(compare_plan(plan, analysis, model(name), kv_offload=kv_offload))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text, full attention"])
 def test_a_model_that_looks_both_ways_runs_unsplit_plans_only(name, model, handmade_plan, random_sequences):
-    bidirectional = model(name, **({"use_bidirectional_attention": True} if name == "gemma" else {"is_causal": False}))
+    bidirectional = model(name, **({"is_causal": False} if name == "qwen2" else {"use_bidirectional_attention": True}))
     whole = [[(0, 0, 23)], [(1, 0, 5), (2, 0, 9), (3, 0, 3)], [(4, 0, 30), (5, 0, 1), (6, 0, 8)]]
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: whole}])
     report = compare_plan(plan, analysis, bidirectional)

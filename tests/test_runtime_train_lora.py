@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chunkplan import load_analysis
@@ -68,3 +69,20 @@ def test_layers_that_are_not_there_are_refused(made, tmp_path, capsys):
     assert adapt(made, tmp_path / "run", "--lora-targets", "no_such_layer") == 2
     assert "no_such_layer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_adapters_do_not_go_on_with_other_weights_below_them(made, tmp_path, capsys):
+    """No checkpoint holds the frozen weights, so what tells them apart is in its state."""
+    shutil.copytree(made / "base", tmp_path / "base")
+    where = ("--model", tmp_path / "base", "--save-every", 2, "--max-steps", 4)
+    assert adapt(made, tmp_path / "run", *where) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 0
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 2
+    assert "merge_and_unload" in capsys.readouterr().err, "a finished run of adapters is not a model to train on from"
+    shutil.rmtree(tmp_path / "run" / "final")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 2
+    assert "frozen weights was" in capsys.readouterr().err

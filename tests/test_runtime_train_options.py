@@ -38,9 +38,10 @@ def test_a_file_says_what_flags_say_and_flags_win(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'plan = "p"\noutput = "o"\nmodel = "m"\nlr = 1\nwarmup = 0.1\nmax-steps = 7\nresume = true\n'
-        'lora-targets = ["q_proj", "v_proj"]\nschedule = "cosine"\n'
+        'lora-rank = 4\nlora-targets = ["q_proj", "v_proj"]\nschedule = "cosine"\n'
     )
-    same = ("--lr", 1, "--warmup", 0.1, "--max-steps", 7, "--resume", "--lora-targets", "q_proj,v_proj")
+    same = ("--lr", 1, "--warmup", 0.1, "--max-steps", 7, "--resume")
+    same += ("--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
     assert read("--config", file) == read(*NEEDED, *same, "--schedule", "cosine")
     config = read("--config", file, "--lr", 2, "--no-resume", "--plan", "other")
     assert (config.lr, config.resume, config.plan, config.max_steps) == (2.0, False, Path("other"), 7)
@@ -132,3 +133,10 @@ def test_choices_hold_for_files_too(tmp_path):
 def test_the_parser_has_no_default_of_its_own():
     """Or a flag that is not given would win over a file."""
     assert read(*NEEDED) == TrainConfig(plan=Path("p"), output=Path("o"), model="m")
+
+
+def test_adapters_of_a_model_that_nothing_keeps_and_options_without_effect_are_refused():
+    with pytest.raises(UsageError, match="random weights that nothing keeps"):
+        read("--plan", "p", "--output", "o", "--model-config", "c", "--lora-rank", 4)
+    with pytest.raises(UsageError, match="--lora-alpha without --lora-rank would do nothing"):
+        read(*NEEDED, "--lora-alpha", 8)

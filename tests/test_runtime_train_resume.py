@@ -18,6 +18,7 @@ import torch
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.checkpoint import read_state, restore_random_states
 from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.run_lock import RunLock
 from tests.training_checks import (
     after_step,
     command,
@@ -196,7 +197,6 @@ def test_only_as_many_checkpoints_as_asked_for_are_kept(stopped, made, tmp_path)
         (("--lr", "0.1", "--beta2", "0.9"), "--lr was 0.003, is 0.1; --beta2 was 0.999, is 0.9"),
         (("--precision", "fp64"), "--precision was fp32, is fp64"),
         (("--schedule", "cosine"), "--schedule was constant, is cosine"),
-        (("--lora-rank", "2"), "--lora-rank was 0, is 2"),
         (("--seed", "1"), "--seed was 0, is 1"),
         (("--max-steps", "5"), "--max-steps was None, is 5"),
     ],
@@ -268,3 +268,34 @@ def test_a_full_disk_while_saving_is_told_and_the_checkpoint_before_serves(made,
     assert main(options(made, output, *more, "--resume")) == 0
     assert learning(output) == learning(tmp_path / "whole")
     assert same_weights(output / "final", tmp_path / "whole" / "final")
+
+
+def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
+    lock = RunLock(tmp_path)
+    lock.take()
+    assert main(options(made, tmp_path, "--resume")) == 2
+    assert "another run is at work in" in capsys.readouterr().err
+    lock.release()
+    assert main(options(made, tmp_path, "--resume", "--max-steps", 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("step", -1), ("step", "3"), ("random", ["zz"]), ("losses", None), ("fixed", None), ("stream", {})],
+)
+def test_a_state_that_no_run_wrote_is_damaged_data(made, tmp_path, capsys, entry, value):
+    assert main(options(made, tmp_path, "--save-every", 3, "--max-steps", 3)) == 0
+    shutil.rmtree(tmp_path / "final")
+    path = tmp_path / "checkpoints" / "step-00000003" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), entry: value}))
+    assert main(options(made, tmp_path, "--save-every", 3, "--max-steps", 3, "--resume")) == 3
+    assert str(path) in capsys.readouterr().err
+
+
+def test_files_of_another_checkpoint_are_refused(made, tmp_path, capsys):
+    assert main(options(made, tmp_path, "--save-every", 2, "--max-steps", 4)) == 0
+    shutil.rmtree(tmp_path / "final")
+    first, second = (tmp_path / "checkpoints" / f"step-0000000{step}" / "optimizer.safetensors" for step in (2, 4))
+    shutil.copy(first, second)
+    assert main(options(made, tmp_path, "--save-every", 2, "--max-steps", 4, "--resume")) == 3
+    assert f"{second}: of step 2" in capsys.readouterr().err

@@ -77,8 +77,8 @@ def test_without_held_out_sequences_there_is_no_evaluation(made, tmp_path, capsy
 
 def test_an_evaluation_plan_of_another_analysis_is_refused(made, tmp_path, capsys, handmade_plan, random_sequences):
     plan, _ = handmade_plan(random_sequences([12]), [{0: [[(0, 0, 12)]]}])
-    assert main(options(made, tmp_path, "--eval-plan", plan)) == 3
-    assert "not the analysis of the plan" in capsys.readouterr().err
+    assert main(options(made, tmp_path, "--eval-plan", plan)) == 2
+    assert "is not of the same analysis as" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_sequences_and_checkpoint(made, tmp_path, capsys):

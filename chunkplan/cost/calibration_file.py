@@ -80,6 +80,9 @@ def _comment(calibration: Calibration, name: str) -> str:
         return "  # fitted for the other precision, and scaled by large products in both"
     if name in FITTED:
         return "  # fitted to times of chunks"
+    rates = calibration.rates
+    if name == "peak_flops" and calibration.hardware.peak_flops in (rates.flops, rates.fp32_flops):
+        return "  # no data sheet: of a large product"
     if name in MEASURED:
         return "  # of the device"
     return f"  # not measured: that of {calibration.base.name}"

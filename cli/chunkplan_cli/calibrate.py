@@ -92,4 +92,5 @@ def calibrate(
     note(f"profile in {output}")
     for command in ("tune", "build --auto"):
         words = ["chunkplan", *command.split(), "--model-config", str(model_config), "--hardware", str(output)]
+        words += ["--precision", calibration.cost.precision]
         note(f"next: {shlex.join(words)}")

@@ -75,15 +75,28 @@ def check_model_type(document: Mapping[str, Any], where: str) -> None:
 
 
 def is_bidirectional(config: Any) -> bool:
-    """Whether tokens see those that come after them."""
-    return not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
+    """Whether tokens see those that come after them. Only Gemma 3 has an option of its own for it."""
+    looks_ahead = config.model_type == "gemma3_text" and bool(config.use_bidirectional_attention)
+    return not getattr(config, "is_causal", True) or looks_ahead
 
 
-def windows(config: Any) -> set[int | None]:
-    """The sliding windows of its layers, in tokens; None for full attention."""
+def windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer, in tokens; None for full attention.
+
+    As transformers' masks have it, which not every model tells its attention as well.
+    """
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    return {window} if kinds is None else {window if kind == "sliding_attention" else None for kind in kinds}
+    if kinds is None:
+        num_layers: int = config.num_hidden_layers
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def final_softcap(config: Any) -> float | None:
+    """What bounds the logits of a model; other types than these have no such thing, whatever their config says."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap if config.model_type in ("gemma2", "gemma3_text") else None
 
 
 def check_config(config: Any, where: str) -> None:
@@ -109,7 +122,13 @@ def check_config(config: Any, where: str) -> None:
         raise UsageError(
             f"layers of kind {', '.join(map(str, unknown))}", where=where, hint=f"known are {', '.join(_LAYER_TYPES)}"
         )
-    for window in windows(config) - {None}:
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and config.sliding_window is None:
+        raise UsageError(
+            "layers with a sliding window, and none is given",
+            where=where,
+            hint="give sliding_window in tokens (and use_sliding_window: true where the model has it)",
+        )
+    for window in {*windows(config)} - {None}:
         if type(window) is not int or window < 1:
             raise UsageError(f"sliding_window is {window!r}", where=where, hint="give a whole number from 1, or null")
         if is_bidirectional(config):
@@ -120,6 +139,12 @@ def check_config(config: Any, where: str) -> None:
 def _check_values(config: Any, where: str) -> None:
     if not getattr(config, "return_dict", True):
         raise UsageError("return_dict is false", where=where, hint="leave it out; transformers needs it itself")
+    if config.model_type in ("gemma", "gemma2") and config.use_bidirectional_attention:
+        raise UsageError(
+            "use_bidirectional_attention, of which transformers' own ways to attend make different things",
+            where=where,
+            hint="leave it out",
+        )
     if config.attention_dropout:
         raise UsageError(f"attention_dropout is {config.attention_dropout}", where=where, hint="set it to 0")
     if getattr(config, "output_router_logits", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,13 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.loss import Head
-from chunkplan_runtime.model_checks import check_config, check_model_type, is_bidirectional, windows
+from chunkplan_runtime.model_checks import (
+    check_config,
+    check_model_type,
+    final_softcap,
+    is_bidirectional,
+    windows,
+)
 from chunkplan_runtime.state import ChunkContext, StateStore
 from chunkplan_runtime.stream import ChunkTensors
 
@@ -83,17 +90,26 @@ class CausalLM:
     def head(self) -> Head:
         """Hidden states [n, hidden_size] -> logits [n, vocab_size]."""
         head: nn.Module = self.model.get_output_embeddings()
-        cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        cap = final_softcap(self.config)
         return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
 
     def hidden_states(self, tensors: ChunkTensors, store: StateStore) -> Tensor:
-        """Final hidden states [num_tokens, hidden_size] of a chunk."""
+        """Final hidden states [num_tokens, hidden_size] of a chunk.
+
+        Raises:
+            UsageError: the model attends as something else does, which would leave out the prefix without a word.
+        """
+        if self.config._attn_implementation != ATTENTION:
+            raise UsageError(
+                f"the model's attention is {self.config._attn_implementation!r}, not {ATTENTION!r}",
+                hint="a model shares its config with those made from the same one; give each a copy",
+            )
         device = self.device
         hidden: Tensor = self.model.get_decoder()(
             input_ids=tensors.input_ids.to(device, non_blocking=True),
             position_ids=tensors.position_ids.to(device, non_blocking=True),
             use_cache=False,
-            chunk_context=ChunkContext(tensors.spans, store, self.kernels, self.is_causal),
+            chunk_context=ChunkContext(tensors.spans, store, self.kernels, self.is_causal, windows(self.config)),
         ).last_hidden_state
         return hidden[0]
 
@@ -110,7 +126,7 @@ class CausalLM:
             "full" if window is None else "sliding window": self.kernels.choose(
                 self.device, self.dtype, head_dim, Form(1.0, self.is_causal, reach=window, softcap=softcap)
             ).name
-            for window in sorted(windows(config), key=lambda window: window or 0)
+            for window in sorted({*windows(config)}, key=lambda window: window or 0)
         }
 
     def enable_checkpointing(self) -> None:
@@ -198,7 +214,7 @@ def new_model(
     torch.manual_seed(seed)
     try:
         with torch.device(device):
-            model = _AUTO_MODEL.from_config(config, **_how(config, dtype))
+            model = _AUTO_MODEL.from_config(copy.deepcopy(config), **_how(config, dtype))
     except _REFUSALS as error:
         raise DataError(
             f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
@@ -219,7 +235,7 @@ def load_model(
     kernels = Kernels(attention)
     try:
         model, report = _AUTO_MODEL.from_pretrained(
-            name, config=config, output_loading_info=True, **_how(config, dtype)
+            name, config=copy.deepcopy(config), output_loading_info=True, **_how(config, dtype)
         )
     except (*_REFUSALS, SafetensorError) as error:
         raise UsageError(

@@ -104,7 +104,7 @@ class HostMemory:
         self._fetch(buffers[0], pieces[0], with_gradients)
         for index, piece in enumerate(pieces):
             if index + 1 < len(pieces):
-                buffers.append(self._next_buffer(piece.page))
+                buffers.append(self._next_buffer(pieces[index + 1].page))
                 self._fetch(buffers[-1], pieces[index + 1], with_gradients)
             buffer = buffers[index]
             current.wait(buffer.ready)
@@ -180,6 +180,7 @@ class HostMemory:
             buffer.key.shape[0] >= page.capacity
             and buffer.key.shape[1:] == page.key.shape[1:]
             and buffer.value.shape[1:] == page.value.shape[1:]
+            and buffer.key.dtype == page.key.dtype
         )
         if not fits:
             if self._device.type == "cuda":

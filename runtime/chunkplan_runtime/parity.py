@@ -175,16 +175,15 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
 def _run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
     attention = model.config._attn_implementation
-    # transformers' fused attention leaves a softcap out without a word.
-    model.model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
-    # It takes the causal mask for granted where a layer says nothing else.
-    asked = {} if model.is_causal else {"is_causal": False}
+    # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word.
+    plain = getattr(model.config, "attn_logit_softcapping", None) or not model.is_causal
+    model.model.set_attn_implementation("eager" if plain else "sdpa")
     tokens = analysis.tokens()
     num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)
     total = 0.0
     for sequence in sequences:
         input_ids, target = (torch.from_numpy(array.copy()).to(model.device) for array in tokens(sequence))
-        logits = model.model(input_ids[None].long(), **asked).logits[0]
+        logits = model.model(input_ids[None].long(), use_cache=False).logits[0]
         predicted = target[1:]
         loss = F.cross_entropy(logits[:-1][predicted], input_ids[1:][predicted].long(), reduction="sum") / num_targets
         torch.autograd.backward(loss)

@@ -153,12 +153,16 @@ class Run:
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk."""
+    """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
+
+    `windows`: the sliding window of each layer, None for full attention; empty where no layer has one.
+    """
 
     spans: Sequence[Span]
     store: StateStore
     kernels: Kernels
     causal: bool = True
+    windows: Sequence[int | None] = ()
 
     @cached_property
     def runs(self) -> list[Run]:

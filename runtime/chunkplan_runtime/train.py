@@ -63,13 +63,10 @@ def _check_processes(config: TrainConfig) -> None:
     if world_size == "1":
         return
     dp = load_plan(config.plan).config["dp"]
-    if not world_size.isdecimal() or int(world_size) < 1 or dp % int(world_size):
-        raise UsageError(
-            f"the plan's {dp} data-parallel ranks cannot be shared evenly by WORLD_SIZE={world_size} processes",
-            hint="build the plan with a --dp that is a multiple of the processes",
-        )
+    uneven = world_size.isdecimal() and int(world_size) > 0 and dp % int(world_size)
+    shares = f", which could not even share the plan's {dp} data-parallel ranks evenly" if uneven else ""
     raise UsageError(
-        f"this runtime runs on one process, found WORLD_SIZE={world_size}",
+        f"this runtime runs on one process, found WORLD_SIZE={world_size}{shares}",
         hint="`torchrun --nproc-per-node 1`; a plan for several data-parallel ranks runs on one process too",
     )
 

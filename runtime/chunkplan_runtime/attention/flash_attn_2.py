@@ -21,7 +21,13 @@ class FlashAttn2Kernel:
         """See `kernel.AttentionKernel.why_not`."""
         if find_spec("flash_attn") is None:
             return "the package flash-attn is not installed"
-        return why_not_flash(device, dtype, head_dim)
+        reason = why_not_flash(device, dtype, head_dim)
+        if reason is None:
+            try:
+                _interface()
+            except (ImportError, OSError) as error:  # built for another torch, or only a part of it is there
+                reason = f"flash-attn cannot be imported ({error})"
+        return reason
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""

@@ -66,10 +66,16 @@ def chunk_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layer: Any = module.layer_idx
+    window = chunk_context.windows[layer] if chunk_context.windows else None
+    if sliding_window not in (None, window):
+        raise UsageError(
+            f"layer {layer} asks for a sliding window of {sliding_window}, its config for {window}",
+            hint="set sliding_window and layer_types of the config to what the model does",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    form = Form(scale, chunk_context.causal, reach=sliding_window, softcap=softcap)
+    form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, query.shape[-1], form)
-    attention = LayerAttention(kernel, layer, scale, sliding_window, softcap)
+    attention = LayerAttention(kernel, layer, scale, window, softcap)
     apply: Callable[..., Tensor] = ChunkAttention.apply
     out = apply(query[0], key[0], value[0], chunk_context, attention)
     return out.transpose(0, 1)[None], None

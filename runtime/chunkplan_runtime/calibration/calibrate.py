@@ -97,7 +97,7 @@ def calibrate(
         options.chunk_sizes or defaults.chunk_sizes,
         defaults.prefixes if options.prefixes is None else options.prefixes,
     )
-    base = _base(options.base, device)
+    base, tells = _base(options.base, device)
     shape = read_model_config(options.model_config)
     config = read_config(_file(options.model_config))
     num_layers = options.layers
@@ -126,6 +126,8 @@ def calibrate(
             f"{num_layers} layers do not fit the free memory of {device_name(device)}",
             hint="give fewer --layers, and let nothing else run on the device",
         ) from error
+    if not tells:
+        base = replace(base, peak_flops=rates.flops if precision == "bf16" else rates.fp32_flops)
     measured = measure(model, probes, repeats=options.repeats, seed=options.seed, report=report)
     calibration = fit(
         measured.chunks,
@@ -139,11 +141,11 @@ def calibrate(
     return calibration, measured.left_out
 
 
-def _base(name: str | None, device: torch.device) -> Hardware:
-    if name is None:
-        called = device_name(device).lower()
-        name = next((shipped for shipped in _BASES if shipped in called), _BASES[0])
-    return load_hardware(name)
+def _base(name: str | None, device: torch.device) -> tuple[Hardware, bool]:
+    """The profile for what is not measured, and whether it was named or is that of a GPU like this one."""
+    called = device_name(device).lower()
+    name = name or next((shipped for shipped in _BASES if shipped in called), None)
+    return load_hardware(name or _BASES[0]), name is not None
 
 
 def _file(path: Path) -> Path:

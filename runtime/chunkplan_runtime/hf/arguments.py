@@ -83,6 +83,11 @@ def check_settings(args: TrainingArguments) -> None:
         value = getattr(args, name, None)  # not every version has every setting
         if value and value != _NEUTRAL.get(name):
             raise UsageError(f"{name}={value!r} cannot be done with a plan", hint=hint)
+    if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
+        raise UsageError(
+            "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan",
+            hint=_SETTINGS["gradient_accumulation_steps"],
+        )
     if args.mixed_precision not in ("no", "bf16"):
         raise UsageError(
             f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not",

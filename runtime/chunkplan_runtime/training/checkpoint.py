@@ -7,12 +7,12 @@ AdamW remembers, `state.json` the rest: the position in the plan, random states,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +21,15 @@ from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.save import remove_folder, sync, whole_folder
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+#: Entries of the state, and whether a value is one.
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and value >= 0,
+    "random": lambda value: isinstance(value, list) and all(_is_hex(text) for text in value) and len(value) > 0,
+    "stream": lambda value: isinstance(value, dict),
+    "losses": lambda value: isinstance(value, list) and all(type(loss) in (int, float) for loss in value),
+    "fixed": lambda value: isinstance(value, dict),
+}
+
 _HINT = "remove this checkpoint to go on from the one before"
 
 
@@ -44,7 +53,8 @@ def write_checkpoint(
             sync(lines)  # a checkpoint must not outlive the lines before it
     with whole_folder(folder.checkpoint(step)) as temporary:
         for name, tensors in ((_MODEL, weights), (_OPTIMIZER, optimizer)):
-            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
+            whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+            save_file(whole, temporary / name, metadata={"step": str(step)})
         document = {**state, "step": step, "random": _random_states(device)}
         (temporary / _STATE).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
     for old in folder.checkpoints()[:-keep_last]:
@@ -62,9 +72,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
-    missing = {"step", "random", "stream", "losses", "fixed"} - set(state)
-    if missing:
-        raise DataError(f"`{min(missing)}` is missing", where=str(path), hint=_HINT)
+    if not isinstance(state, dict):
+        raise DataError("not the state of a run", where=str(path), hint=_HINT)
+    for name, is_right in _ENTRIES.items():
+        if name not in state:
+            raise DataError(f"`{name}` is missing", where=str(path), hint=_HINT)
+        if not is_right(state[name]):
+            raise DataError(f"`{name}` is not what a run writes", where=str(path), hint=_HINT)
+    if checkpoint.name != f"step-{state['step']:08d}" or state["stream"].get("step") != state["step"]:
+        raise DataError(f"the state of step {state['step']}", where=str(path), hint=_HINT)
     return state
 
 
@@ -129,8 +145,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:12]}..."
 
 
+def _is_hex(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and len(bytes.fromhex(text)) > 0
+    except ValueError:
+        return False
+
+
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        with safe_open(path, framework="pt") as file:
+            step = (file.metadata() or {}).get("step")
+        if path.parent.name != f"step-{int(step or 0):08d}":
+            raise DataError(f"of step {step}", where=str(path), hint=_HINT)
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error

@@ -152,6 +152,20 @@ class TrainConfig:
             self._check(name, value is None or value >= 1, "a whole number from 1")
         for name in ("lora_rank", "eval_every", "save_every"):
             self._check(name, getattr(self, name) >= 0, "a whole number from 0")
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank and self.model is None:
+            raise UsageError(
+                "--lora-rank with --model-config: random weights that nothing keeps",
+                hint="adapters need a saved model: give --model",
+            )
+        defaults = {option.name: option.default for option in fields(self)}
+        idle = [
+            name for name in ("lora_alpha", "lora_dropout", "lora_targets") if getattr(self, name) != defaults[name]
+        ]
+        if idle and not self.lora_rank:
+            raise UsageError(f"{flag(idle[0])} without --lora-rank would do nothing", hint="give --lora-rank too")
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

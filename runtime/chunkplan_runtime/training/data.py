@@ -7,8 +7,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_held_out
+from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.stream import PlanStream, open_plan
 from chunkplan_runtime.training.config import TrainConfig
@@ -60,5 +61,10 @@ def open_data(config: TrainConfig, model_config: Any) -> TrainingData:
     plan, analysis = open_plan(config.plan, config.analysis)
     held_out = load_held_out(plan) if config.eval_plan is None else None
     folder = config.eval_plan if held_out is None else held_out.path
+    if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
+        raise UsageError(
+            f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
+            hint="analyze both together, and build with --holdout",
+        )
     evaluation = None if folder is None else open_plan(folder, analysis.path)[0]
     return TrainingData(plan, analysis, evaluation, model_config, pin_memory=config.device != "cpu")

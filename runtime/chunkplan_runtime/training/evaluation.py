@@ -25,7 +25,7 @@ def evaluate(model: CausalLM, executor: Executor, stream: PlanStream, analysis: 
         model.model.train()
     num_target_tokens = sum(loss.num_target_tokens for loss in losses)
     return {
-        "eval_loss": sum(loss.loss for loss in losses) / max(num_target_tokens, 1),
+        "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,
         "target_tokens": num_target_tokens,
         "seconds": time.perf_counter() - started,
         "source_losses": source_losses(losses, analysis),

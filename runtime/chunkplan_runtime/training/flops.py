@@ -20,12 +20,7 @@ class FlopCounter:
     def __init__(self, model: CausalLM) -> None:
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None:
-            [window] = windows(config)
-            self._windows = [window] * config.num_hidden_layers
-        else:
-            self._windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self._windows = windows(config)
         self._query_width = config.num_attention_heads * head_dim
         self._weights = _active_weights(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.lora import LoraOptions, add_lora
 from chunkplan_runtime.models import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.training.config import TrainConfig
+
+_SAMPLES = 256
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
@@ -63,3 +66,18 @@ def build_model(config: TrainConfig, model_config: Any) -> CausalLM:
     if config.checkpointing:
         model.enable_checkpointing()
     return model
+
+
+@torch.no_grad()
+def fingerprint_of_frozen(model: CausalLM) -> str | None:
+    """Tells weights that are not trained, and so in no checkpoint, from others; None where all are trained.
+
+    A hash of up to `_SAMPLES` numbers of each, evenly spread: other weights differ there too.
+    """
+    frozen = [(name, value) for name, value in model.model.named_parameters() if not value.requires_grad]
+    digest = hashlib.sha256()
+    for name, value in frozen:
+        flat = value.detach().flatten()
+        samples = flat[:: max(1, len(flat) // _SAMPLES)].double().cpu().numpy()
+        digest.update(f"{name} {tuple(value.shape)}".encode() + samples.tobytes())
+    return digest.hexdigest() if frozen else None

@@ -68,9 +68,12 @@ class RunFolder:
             UsageError: it holds a run already (with `resume`: a finished one), a plan or an analysis.
         """
         if resume and self.final.exists():
+            is_adapter = (self.final / "adapter_config.json").exists()
             raise UsageError(
                 f"the run in {self.path} is finished: {self.final} is there",
-                hint=f"`--model {self.final}` with another --output trains on from its weights",
+                hint="start another run; peft merges adapters into their model (merge_and_unload) to train on from"
+                if is_adapter
+                else f"`--model {self.final}` with another --output trains on from its weights",
             )
         if self.config.exists() and not self.metrics.exists():
             raise UsageError(f"{self.config} is not of a training run", hint="give another --output")

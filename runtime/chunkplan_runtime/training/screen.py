@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from types import TracebackType
 from typing import Any
+
+#: Of a line that is not shown on a terminal.
+_COLUMNS = 100
 
 
 class Screen:
@@ -39,11 +43,18 @@ class Screen:
 
     def show_step(self, row: dict[str, Any]) -> None:
         """Print the line of a step from its metrics, and move the bar."""
-        self.say(
-            f"step {row['step']}/{self._num_steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}  "
-            f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {row['peak_memory_bytes'] / 2**30:.1f} GiB  "
-            f"{row['seconds']:.2f} s, plan {row['predicted_seconds']:.2f} s"
-        )
+        parts = [
+            f"step {row['step']}/{self._num_steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}",
+            f"{row['tokens_per_second']:,.0f} tok/s",
+            f"{row['peak_memory_bytes'] / 2**30:.1f} GiB",
+            f"{row['seconds']:.2f} s",
+            f"plan {row['predicted_seconds']:.2f} s",
+            f"MFU {row['mfu']:.1%}",
+        ]
+        columns = shutil.get_terminal_size().columns if self._bar is not None else _COLUMNS
+        while len("  ".join(parts)) > columns and len(parts) > 1:
+            parts.pop()  # metrics.jsonl has it all
+        self.say("  ".join(parts))
         if self._bar is not None:
             speed = f"{row['tokens_per_second']:,.0f} tokens/s"
             self._bar.update(0, completed=row["step"] + 1, loss=f"{row['loss']:.4f}", speed=speed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -25,8 +24,9 @@ from chunkplan_runtime.training.flops import FlopCounter, peak_flops
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
 from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
-from chunkplan_runtime.training.model_setup import build_model, choose_device, read_its_config
+from chunkplan_runtime.training.model_setup import build_model, choose_device, fingerprint_of_frozen, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.run_lock import RunLock
 from chunkplan_runtime.training.run_summary import describe_run
 from chunkplan_runtime.training.save import remove_left_behind, save_model
 from chunkplan_runtime.training.screen import Screen
@@ -41,10 +41,11 @@ def train(config: TrainConfig) -> None:
         UsageError: an option, a path, the model or the plan cannot be used, or a run cannot be resumed.
         DataError: plan, analysis, model files or a checkpoint are damaged or do not belong together.
     """
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has one of its own
     folder = RunFolder(config.output)
     folder.check(config.resume)
+    lock = RunLock(config.output)
+    lock.take()
     config = choose_device(config)
     model_config = read_its_config(config)
     data = open_data(config, model_config)
@@ -52,20 +53,25 @@ def train(config: TrainConfig) -> None:
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
     config = _resolve(config, data, tokenizer)
     try:
-        Run(config, folder, data, tokenizer).finish()
+        Run(config, folder, data, tokenizer, lock).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
             hint="use --checkpointing or --kv-offload, or build the plan with a smaller --chunk-size or --k; "
             + folder.how_to_resume(),
         ) from error
+    finally:
+        lock.release()
 
 
 class Run:
     """A run that can begin: everything is loaded, and it stands where its last checkpoint was written."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, data: TrainingData, tokenizer: list[Path]) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, data: TrainingData, tokenizer: list[Path], lock: RunLock
+    ) -> None:
         self._config, self._folder, self._data, self._tokenizer = config, folder, data, tokenizer
+        self._lock = lock
         self._stream = data.stream(data.plan)
         self._num_steps = data.num_steps(config)
         self._peak_flops = peak_flops(data.plan)
@@ -73,6 +79,8 @@ class Run:
         self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if it cannot be used
+        model = build_model(config, model_config=data.model_config)
+        self._fixed["frozen weights"] = fingerprint_of_frozen(model)
         self._first, state = 0, None
         checkpoints = folder.checkpoints()
         if checkpoints:
@@ -80,7 +88,6 @@ class Run:
             refuse_other_run(state, self._fixed, checkpoints[-1])
             self._stream.load_state_dict(state["stream"])
             self._first = state["step"]
-        model = build_model(config, model_config=data.model_config)
         for plan in (data.plan, data.evaluation):
             if plan is not None:
                 check_plan(model, plan)
@@ -99,7 +106,7 @@ class Run:
         for line in describe_run(self._config, self._data, self._learner.model, self._num_steps, self._tokenizer):
             say(line)
         if self._config.resume:
-            say(f"resumed   at step {self._first}")
+            say(f"resumed   at step {self._first}" if self._first else "resumed   from the beginning: no checkpoint")
             for left in (self._folder.path, self._folder.path / "checkpoints"):
                 remove_left_behind(left)
             self._log.cut_back(self._first)
@@ -138,6 +145,7 @@ class Run:
             "spike": worst,
         }
         self._log.write_step(row, gradients.sequences)
+        self._lock.take()  # now the folder is there
         self._screen.show_step(row)
         if worst:
             self._screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
@@ -147,10 +155,12 @@ class Run:
         if data.evaluation is None:
             return
         row = evaluate(self._learner.model, self._learner.executor, data.stream(data.evaluation), data.analysis)
-        if not math.isfinite(row["eval_loss"]):
-            raise self._not_finite(f"evaluation after step {step}", f"loss {row['eval_loss']}")
+        loss = row["eval_loss"]
+        if loss is not None and not math.isfinite(loss):
+            raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
         self._log.write_evaluation({"step": step, **row})
-        self._screen.say(f"evaluation after step {step}: loss {row['eval_loss']:.4f}, {row['seconds']:.1f} s")
+        what = "no targets" if loss is None else f"loss {loss:.4f}"
+        self._screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
 
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""

@@ -1,0 +1,83 @@
+"""What chunking costs: a step in chunks, beside the same tokens unchunked with gradient checkpointing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from runtime_batch import Batch, as_today, interleaved, make_batch, qwen2, ratio, run_rows, zero_gradients
+
+from chunkplan.planfile.plan import Action
+from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.models import CausalLM, new_model
+
+Row = dict[str, Any]
+
+#: By type of device: pairs of ChunkSize and how many chunks the sequence has.
+_CASES = {"cpu": ((1024, 4), (1024, 8), (2048, 4)), "cuda": ((8192, 4), (8192, 8), (16384, 4), (16384, 8))}
+_GOAL = {"cpu": 1.10, "cuda": 1.05}
+
+
+def measure_time(device: torch.device, repeats: int) -> list[Row]:
+    """One sequence of 4 and of 8 chunks."""
+    longest = max(chunk_size * num_chunks for chunk_size, num_chunks in _CASES[device.type])
+    if device.type == "cuda":
+        config, dtype = qwen2(4096, 4, 32768, longest, num_attention_heads=32, num_key_value_heads=8), torch.bfloat16
+    else:
+        config, dtype = qwen2(256, 2, 4096, longest), torch.float32
+    model = new_model(config, dtype, 0, device=device)
+    zero_gradients(model)
+    rows = []
+    for chunk_size, num_chunks in _CASES[device.type]:
+        batches = {k: make_batch([num_chunks * chunk_size], chunk_size, k, config.vocab_size) for k in (1, 2)}
+
+        def whole(batch: Batch = batches[1]) -> None:
+            with as_today(model):
+                run_rows(model, batch.rows, batch.work.step.num_target_tokens)
+
+        ways = {f"K {k}": lambda batch=batch: run_chunks(model, batch) for k, batch in batches.items()}
+        seconds = interleaved({"whole": whole, **ways}, repeats, device)
+        for k, batch in batches.items():
+            over, spread = ratio(seconds[f"K {k}"], seconds["whole"])
+            rows.append(
+                {
+                    "C": chunk_size,
+                    "L / C": num_chunks,
+                    "K": k,
+                    "whole s": round(statistics.median(seconds["whole"]), 2),
+                    "chunked s": round(statistics.median(seconds[f"K {k}"]), 2),
+                    "chunked / whole": over,
+                    "pairs": spread,
+                    f"at most {_GOAL[device.type]}": "yes" if over <= _GOAL[device.type] else "NO",
+                    "of which": _shares(model, batch),
+                }
+            )
+    return rows
+
+
+def run_chunks(model: CausalLM, batch: Batch) -> float:
+    """The step in chunks, without gradient checkpointing: their size bounds what they hold."""
+    return Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens).loss
+
+
+def _shares(model: CausalLM, batch: Batch) -> str:
+    """How the time of a step divides among the kinds of actions."""
+    seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(action: Action) -> Iterator[None]:
+        wait(model.device)
+        started = time.perf_counter()
+        yield
+        wait(model.device)
+        seconds[action.op] += time.perf_counter() - started
+
+    Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, timed)
+    total = sum(seconds.values())
+    return ", ".join(f"{op} {value / total:.0%}" for op, value in seconds.items())
