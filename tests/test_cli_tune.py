@@ -107,7 +107,7 @@ def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
 
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
     tuned = run(
-        data, "tune", "lengths.npy", "--model-config", ".", "--gpu-memory", "24GiB", *GRID,
+        data, "tune", "lengths.npy", "--model-config", ".", "--gpu-memory", "80GiB", *GRID,
         "--output", str(tmp_path / "tune.json"),
     )  # fmt: skip
     assert tuned.returncode == 0, tuned.stderr
