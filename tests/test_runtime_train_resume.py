@@ -276,6 +276,7 @@ def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
     assert main(options(made, tmp_path, "--resume")) == 2
     assert "another run is at work in" in capsys.readouterr().err
     lock.release()
+    assert main(options(made, tmp_path, "--resume", "--device", "cuda:99")) == 2, "what is refused lets go again"
     assert main(options(made, tmp_path, "--resume", "--max-steps", 1)) == 0
 
 

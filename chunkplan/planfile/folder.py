@@ -43,8 +43,8 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     try:
         yield temporary
         for path in sorted(temporary.rglob("*")):
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         if target.exists():
             target.rename(old)
         try:
@@ -53,7 +53,7 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
             if old.exists():
                 old.rename(target)
             raise
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -95,7 +95,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what was written to a file or a folder reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chunkplan_runtime.attention.form import wide
+
 #: Logits alive at once, in numbers: 0.5 GB of float32, as much again for their gradient.
 _LOGITS = 2**27
 
@@ -39,7 +41,7 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
     labels [num_tokens] lie on the CPU, so that nobody waits for a GPU to count them.
     """
-    losses = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
     with torch.no_grad():
         for rows, targets in _blocks(labels, vocab_size, hidden.device):
             losses[rows] = _cross_entropy(head, hidden[rows], targets)
@@ -53,7 +55,7 @@ def losses_and_gradient(
 
     Gradients of the head's own parameters are added to their `.grad`.
     """
-    losses = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
     gradient = torch.zeros_like(hidden)
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
         block = hidden[rows].detach().requires_grad_()
@@ -74,4 +76,4 @@ def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[t
 
 def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = head(hidden)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none")

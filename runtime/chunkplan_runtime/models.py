@@ -144,7 +144,10 @@ def check_plan(model: CausalLM, plan: Plan) -> None:
     Raises:
         UsageError: the plan splits sequences and the model looks both ways.
     """
-    if not model.is_causal and plan.chunks().column("group_id").null_count < plan.chunks().num_rows:
+    if model.is_causal:
+        return
+    groups = plan.chunks().column("group_id")
+    if groups.null_count < len(groups):
         raise UsageError(
             "the plan splits sequences, and in this model tokens see those that come after them",
             where=str(plan.path),

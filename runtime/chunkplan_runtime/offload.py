@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chunkplan_runtime.attention.form import wide
 from chunkplan_runtime.pages import Block, Page, Piece
 
 
@@ -192,8 +193,7 @@ class HostMemory:
         key, value = (
             torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in (page.key, page.value)
         )
-        wide = torch.promote_types(key.dtype, torch.float32)
-        gradients = torch.empty_like(key, dtype=wide), torch.empty_like(value, dtype=wide)
+        gradients = torch.empty_like(key, dtype=wide(key.dtype)), torch.empty_like(value, dtype=wide(value.dtype))
         # The memory may be that of a tensor which kernels still read.
         return _Buffer(key, value, *gradients, free=_Queue.current(self._device).record())
 

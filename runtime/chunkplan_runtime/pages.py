@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chunkplan_runtime.attention.form import wide
+
 
 @dataclass
 class Page:
@@ -108,7 +110,7 @@ class DeviceMemory:
 
 def zeros_wide(tensor: Tensor) -> Tensor:
     """Zeros in at least float32: bfloat16 would lose what many small contributions add up to."""
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return torch.zeros_like(tensor, dtype=wide(tensor.dtype))
 
 
 def _empty(tensor: Tensor, capacity: int) -> Tensor:

@@ -48,9 +48,8 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write the KV of a split sequence to the store and attend."""
         heads, num_tokens, _ = query.shape
-        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(
-            0, 1
-        )  # the layout that the model goes on with
+        # Tokens first in memory: the layout that the model goes on with.
+        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)
         lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))
         for run in context.runs:
             here = slice(run.first, run.last)

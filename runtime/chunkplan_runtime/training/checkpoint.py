@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.folder import sync
 from chunkplan_runtime.training.run_folder import RunFolder
-from chunkplan_runtime.training.save import remove_folder, sync, whole_folder
+from chunkplan_runtime.training.save import remove_folder, whole_folder
 
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 #: Entries of the state, and whether a value is one.

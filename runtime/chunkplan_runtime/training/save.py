@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.planfile.folder import sync
 from chunkplan_runtime.models import CausalLM
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
@@ -55,15 +56,6 @@ def remove_left_behind(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif re.fullmatch(r"\.config\.json\.tmp-\d+", path.name):
             path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file or a folder reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_model(model: CausalLM, tokenizer: list[Path], target: Path) -> None:

@@ -46,13 +46,13 @@ def train(config: TrainConfig) -> None:
     folder.check(config.resume)
     lock = RunLock(config.output)
     lock.take()
-    config = choose_device(config)
-    model_config = read_its_config(config)
-    data = open_data(config, model_config)
-    tokenizer = find_tokenizer(config)
-    check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
-    config = _resolve(config, data, tokenizer)
     try:
+        config = choose_device(config)
+        model_config = read_its_config(config)
+        data = open_data(config, model_config)
+        tokenizer = find_tokenizer(config)
+        check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
+        config = _resolve(config, data, tokenizer)
         Run(config, folder, data, tokenizer, lock).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
