@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from chunkplan.cost.model import CostModel
     from chunkplan.cost.model_config import read_model_config
     from chunkplan.intake.analyze import analyze
+    from chunkplan.intake.options import IntakeOptions
+    from chunkplan.intake.shard import merge
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
     from chunkplan.planning.config import PlanConfig
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CostModel",
+    "IntakeOptions",
     "PlanConfig",
     "TuneOptions",
     "__version__",
@@ -39,6 +42,7 @@ __all__ = [
     "load_analysis",
     "load_hardware",
     "load_plan",
+    "merge",
     "pack",
     "read_model_config",
     "simulate_lengths",
@@ -51,6 +55,7 @@ __all__ = [
 
 _HOMES = {
     "CostModel": "chunkplan.cost.model",
+    "IntakeOptions": "chunkplan.intake.options",
     "PlanConfig": "chunkplan.planning.config",
     "TuneOptions": "chunkplan.tuning.options",
     "analyze": "chunkplan.intake.analyze",
@@ -60,6 +65,7 @@ _HOMES = {
     "load_analysis": "chunkplan.planfile.load",
     "load_hardware": "chunkplan.cost.hardware",
     "load_plan": "chunkplan.planfile.load",
+    "merge": "chunkplan.intake.shard",
     "pack": "chunkplan.rows",
     "read_model_config": "chunkplan.cost.model_config",
     "simulate_lengths": "chunkplan.simulation",

@@ -8,6 +8,8 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -16,3 +18,13 @@ def sum_runs(values: Int64Array, first: Int64Array) -> Int64Array:
     total = np.concatenate([[0], np.cumsum(values)])
     sums: Int64Array = total[first[1:]] - total[first[:-1]]
     return sums
+
+
+def split_mix(values: Int64Array) -> UInt64Array:
+    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the values'th outputs of the generator seeded with 0."""
+    mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -160,6 +160,7 @@ def _build_one(
             "content_hash": analysis.content_hash,
             "exact": analysis.is_exact,
             "has_tokens": analysis.has_tokens,
+            "sample": analysis.sample,
         },
         selection=describe_selection(analysis, options),
         totals={

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ChunkplanError(Exception):
     """An error with a place and a hint. `exit_code` 1: our fault.
@@ -21,6 +23,16 @@ class ChunkplanError(Exception):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors come back from worker processes as they were."""
+        return _restore, (type(self), self.__dict__)
+
+
+def _restore(kind: type[ChunkplanError], attributes: dict[str, Any]) -> ChunkplanError:
+    error = kind.__new__(kind, attributes["message"])
+    error.__dict__.update(attributes)
+    return error
 
 
 class UsageError(ChunkplanError):

@@ -19,12 +19,32 @@ _TAIL_TOKENS = 8 * K
 _TAIL_SHARE = 0.01
 
 
+#: Standard deviations on either side that hold 95 % of a normal distribution.
+_TWO_SIDED_95 = 1.959964
+
+
 @dataclass(frozen=True)
 class Quantile:
-    """`share` of the sequences are no longer than `num_tokens`, the least length in the data that is so."""
+    """`share` of the sequences are no longer than `num_tokens`, the least length in the data that is so.
+
+    Of a sample, the quantile of all data lies between `low` and `high` in 95 of 100 samples, whatever the distribution
+    of lengths (ranks of order statistics, by the normal approximation of the binomial); None where the sample does not
+    reach far enough to say.
+    """
 
     share: float
     num_tokens: int
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number of all data, estimated from a sample; between `low` and `high` in 95 of 100 samples."""
+
+    value: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True)
@@ -59,9 +79,15 @@ class LengthReport:
     `cumulative` has the sequences shorter than 1K, 4K, 8K, 32K and 128K tokens (K = 1024); `histogram` one band a power
     of two from the shortest to the longest. `padding_share` is the share of padding among all tokens computed where
     every sequence is padded to the longest one. `exact` is false where lengths are estimated.
+
+    Of a sample (the share `sample` of the records), all numbers are those of the sample; `all_sequences` and
+    `all_tokens` estimate those of all data (Horvitz and Thompson, 1952).
     """
 
     exact: bool
+    sample: float | None
+    all_sequences: Estimate | None
+    all_tokens: Estimate | None
     num_sequences: int
     num_tokens: int
     num_target_tokens: int
@@ -93,20 +119,44 @@ def length_report(analysis: Analysis) -> LengthReport:
     powers = [1 << power for power in range(int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() + 1)]
     num_over = count - int(np.searchsorted(lengths, _TAIL_TOKENS, side="right"))
     num_longest = max(1, round(_TAIL_SHARE * count))
+    sample = analysis.sample
     return LengthReport(
         exact=analysis.is_exact,
+        sample=sample,
+        all_sequences=None if sample is None else _total(np.ones(count), sample),
+        all_tokens=None if sample is None else _total(lengths, sample),
         num_sequences=count,
         num_tokens=int(sums[-1]),
         num_target_tokens=int(analysis.num_target_tokens.sum(dtype=np.int64)),
         num_without_target=int((analysis.num_target_tokens == 0).sum()),
         mean_tokens=float(sums[-1] / count),
-        quantiles=tuple(Quantile(share, int(lengths[rank - 1])) for share, rank in zip(_QUANTILES, ranks, strict=True)),
+        quantiles=tuple(
+            Quantile(share, int(lengths[rank - 1]), *_bounds(lengths, share, sample))
+            for share, rank in zip(_QUANTILES, ranks, strict=True)
+        ),
         cumulative=tuple(_band(lengths, sums, 0, bound) for bound in _BOUNDS),
         histogram=tuple(_band(lengths, sums, low, 2 * low) for low in powers[:-1]),
         over_8k=_tail(lengths, num_over, _TAIL_TOKENS + 1),
         longest_1_percent=_tail(lengths, num_longest, int(lengths[count - num_longest])),
         padding_share=float(1 - sums[-1] / (count * int(lengths[-1]))),
     )
+
+
+def _bounds(lengths: npt.NDArray[np.int64], share: float, sample: float | None) -> tuple[int | None, int | None]:
+    """The lengths (sorted) between which a quantile of all data lies, if these are a sample of it."""
+    if sample is None or share == 1:
+        return None, None
+    count = len(lengths)
+    spread = _TWO_SIDED_95 * np.sqrt(count * share * (1 - share))
+    low, high = int(np.floor(count * share - spread)), int(np.ceil(count * share + spread))
+    return int(lengths[low - 1]) if low >= 1 else None, int(lengths[high - 1]) if high <= count else None
+
+
+def _total(values: npt.NDArray[Any], sample: float) -> Estimate:
+    """The sum over all data of what has these values in a sample that took each record with the same chance."""
+    value = float(values.sum()) / sample
+    spread = _TWO_SIDED_95 * float(np.sqrt((1 - sample) * np.square(values, dtype=np.float64).sum())) / sample
+    return Estimate(round(value), max(0, round(value - spread)), round(value + spread))
 
 
 def _band(lengths: npt.NDArray[np.int64], sums: npt.NDArray[np.int64], low: int, high: int) -> Band:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from chunkplan.errors import DataError
 
 _SETTINGS = "workspace.toml"
 _KEYS = ("tokenizer",)
+
+#: What names a tokenizer rather than where it lies.
+_NAME = re.compile(r"tiktoken:.+|[\w-][\w.-]*/[\w.-]+")
 _HINT = 'the one setting is tokenizer = "FOLDER", relative to the workspace'
 
 
@@ -35,8 +39,13 @@ class Workspace:
         """The folder of the latest plan."""
         return self.root / "plan"
 
-    def tokenizer(self) -> Path | None:
-        """The `tokenizer` entry of the optional `workspace.toml`, a path relative to the workspace.
+    @property
+    def cache(self) -> Path:
+        """The folder of what analyses have done before."""
+        return self.root / "cache"
+
+    def tokenizer(self) -> str | None:
+        """The `tokenizer` entry of the optional `workspace.toml`: a path relative to the workspace, or a name.
 
         Raises:
             DataError: the file is not TOML, has an unknown key, or the entry is not a path.
@@ -56,12 +65,12 @@ class Workspace:
             return None
         if not isinstance(value, str) or not value:
             raise DataError(f"`tokenizer` is {value!r}, expected a path in quotes", where=str(path), hint=_HINT)
-        return self.root / value
+        return value if _NAME.fullmatch(value) and not (self.root / value).exists() else str(self.root / value)
 
 
-def find_tokenizer(option: Path | None, workspace: Workspace) -> Path | None:
+def find_tokenizer(option: str | None, workspace: Workspace) -> str | None:
     """The tokenizer named by `option`, else by CHUNKPLAN_TOKENIZER, else by the workspace; None where none is."""
-    return option or _environment("CHUNKPLAN_TOKENIZER") or workspace.tokenizer()
+    return option or os.environ.get("CHUNKPLAN_TOKENIZER") or workspace.tokenizer()
 
 
 def _environment(name: str) -> Path | None:

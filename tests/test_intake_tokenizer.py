@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.records import Conversation, Message, PromptRecord, TextRecord
-from chunkplan.intake.tokenizer_files import load_tokenizer
+from chunkplan.intake import tokenizer as module
+from chunkplan.intake.backends import fast, load_tokenizer
+from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord, TokensRecord
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import detect, parse
+from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 
+SAMPLES = Path(__file__).parent.parent / "sample_data"
 CORPUS = ["def f(x):\n    return x  # yes", "日本語のテキスト and naïve café 😀😀", "What is it? It is fine."] * 4
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -57,17 +64,24 @@ def _reference_mask(tokenizer: Tokenizer, ids: list[int], text: str, prompt: str
 
 
 def _conversation(*messages: tuple[str, str], counts: tuple[bool, ...] | None = None) -> Conversation:
-    counts = counts or tuple(role == "assistant" for role, _ in messages)
+    said = counts or (None,) * len(messages)
     return Conversation(
-        tuple(Message(role, content, count) for (role, content), count in zip(messages, counts, strict=True)),
-        None,
-        "x.jsonl:5",
+        tuple(Message(role, content, count) for (role, content), count in zip(messages, said, strict=True))
     )
+
+
+def _encode(loaded: RecordTokenizer, *records: Record) -> list[Encoded]:
+    """The tokens of records that all have some."""
+    encoded = []
+    for one in loaded.encode(records):
+        assert not isinstance(one, RecordError)
+        encoded.append(one)
+    return encoded
 
 
 def test_text_is_what_the_tokenizer_says_and_every_token_but_the_first_counts(tmp_path: Path) -> None:
     tokenizer = _byte_level()
-    encoded = load_tokenizer(_save(tmp_path, tokenizer)).encode([TextRecord(text) for text in STRINGS])
+    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, STRINGS))
     for text, (input_ids, target) in zip(STRINGS, encoded, strict=True):
         assert input_ids.dtype == np.int32
         assert input_ids.tolist() == tokenizer.encode(text).ids
@@ -78,7 +92,7 @@ def test_text_gets_an_end_only_where_the_configuration_says_so_and_none_is_there
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
     loaded = load_tokenizer(_save(tmp_path, tokenizer, add_eos_token=True))
-    (first, target), (second, _) = loaded.encode([TextRecord("It is"), TextRecord("It is<|im_end|>")])
+    (first, target), (second, _) = _encode(loaded, TextRecord("It is"), TextRecord("It is<|im_end|>"))
     assert first.tolist() == second.tolist() == [*tokenizer.encode("It is").ids, end]
     assert target[-1]
 
@@ -87,7 +101,7 @@ def test_completions_count_from_the_first_character_after_the_prompt(tmp_path: P
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
     pairs = [(prompt, completion) for prompt in ["", *STRINGS] for completion in STRINGS]
-    encoded = load_tokenizer(_save(tmp_path, tokenizer)).encode([PromptRecord(*pair) for pair in pairs])
+    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *(PromptRecord(*pair) for pair in pairs))
     for (prompt, completion), (input_ids, target) in zip(pairs, encoded, strict=True):
         whole = tokenizer.encode(prompt + completion).ids
         assert input_ids.tolist() == [*whole, end]
@@ -97,7 +111,7 @@ def test_completions_count_from_the_first_character_after_the_prompt(tmp_path: P
 def test_an_end_that_is_there_already_is_not_repeated_and_counts(tmp_path: Path) -> None:
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
-    [(input_ids, target)] = load_tokenizer(_save(tmp_path, tokenizer)).encode([PromptRecord("It", " is<|im_end|>")])
+    [(input_ids, target)] = _encode(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("It", " is<|im_end|>"))
     assert input_ids.tolist().count(end) == 1
     assert target[-1]
 
@@ -110,7 +124,7 @@ def test_tokens_that_the_tokenizer_adds_count_only_after_the_completion(tmp_path
         single="<s> <s> $A <|im_end|>", special_tokens=[("<s>", begin), ("<|im_end|>", end)]
     )
     loaded = load_tokenizer(_save(tmp_path, tokenizer, eos_token=None))
-    [(input_ids, target)] = loaded.encode([PromptRecord("It is", " fine.")])
+    [(input_ids, target)] = _encode(loaded, PromptRecord("It is", " fine."))
     assert input_ids.tolist() == [begin, begin, *plain, end]
     in_text = _reference_mask(tokenizer, plain, "It is fine.", "It is")
     assert target.tolist() == [False, False, *in_text, True]
@@ -123,7 +137,7 @@ def test_tokens_of_spaces_count_under_a_post_processor_that_trims_offsets(tmp_pa
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     content = "x =     1;  y =   2"
     assert "Ġ" in tokenizer.encode(content).tokens or "ĠĠ" in tokenizer.encode(content).tokens
-    [(input_ids, target)] = loaded.encode([_conversation(("user", "?"), ("assistant", content))])
+    [(input_ids, target)] = _encode(loaded, _conversation(("user", "?"), ("assistant", content)))
     assert tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False) == content + "<|im_end|>\n"
 
 
@@ -135,7 +149,7 @@ def test_spaces_written_as_marks_keep_their_place_in_the_text(tmp_path: Path) ->
     tokenizer.decoder = decoders.Replace("▁", " ")
     trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<|im_end|>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    [(input_ids, target)] = load_tokenizer(_save(tmp_path, tokenizer)).encode([PromptRecord("What is", " it? 日本")])
+    [(input_ids, target)] = _encode(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("What is", " it? 日本"))
     assert tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False) == " it? 日本<|im_end|>"
 
 
@@ -144,7 +158,7 @@ def test_truncation_and_padding_stored_in_the_file_are_switched_off(tmp_path: Pa
     lengths = [len(tokenizer.encode(text).ids) for text in CORPUS[:3]]
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
-    encoded = load_tokenizer(_save(tmp_path, tokenizer)).encode([TextRecord(text) for text in CORPUS[:3]])
+    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, CORPUS[:3]))
     assert [len(input_ids) for input_ids, _ in encoded] == lengths
 
 
@@ -166,7 +180,7 @@ def test_the_targets_of_a_conversation_decode_to_what_the_assistant_said(tmp_pat
             f"<|im_start|>assistant\n{other}<|im_end|>\n"
         )
         expected.append((rendered, f"{content}<|im_end|>\n{other}<|im_end|>\n"))
-    for (rendered, said), (input_ids, target) in zip(expected, loaded.encode(conversations), strict=True):
+    for (rendered, said), (input_ids, target) in zip(expected, _encode(loaded, *conversations), strict=True):
         assert input_ids.tolist() == tokenizer.encode(rendered, add_special_tokens=False).ids
         decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
         assert decoded == said
@@ -178,7 +192,7 @@ def test_a_token_that_begins_in_the_header_of_a_message_is_no_target(tmp_path: P
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     header = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     for content in STRINGS:
-        [(input_ids, target)] = loaded.encode([_conversation(("user", "?"), ("assistant", content))])
+        [(input_ids, target)] = _encode(loaded, _conversation(("user", "?"), ("assistant", content)))
         text = f"{header}{content}<|im_end|>\n"
         assert target.tolist() == _reference_mask(tokenizer, input_ids.tolist(), text, header)
 
@@ -187,7 +201,7 @@ def test_messages_count_as_they_say(tmp_path: Path) -> None:
     tokenizer = _byte_level()
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     record = _conversation(("user", "a"), ("assistant", "b"), ("assistant", "c"), counts=(True, False, True))
-    [(input_ids, target)] = loaded.encode([record])
+    [(input_ids, target)] = _encode(loaded, record)
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
     # The very first token is never a target: nothing predicts it.
     assert decoded == "user\na<|im_end|>\nc<|im_end|>\n"
@@ -203,7 +217,7 @@ def test_messages_count_as_they_say(tmp_path: Path) -> None:
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path, template: str) -> None:
     tokenizer = _byte_level()
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=template))
-    [(input_ids, target)] = loaded.encode([_conversation(("assistant", "hi"), ("user", "a"), ("assistant", "b"))])
+    [(input_ids, target)] = _encode(loaded, _conversation(("assistant", "hi"), ("user", "a"), ("assistant", "b")))
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
     assert decoded == "hi<|im_end|>\nb<|im_end|>\n"
 
@@ -225,10 +239,14 @@ def test_a_template_that_fails_or_looks_ahead_is_an_error_at_the_record(
 ) -> None:
     loaded = load_tokenizer(_save(tmp_path, _byte_level(), chat_template=template))
     record = _conversation(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    with pytest.raises(DataError) as caught:
-        loaded.encode([record])
-    assert caught.value.where == "x.jsonl:5"
-    assert message in caught.value.message
+    good = TextRecord("It is")
+    first, error, last = loaded.encode([good, record, good])
+    assert isinstance(error, RecordError)
+    assert error.reason == "template"
+    assert message in error.message
+    for one in (first, last):
+        assert not isinstance(one, RecordError)
+        assert one[0].tolist() == _encode(loaded, good)[0][0].tolist()
 
 
 def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) -> None:
@@ -239,8 +257,8 @@ def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) ->
     )
     loaded = load_tokenizer(_save(tmp_path, _byte_level(), chat_template=template))
     messages = ("user", "a"), ("assistant", "x"), ("user", "b")
-    [(_, target), (_, last)] = loaded.encode(
-        [_conversation(*messages), _conversation(*messages, counts=(False, True, True))]
+    [(_, target), (_, last)] = _encode(
+        loaded, _conversation(*messages), _conversation(*messages, counts=(False, True, True))
     )
     assert target.tolist() == [False] * 4
     assert last.tolist() == [False, False, True, True]
@@ -253,7 +271,7 @@ def test_templates_see_what_transformers_shows_them(tmp_path: Path) -> None:
     )
     loaded = load_tokenizer(_save(tmp_path, _byte_level(), chat_template=template, bos_token={"content": "<s>"}))
     call = {"name": "<ü>"}
-    record = Conversation((Message("assistant", None, False, {"tool_calls": [call]}),), [{"a": 1}], "x:1")
+    record = Conversation((Message("assistant", None, False, {"tool_calls": [call]}),), [{"a": 1}])
     assert loaded.template is not None
     assert loaded.template.render(record)[0] == '<s>|<|im_end|>|[{"a": 1}]|{"name": "<ü>"}'
 
@@ -282,7 +300,7 @@ def test_a_template_is_found_in_its_own_file_first_then_in_the_configuration(tmp
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     loaded = load_tokenizer(_save(tmp_path, _byte_level()))
     with pytest.raises(UsageError, match="has no chat template") as caught:
-        loaded.encode([_conversation(("user", "a"))])
+        _encode(loaded, _conversation(("user", "a")))
     assert caught.value.hint
 
 
@@ -313,3 +331,205 @@ def test_a_tokenizer_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="there is no tokenizer"):
         load_tokenizer(tmp_path / "none")
+
+
+def _with_habits(**habits: Any) -> Tokenizer:
+    """The byte-level tokenizer, with what others do besides."""
+    tokenizer = _byte_level()
+    tokenizer.add_tokens([AddedToken("<pad>", lstrip=True, rstrip=True), "naïve"])
+    for name, value in habits.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+HABITS = {
+    "byte level": {},
+    "NFC": {"normalizer": normalizers.NFC()},
+    "NFKD": {"normalizer": normalizers.NFKD()},
+    "lower": {"normalizer": normalizers.Lowercase()},
+    "prefix space": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "split": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "merged_with_next"), LEVEL])},
+    "removed": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), LEVEL])},
+    "digits": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), LEVEL])},
+    "framed": {
+        "post_processor": processors.TemplateProcessing(
+            single="<s> $A <|im_end|>", special_tokens=[("<s>", 0), ("<|im_end|>", 2)]
+        )
+    },
+}
+PIECES = [*STRINGS, "<|im_start|>", "<|im_end|>", "<pad>", "e\u0301", "\u0958", "ﬁ", "A B", "12 34", "\u200d", "a" * 30]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_masks_told_from_bytes_are_those_told_from_offsets(tmp_path: Path, habit: str) -> None:
+    """A token counts if the first of its characters does, as offsets say, whatever the tokenizer does to a text."""
+    tokenizer = _with_habits(**HABITS[habit])
+    loaded = load_tokenizer(_save(tmp_path, tokenizer))
+    reference = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    rng = random.Random(habit)
+    texts, spans, borders = [], [], []
+    for _ in range(300):
+        texts.append("".join(rng.choices(PIECES, k=rng.randint(0, 8))))
+        places = sorted(rng.choices(range(len(texts[-1]) + 1), k=2 * rng.randint(0, 3)))
+        spans.append(list(zip(places[::2], places[1::2], strict=True)))
+        borders.append(rng.randint(0, len(texts[-1])))
+    for text, inside, (input_ids, mask) in zip(texts, spans, loaded.backend.rendered(texts, spans), strict=True):
+        encoding = reference.encode(text, add_special_tokens=False)
+        assert input_ids.tolist() == encoding.ids
+        assert mask.tolist() == [
+            end > start and any(first <= start < last for first, last in inside) for start, end in encoding.offsets
+        ]
+    for text, border, (input_ids, mask) in zip(texts, borders, loaded.backend.prompts(texts, borders), strict=True):
+        encoding = reference.encode(text)
+        expected, place = [], -1
+        for is_added, (start, _) in zip(encoding.special_tokens_mask, encoding.offsets, strict=True):
+            place = place if is_added else max(place, start)
+            expected.append(place >= border)
+        assert input_ids.tolist() == encoding.ids
+        assert mask.tolist() == expected
+
+
+def test_offsets_are_not_asked_for_where_bytes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_tokenizer(_save(tmp_path, _with_habits(normalizer=normalizers.NFC()), chat_template=CHATML))
+    monkeypatch.setattr(fast, "_offsets", None)
+    records = [PromptRecord("What", f" {text}") for text in STRINGS if text != STRINGS[5]]
+    records += [_conversation(("user", "?"), ("assistant", text)) for text in STRINGS if text != STRINGS[5]]
+    assert len(_encode(loaded, *records)) == len(records)
+
+
+def test_records_of_any_kind_are_encoded_in_order_and_in_calls_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_tokenizer(_save(tmp_path, _byte_level(), chat_template=CHATML))
+    tokens = TokensRecord(np.array([5, 6], np.int32), np.array([False, True]))
+    kinds: list[Record] = [TextRecord("It is"), PromptRecord("a", "b"), _conversation(("user", "a")), tokens]
+    records = [kinds[index % 4] for index in (3, 1, 0, 2, 2, 0, 1, 3, 0, 0)]
+    alone = [_encode(loaded, record)[0] for record in records]
+    for most in (1, 4, 1 << 20):
+        monkeypatch.setattr(module, "_CALL", most)
+        for (input_ids, target), (other_ids, other) in zip(_encode(loaded, *records), alone, strict=True):
+            assert input_ids.tolist() == other_ids.tolist()
+            assert target.tolist() == other.tolist()
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    loaded = load_tokenizer(_save(tmp_path, tokenizer, eos_token=None))
+    with pytest.raises(DataError, match=r"cannot encode a text: .*UNK"):
+        loaded.encode([TextRecord("b")])
+
+
+def test_text_of_which_the_tokenizer_leaves_nothing_is_empty(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    loaded = load_tokenizer(_save(tmp_path, tokenizer, eos_token=None))
+    first, nothing = loaded.encode([TextRecord("a b"), TextRecord("\u2003")])
+    assert not isinstance(first, RecordError)
+    assert isinstance(nothing, RecordError)
+    assert nothing.reason == "empty"
+
+
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True, "add_eos_token": True}])
+@pytest.mark.parametrize("framed", [False, True])
+def test_beginning_and_end_are_there_once_whoever_adds_them(
+    tmp_path: Path, config: dict[str, Any], framed: bool
+) -> None:
+    tokenizer = _byte_level()
+    begin, end = (tokenizer.token_to_id(token) for token in ("<s>", "<|im_end|>"))
+    plain = tokenizer.encode("It is").ids
+    if framed:
+        tokenizer.post_processor = HABITS["framed"]["post_processor"]
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    loaded = load_tokenizer(_save(tmp_path, tokenizer, bos_token="<s>", chat_template=template, **config))
+    front, behind = ([begin], [end]) if framed or config else ([], [])
+    for text in ("It is", "<s>It is", "It is<|im_end|>", "<s>It is<|im_end|>"):
+        own_front, own_behind = [begin] * text.startswith("<s>"), [end] * text.endswith("<|im_end|>")
+        [(input_ids, _)] = _encode(loaded, TextRecord(text))
+        assert input_ids.tolist() == [*(front or own_front), *plain, *(behind or own_behind)]
+        [(input_ids, target)] = _encode(loaded, PromptRecord(text[:3], text[3:]))
+        assert input_ids.tolist() == [*(front or own_front), *plain, end]
+        assert target[-1]
+    [(input_ids, _)] = _encode(loaded, _conversation(("user", "It is")))
+    assert input_ids.tolist() == [begin, *plain, end]
+
+
+def test_an_exchange_is_a_conversation_where_there_is_a_template_and_else_two_lines(tmp_path: Path) -> None:
+    exchange = Exchange("Be brief.", "What is it?", "It is fine.")
+    tokenizer = _byte_level()
+    plain = load_tokenizer(_save(tmp_path / "plain", tokenizer))
+    templated = load_tokenizer(_save(tmp_path / "templated", tokenizer, chat_template=CHATML))
+    messages = ("system", "Be brief."), ("user", "What is it?"), ("assistant", "It is fine.")
+    for loaded, same in (
+        (plain, PromptRecord("Be brief.\nWhat is it?\n", "It is fine.")),
+        (templated, _conversation(*messages)),
+    ):
+        [(input_ids, target), (expected, expected_target)] = _encode(loaded, exchange, same)
+        assert input_ids.tolist() == expected.tolist()
+        assert target.tolist() == expected_target.tolist()
+
+
+def _reference(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """Ids and mask by transformers alone, one record at a time, from offsets and renderings of every beginning."""
+    end = tokenizer.eos_token_id
+    if "text" in record:
+        ids = tokenizer(record["text"])["input_ids"]
+        return ids, [False] + [True] * (len(ids) - 1)
+    if "prompt" in record:
+        found = tokenizer(record["prompt"] + record["completion"], return_offsets_mapping=True)
+        mask = [start >= len(record["prompt"]) for start, _ in found["offset_mapping"]]
+        return [*found["input_ids"], end], [False, *mask[1:], True]
+    names = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    messages = record.get("messages") or [
+        {"role": names[turn["from"]], "content": turn["value"]} for turn in record["conversations"]
+    ]
+
+    def render(count: int, **options: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, **options))
+
+    spans = [
+        (len(render(index, add_generation_prompt=True)), len(render(index + 1)))
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+    found = tokenizer(render(len(messages)), add_special_tokens=False, return_offsets_mapping=True)
+    mask = [any(first <= start < last for first, last in spans) for start, _ in found["offset_mapping"]]
+    return found["input_ids"], [False, *mask[1:]]
+
+
+def test_tokens_and_masks_of_the_sample_data_are_those_of_a_plain_reference() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tokenizer")
+    loaded = load_tokenizer(SAMPLES / "tokenizer")
+    schemas = set()
+    for file in sorted(SAMPLES.glob("*.jsonl")):
+        values = [json.loads(line) for line in file.read_bytes().splitlines()]
+        values = [value | {"text": value["text"][:20_000]} if "text" in value else value for value in values[::3]]
+        layout = detect(values[:100])
+        schemas.add(layout.schema)
+        encoded = _encode(loaded, *(parse(layout, value) for value in values))
+        for value, (input_ids, target) in zip(values, encoded, strict=True):
+            expected_ids, expected = _reference(tokenizer, value)
+            assert input_ids.tolist() == expected_ids
+            assert target.tolist() == expected
+    assert schemas == {"text", "prompt+completion", "messages", "conversations"}
+
+
+def test_the_other_schemas_give_the_tokens_of_those_they_stand_for() -> None:
+    loaded = load_tokenizer(SAMPLES / "tokenizer")
+    values = [json.loads(line) for line in (SAMPLES / "math.jsonl").read_bytes().splitlines()][:100]
+    chats = [_conversation(("user", value["prompt"]), ("assistant", value["completion"])) for value in values]
+    expected = _encode(loaded, *chats)
+    layouts: list[list[dict[str, Any]]] = [
+        [{"question": value["prompt"], "answer": value["completion"]} for value in values],
+        [{"instruction": value["prompt"], "response": value["completion"], "input": ""} for value in values],
+        [
+            {"input_ids": ids.tolist(), "labels": [int(i) if t else -100 for i, t in zip(ids, mask, strict=True)]}
+            for ids, mask in expected
+        ],
+    ]
+    for records in layouts:
+        layout = detect(records)
+        encoded = _encode(loaded, *(parse(layout, record) for record in records))
+        for (input_ids, target), (expected_ids, expected_target) in zip(encoded, expected, strict=True):
+            assert input_ids.tolist() == expected_ids.tolist()
+            assert target.tolist() == expected_target.tolist()

@@ -28,12 +28,15 @@ def test_a_tokenizer_is_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "workspace.toml").write_text("# nothing set\n")
     assert find_tokenizer(None, workspace) is None
     (tmp_path / "workspace.toml").write_text('tokenizer = "../models/t"\n')
-    assert find_tokenizer(None, workspace) == tmp_path / "../models/t"
+    assert find_tokenizer(None, workspace) == str(tmp_path / "../models/t")
     (tmp_path / "workspace.toml").write_text('tokenizer = "/models/t"\n')
-    assert find_tokenizer(None, workspace) == Path("/models/t")
+    assert find_tokenizer(None, workspace) == "/models/t"
+    for name in ("Qwen/Qwen2.5-7B", "tiktoken:cl100k_base"):
+        (tmp_path / "workspace.toml").write_text(f'tokenizer = "{name}"\n')
+        assert find_tokenizer(None, workspace) == name
     monkeypatch.setenv("CHUNKPLAN_TOKENIZER", "env")
-    assert find_tokenizer(None, workspace) == Path("env")
-    assert find_tokenizer(Path("option"), workspace) == Path("option")
+    assert find_tokenizer(None, workspace) == "env"
+    assert find_tokenizer("option", workspace) == "option"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import analysis_writer
+from chunkplan.planfile import analysis_writer, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.folder import replace_folder
 from chunkplan.planfile.hashing import ContentHasher, content_hash
@@ -63,9 +63,9 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path: Path, nam
 
 
 ROWS = [
-    {"sequence_id": 0, "input_ids": [1, 2, 3], "target": [False, True, True]},
-    {"sequence_id": 1, "input_ids": [4], "target": [False]},
-    {"sequence_id": 2, "input_ids": [5, 6], "target": [False, False]},
+    {"input_ids": [1, 2, 3], "target": [False, True, True]},
+    {"input_ids": [4], "target": [False]},
+    {"input_ids": [5, 6], "target": [False, False]},
 ]
 
 
@@ -83,8 +83,8 @@ def test_a_hash_sees_values_lengths_and_nulls() -> None:
     """Moving a token from one sequence to the next keeps the values but not the content; so does a null for a 0."""
     table = pa.Table.from_pylist(ROWS, TOKENS)
     moved = [
-        {"sequence_id": 0, "input_ids": [1, 2], "target": [False, True]},
-        {"sequence_id": 1, "input_ids": [3, 4], "target": [True, False]},
+        {"input_ids": [1, 2], "target": [False, True]},
+        {"input_ids": [3, 4], "target": [True, False]},
         ROWS[2],
     ]
     assert content_hash(pa.Table.from_pylist(moved, TOKENS), TOKENS) != content_hash(table, TOKENS)
@@ -98,7 +98,6 @@ def test_a_hash_is_what_the_format_says() -> None:
     streams = {
         "input_ids.item": struct.pack("<6i", 1, 2, 3, 4, 5, 6),
         "input_ids:length": struct.pack("<3q", 3, 1, 2),
-        "sequence_id": struct.pack("<3q", 0, 1, 2),
         "target.item": bytes([0, 1, 1, 0, 0, 0]),
         "target:length": struct.pack("<3q", 3, 1, 2),
     }
@@ -108,7 +107,8 @@ def test_a_hash_is_what_the_format_says() -> None:
 
 def test_tokens_are_found_over_batches_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With batches of a few rows and parts of a few batches, every sequence still reads back as it was written."""
-    monkeypatch.setattr(analysis_writer, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(analysis_writer, "_WAITING_SEQUENCES", 3)
+    monkeypatch.setattr(token_file, "_BATCH_ROWS", 3)
     monkeypatch.setattr(analysis_writer, "_PART_TOKENS", 40)
     random = np.random.default_rng(0)
     written = []
@@ -183,7 +183,8 @@ def test_a_terminated_command_leaves_nothing_behind(tmp_path: Path) -> None:
         assert len(list((tmp_path / "out").iterdir())) == 1
         running.terminate()
     assert running.wait(timeout=30) == 128 + 15  # the pipe is closed: a signal just before a read does not end it
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "cache"]
+    assert list((tmp_path / "out" / "cache").rglob("*")) == [tmp_path / "out" / "cache" / "pieces"]
 
 
 def test_a_plan_behind_a_symbolic_link_finds_its_analysis(tmp_path: Path) -> None:

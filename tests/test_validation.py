@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, load_plan, validate
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import analysis_writer, schedule_columns
+from chunkplan.planfile import schedule_columns, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.order import BACKWARDS, FORWARDS, run_rows
@@ -744,7 +744,7 @@ def test_lower_bounds_that_contradict_each_other_are_found(
 
 def test_targets_of_parts_are_counted_over_record_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third sequence starts a new batch; masks do not start at whole bytes."""
-    monkeypatch.setattr(analysis_writer, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(token_file, "_BATCH_ROWS", 3)
     folder = tmp_path / "analysis"
     folder.mkdir()
     writer = AnalysisWriter(folder)

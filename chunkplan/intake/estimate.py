@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import msgspec
 
-from chunkplan.intake.records import PromptRecord, Record, TextRecord
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    LengthRecord,
+    PromptRecord,
+    Record,
+    TextRecord,
+    TokensRecord,
+)
 
 BYTES_PER_TOKEN = 4
 
 
 def estimate_tokens(record: Record) -> int:
-    """About how many tokens the text of `record` has, at least 1; the text of a conversation includes tool calls."""
+    """About how many tokens `record` has, at least 1; those of a conversation include tool calls and reasoning.
+
+    Records that are tokens or a length say it exactly.
+    """
     match record:
         case TextRecord(text):
             num_bytes = len(text.encode())
         case PromptRecord(prompt, completion):
             num_bytes = len(prompt.encode()) + len(completion.encode())
-        case _:
+        case Exchange(system, prompt, completion):
+            num_bytes = len((system or "").encode()) + len(prompt.encode()) + len(completion.encode())
+        case Conversation(messages):
             num_bytes = 0
-            for message in record.messages:
+            for message in messages:
                 num_bytes += len((message.content or "").encode())
-                if calls := message.fields.get("tool_calls"):
-                    num_bytes += len(msgspec.json.encode(calls))
+                for key in ("tool_calls", "reasoning_content"):
+                    if value := message.fields.get(key):
+                        num_bytes += len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
+        case TokensRecord(input_ids):
+            return len(input_ids)
+        case LengthRecord(num_tokens):
+            return num_tokens
     return max(1, -(-num_bytes // BYTES_PER_TOKEN))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from chunkplan.arrays import BoolArray, Int32Array
 
 
 @dataclass(frozen=True)
@@ -11,11 +13,6 @@ class TextRecord:
     """Plain text: every token counts in the loss."""
 
     text: str
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it to train on."""
-        return not self.text
 
 
 @dataclass(frozen=True)
@@ -25,42 +22,85 @@ class PromptRecord:
     prompt: str
     completion: str
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it to train on."""
-        return not (self.prompt or self.completion)
+
+#: The names under which templates and data have what a model thought before it answered.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One message of a conversation.
 
     `content` is None only beside tool calls. `fields` holds everything else a chat template may use (`tool_calls`,
-    `name`, ...).
+    `name`, ...) and is not changed. `loss` is what the record says about it, or None where it says nothing.
     """
 
     role: str
     content: str | None
-    counts_in_loss: bool
-    fields: dict[str, Any] = field(default_factory=dict)
+    loss: bool | None = None
+    fields: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def counts_in_loss(self) -> bool:
+        """As the record says, else if the assistant wrote it."""
+        return self.role == "assistant" if self.loss is None else self.loss
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        return {"role": self.role, "content": self.content, **self.fields}
+        """The message as transformers gives it to chat templates: reasoning under every name they may read it by."""
+        message = {"role": self.role, "content": self.content}
+        if not self.fields:
+            return message
+        message.update(self.fields)
+        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        if reasoning is None:
+            return message
+        return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools a chat template may describe to the model. `where` names its file and line."""
+    """Messages, and the tools a chat template may describe to the model."""
 
     messages: tuple[Message, ...]
-    tools: list[Any] | None
-    where: str
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question and its answer, which no layout of the data makes a conversation or a text: the tokenizer does.
+
+    With a chat template it is a conversation, without one a prompt, a line end and the completion.
+    """
+
+    system: str | None
+    prompt: str
+    completion: str
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it to train on."""
-        return not any(message.content or message.fields.get("tool_calls") for message in self.messages)
+    def conversation(self) -> Conversation:
+        """As messages."""
+        system = () if self.system is None else (Message("system", self.system),)
+        return Conversation((*system, Message("user", self.prompt), Message("assistant", self.completion)))
+
+    @property
+    def plain(self) -> PromptRecord:
+        """Without a chat template."""
+        system = "" if self.system is None else self.system + "\n"
+        return PromptRecord(f"{system}{self.prompt}\n", self.completion)
 
 
-Record = TextRecord | PromptRecord | Conversation
+@dataclass(frozen=True)
+class TokensRecord:
+    """A record that is tokens already: ids int32 [n] and target mask bool [n], n >= 1, target[0] false."""
+
+    input_ids: Int32Array
+    target: BoolArray
+
+
+@dataclass(frozen=True)
+class LengthRecord:
+    """A record of which only the length in tokens is known, at least 1."""
+
+    num_tokens: int
+
+
+Record = TextRecord | PromptRecord | Conversation | Exchange | TokensRecord | LengthRecord

@@ -1,25 +1,38 @@
 """Chat templates: a conversation as the string a model is trained on, and which spans of it count in the loss.
 
-A template is a program somebody else wrote: it runs in Jinja's immutable sandbox, and whatever it raises is reported
-with the record it was given. Spans are found by rendering the conversation up to each message and are trusted only
-where each such rendering is how the whole one begins.
+A template is a program somebody else wrote: it runs in Jinja's immutable sandbox, and whatever it raises is reported as
+a record that cannot be rendered. What the assistant says is what stands in `{% generation %}` blocks where the template
+has them. Elsewhere spans are found by rendering the conversation up to each message, and are trusted only where each
+such rendering is how the whole one begins.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from datetime import datetime
+import re
+from datetime import date, datetime
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.records import Conversation
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.template_beginnings import Beginnings, Render, WatchedTemplate, find_loop
+from chunkplan.intake.template_sandbox import (
+    GENERATION_END,
+    GENERATION_START,
+    Pieces,
+    TemplateEnvironment,
+    compile_tree,
+)
+from chunkplan.intake.template_spans import Span, message_span
 
-_HINT = "use a template whose rendering of a message does not depend on later ones, or give `prompt` and `completion`"
+_HINT = "mend the template, give another one with --chat-template, or leave this record out"
+_MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
+#: What may be around a generation block for it to be put out as it is rendered, untouched by filters.
+_DIRECT = (nodes.Template, nodes.If, nodes.For, nodes.Scope, nodes.With)
 
 
 class ChatTemplate:
@@ -27,99 +40,151 @@ class ChatTemplate:
 
     Args:
         source: the Jinja template.
-        special_tokens: `bos_token` and `eos_token`, where the tokenizer has them.
+        special_tokens: `bos_token`, `eos_token` and the like, where the tokenizer has them.
         where: names the file the template is from, for errors.
+        today: the day on which the template is rendered, as YYYY-MM-DD, for those that print one; else the real one.
 
     Raises:
         DataError: the template is not Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], where: str) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], where: str, today: str | None = None) -> None:
         self.content_hash = hashlib.sha256(source.encode()).hexdigest()
+        today = today or date.today().isoformat()
+        #: The day that renderings depend on, if they depend on it.
+        self.today = today if "strftime_now" in source else None
         self._special_tokens = special_tokens
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        # One moment for the whole run, or the renderings of one conversation could differ.
-        environment.globals["strftime_now"] = datetime.now().strftime
+        environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            message = f"the chat template is not Jinja: {error.message} (line {error.lineno} of the template)"
-            raise DataError(message, where=where, hint="mend the template, or give another tokenizer") from error
+            tree = environment.parse(source)
+            marks = [data for data in tree.find_all(nodes.TemplateData) if data.data == GENERATION_START]
+            self._marks_are_direct = len(marks) == _num_direct_marks(tree)
+            self._marked = compile_tree(environment, tree) if marks else None
+            tree = _without_marks(environment.parse(source))
+            self._plain = compile_tree(environment, tree)
+            loop = find_loop(tree)
+            self._watched = None if loop is None else WatchedTemplate(environment, tree, loop)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            message = f"the chat template is not Jinja: {error}{line}"
+            raise DataError(message, where=where, hint="mend the template, or give another one") from error
 
-    def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as a string, and the spans of characters that count in the loss, in order.
+    @property
+    def identity(self) -> list[Any]:
+        """Everything that a rendering depends on besides the conversation, as JSON values."""
+        return [self.content_hash, self._special_tokens, self.today]
 
-        An assistant message counts from the end of the generation prompt to its own end, any other as a whole.
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The conversation as a string, and the spans of characters that count in the loss, in order and disjoint.
+
+        An assistant message counts where it stands in generation blocks; without such blocks from the end of the
+        generation prompt to its own end. Any other message counts as a whole.
 
         Raises:
-            DataError: the template raises, or renders a message otherwise when others follow it.
+            RecordError: the template raises, or renders a message otherwise when others follow it.
         """
-        full = self._render(conversation, len(conversation.messages))
-        spans: list[tuple[int, int]] = []
-        for index, message in enumerate(conversation.messages):
-            if message.counts_in_loss:
-                end = self._prefix(conversation, index + 1, full)
-                start = self._start(conversation, index, message, full, end)
-                spans.append((min(start, end), end))  # the template may leave the message out
-        return full, spans
+        messages = [message.for_template() for message in conversation.messages]
+        variables = {
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._special_tokens,
+        }
 
-    def _start(self, conversation: Conversation, index: int, message: Message, full: str, end: int) -> int:
-        if message.role != "assistant":
-            return self._prefix(conversation, index, full) if index else 0
-        if index:
-            return self._prefix(conversation, index, full, generation=True)
-        # Many templates refuse a conversation without messages, or begin one with a default system message. The
-        # generation prompt that would follow this message is the one it was itself generated from.
-        prompt = self._render(conversation, 1, generation=True).removeprefix(self._render(conversation, 1))
-        place = full.find(prompt, 0, end)
-        if place < 0:
-            raise DataError(
-                f"the chat template does not begin an assistant message with its generation prompt {prompt!r}",
-                where=conversation.where,
-                hint=_HINT,
+        def render(count: int, prompt: bool) -> str:
+            several = f"the first {count} messages" if count < len(messages) else "this conversation"
+            return _render(
+                self._plain, {**variables, "messages": messages[:count], "add_generation_prompt": prompt}, several
             )
-        return place + len(prompt)
 
-    def _prefix(self, conversation: Conversation, count: int, full: str, *, generation: bool = False) -> int:
-        """The length of the rendering of the first `count` messages, which has to be how `full` begins."""
-        part = self._render(conversation, count, generation=generation)
-        if not full.startswith(part):
-            rest = "and the generation prompt " if generation else ""
-            raise DataError(
-                f"the chat template renders the first {count} messages {rest}otherwise when others follow, "
-                "so which tokens count in the loss is not known",
-                where=conversation.where,
-                hint=_HINT,
+        if self._marked is not None:
+            marked = _render(self._marked, {**variables, "messages": messages}, "this conversation")
+            return self._read_marks(conversation, marked, render)
+        if self._watched is not None:
+            beginnings = self._watched.render(messages, variables, render)
+        else:
+            beginnings = Beginnings(render(len(messages), False), render)
+        counting = (index for index, message in enumerate(conversation.messages) if message.counts_in_loss)
+        return beginnings.full, [message_span(conversation, beginnings, index) for index in counting]
+
+    def _read_marks(self, conversation: Conversation, marked: str, render: Render) -> tuple[str, list[Span]]:
+        """The rendering without its marks and what counts in it; `marked` has marks around generation blocks."""
+        full, spans = _split_marks(marked)
+        beginnings = Beginnings(full if self._marks_are_direct else render(len(conversation.messages), False), render)
+        if beginnings.full != full:
+            raise RecordError(
+                "the chat template changes what stands in its generation blocks, so where that is is not known",
+                reason="template",
+                hint="mend the template: what is in {% generation %} must be put out as it is",
             )
-        return len(part)
-
-    def _render(self, conversation: Conversation, count: int, *, generation: bool = False) -> str:
-        try:
-            return self._template.render(
-                messages=[message.for_template() for message in conversation.messages[:count]],
-                tools=conversation.tools,
-                documents=None,
-                add_generation_prompt=generation,
-                **self._special_tokens,
+        messages = conversation.messages
+        if all(message.counts_in_loss == (message.role == "assistant") for message in messages):
+            return full, _merged(spans)
+        assistant = [message for message in messages if message.role == "assistant"]
+        if len(assistant) != len(spans):
+            raise RecordError(
+                f"the chat template has {len(spans)} generation blocks for the {len(assistant)} messages of the "
+                "assistant, so which of them are left out of the loss is not known",
+                reason="template",
+                hint="use a template with one generation block a message, or leave `loss` and weights out",
             )
-        except Exception as error:
-            several = f"the first {count} messages" if count < len(conversation.messages) else "this conversation"
-            message = f"the chat template raised on {several}: {error or type(error).__name__}"
-            raise DataError(message, where=conversation.where, hint=_HINT) from error
+        kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
+        for index, message in enumerate(messages):
+            if message.counts_in_loss and message.role != "assistant":
+                kept.append(message_span(conversation, beginnings, index))
+        return full, _merged(kept)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own `tojson` escapes HTML, which no model has seen in training."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _render(template: Pieces, variables: dict[str, Any], several: str) -> str:
+    try:
+        return "".join(template(variables))
+    except Exception as error:
+        message = f"the chat template raised on {several}: {error or type(error).__name__}"
+        raise RecordError(message, reason="template", hint=_HINT) from error
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _num_direct_marks(node: nodes.Node) -> int:
+    """How many generation blocks under `node` are put out as they are rendered, not kept in a variable or a macro."""
+    if isinstance(node, nodes.Output):
+        return sum(isinstance(child, nodes.TemplateData) and child.data == GENERATION_START for child in node.nodes)
+    if not isinstance(node, _DIRECT) or (isinstance(node, nodes.For) and node.recursive):
+        return 0
+    return sum(map(_num_direct_marks, node.iter_child_nodes()))
+
+
+def _without_marks(tree: nodes.Template) -> nodes.Template:
+    for data in tree.find_all(nodes.TemplateData):
+        if data.data in (GENERATION_START, GENERATION_END):
+            data.data = ""
+    return tree
+
+
+def _split_marks(marked: str) -> tuple[str, list[Span]]:
+    """What was rendered, and [start, end) of every generation block in it, in the order in which they begin."""
+    texts: list[str] = []
+    spans: list[Span] = []
+    open_spans: list[int] = []
+    position = 0
+    for part in _MARKS.split(marked):
+        if part == GENERATION_START:
+            open_spans.append(len(spans))
+            spans.append((position, position))
+        elif part == GENERATION_END:
+            if open_spans:
+                index = open_spans.pop()
+                spans[index] = (spans[index][0], position)
+        else:
+            texts.append(part)
+            position += len(part)
+    return "".join(texts), spans
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """The same characters in order and disjoint."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

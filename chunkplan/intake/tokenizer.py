@@ -2,113 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
-from chunkplan.intake.records import Conversation, PromptRecord, Record, TextRecord
+from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord, TokensRecord
+from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template import ChatTemplate
+from chunkplan.intake.template_spans import Span
 
-#: Token ids int32 [n] and target mask bool [n] of one sequence; target[0] is false.
+#: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
+
+#: What is encoded in one call, in bytes: a tokenizer needs up to 65 bytes of memory for every byte of text.
+_CALL = 1 << 20
+
+T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """The library that a tokenizer comes from.
+
+    Tokens come with a mask bool [n]. `num_added` is how many tokens `texts` and `prompts` put in front and behind.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included."""
+
+    @property
+    def num_added(self) -> tuple[int, int]:
+        """How many tokens the tokenizer puts in front of a text and behind it."""
+
+    def texts(self, texts: list[str]) -> list[Int32Array]:
+        """The tokens of texts, with what the tokenizer adds to a text."""
+
+    def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
+        """The same, and which tokens begin at or after the border, in characters; one added behind goes with the last.
+
+        A token of half a character begins where that character does.
+        """
+
+    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
+        """The tokens of rendered conversations, with nothing added, and which of them begin in a span."""
 
 
 @dataclass(frozen=True)
 class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
-    `eos` is the end-of-sequence token and its id; `ends_text` says that plain text gets one too.
+    `path` is what it was loaded from. `eos` and `bos` are the tokens that end and begin a sequence, with their ids;
+    `ends_text` and `begins_text` say that plain text gets them.
     """
 
-    path: Path
+    path: str
     content_hash: str
+    bos: tuple[str, int] | None
     eos: tuple[str, int] | None
+    begins_text: bool
     ends_text: bool
     template: ChatTemplate | None
-    tokenizer: Tokenizer = field(repr=False)
+    backend: Backend = field(repr=False)
 
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included."""
-        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+        return self.backend.vocab_size
 
-    def encode(self, records: Sequence[Record]) -> list[Encoded]:
-        """Token ids and target masks of `records`, which are of one kind, in order.
+    @property
+    def identity(self) -> str:
+        """SHA-256 of everything that the tokens of a record depend on besides the record."""
+        template = self.template
+        parts = [
+            self.content_hash,
+            self.bos,
+            self.eos,
+            self.begins_text,
+            self.ends_text,
+            template and template.identity,
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | RecordError]:
+        """Token ids and target masks of `records` in order, and the error of each that has none.
 
         Raises:
-            UsageError: they are conversations and the tokenizer has no chat template.
-            DataError: the chat template cannot render one of them.
+            UsageError: some are conversations and the tokenizer has no chat template.
         """
-        texts = [record.text for record in records if isinstance(record, TextRecord)]
-        prompts = [record for record in records if isinstance(record, PromptRecord)]
-        conversations = [record for record in records if isinstance(record, Conversation)]
-        assert len(records) in (len(texts), len(prompts), len(conversations))
-        return [*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations)]
+        encoded: list[Encoded | RecordError] = [_empty()] * len(records)
+        texts: list[tuple[int, TextRecord]] = []
+        prompts: list[tuple[int, PromptRecord]] = []
+        conversations: list[tuple[int, Conversation]] = []
+        for index, record in enumerate(records):
+            match record:
+                case TextRecord():
+                    texts.append((index, record))
+                case PromptRecord():
+                    prompts.append((index, record))
+                case Conversation():
+                    conversations.append((index, record))
+                case Exchange() if self.template is None:
+                    prompts.append((index, record.plain))
+                case Exchange():
+                    conversations.append((index, record.conversation))
+                case TokensRecord(input_ids, target):
+                    encoded[index] = input_ids, target
+                case _:
+                    raise AssertionError("a length has no tokens")
+        for index, one in (*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations)):
+            if isinstance(one, RecordError):
+                encoded[index] = one
+            elif len(one[0]):
+                one[1][0] = False  # nothing predicts the first token
+                encoded[index] = one
+        return encoded
 
-    def _texts(self, texts: list[str]) -> list[Encoded]:
+    def _texts(self, records: list[tuple[int, TextRecord]]) -> Iterator[tuple[int, Encoded]]:
         """Every token but the first is a target."""
-        encoded = []
-        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=True):
-            input_ids = np.array(encoding.ids, dtype=np.int32)
-            if self.ends_text:
-                input_ids = self._ended(input_ids)
-            encoded.append(_masked(input_ids, np.ones(len(input_ids), dtype=np.bool_)))
-        return encoded
+        for call in _calls(records, lambda item: _size(item[1].text)):
+            found = self.backend.texts([record.text for _, record in call])
+            for (index, _), input_ids in zip(call, found, strict=True):
+                yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
 
-    def _prompts(self, records: list[PromptRecord]) -> list[Encoded]:
+    def _prompts(self, records: list[tuple[int, PromptRecord]]) -> Iterator[tuple[int, Encoded]]:
         """Prompt and completion are encoded as one string; targets begin at or after the end of the prompt."""
-        texts = [record.prompt + record.completion for record in records]
-        encoded = []
-        for record, encoding in zip(records, self.tokenizer.encode_batch(texts, add_special_tokens=True), strict=True):
-            starts = _offsets(encoding)[:, 0]
-            # Tokens that the tokenizer adds have no place in the text. They are where the text before them ends.
-            starts[np.array(encoding.special_tokens_mask, dtype=np.bool_)] = -1
-            target = np.maximum.accumulate(starts) >= len(record.prompt) if len(starts) else starts > 0
-            input_ids = self._ended(np.array(encoding.ids, dtype=np.int32))
-            target = np.pad(target, (0, len(input_ids) - len(target)))
-            if self.eos and len(target):
-                target[-1] = True
-            encoded.append(_masked(input_ids, target))
-        return encoded
+        for call in _calls(records, lambda item: _size(item[1].prompt) + _size(item[1].completion)):
+            texts = [record.prompt + record.completion for _, record in call]
+            found = self.backend.prompts(texts, [len(record.prompt) for _, record in call])
+            for (index, _), (input_ids, target) in zip(call, found, strict=True):
+                input_ids, target = self._framed(input_ids, target, ends=True)
+                if self.eos:
+                    target[-1:] = True
+                yield index, (input_ids, target)
 
-    def _conversations(self, records: list[Conversation]) -> list[Encoded]:
+    def _conversations(self, records: list[tuple[int, Conversation]]) -> Iterator[tuple[int, Encoded | RecordError]]:
         """The rendered conversation is encoded as one string; targets begin in a span that counts."""
         if not records:
-            return []
+            return
         if self.template is None:
             raise UsageError(
-                f"{records[0].where} is a conversation and the tokenizer {self.path} has no chat template",
-                hint="put a chat_template.jinja beside tokenizer.json, or give another tokenizer",
+                f"there are conversations and the tokenizer {self.path} has no chat template",
+                hint="give one with --chat-template, or another tokenizer",
             )
-        rendered = [self.template.render(record) for record in records]
-        encodings = self.tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        encoded = []
-        for (_, spans), encoding in zip(rendered, encodings, strict=True):
-            starts, ends = _offsets(encoding).T
-            borders = np.array(spans, dtype=np.int64).reshape(-1)  # start, end, start, end, ...: ascending
-            inside = np.searchsorted(borders, starts, side="right") % 2 == 1
-            encoded.append(_masked(np.array(encoding.ids, dtype=np.int32), inside & (ends > starts)))
-        return encoded
+        rendered: list[tuple[int, str, list[Span]]] = []
+        for index, record in records:
+            try:
+                rendered.append((index, *self.template.render(record)))
+            except RecordError as error:
+                yield index, error
+        for call in _calls(rendered, lambda item: _size(item[1])):
+            found = self.backend.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
+            for (index, _, _), one in zip(call, found, strict=True):
+                yield index, one
 
-    def _ended(self, input_ids: Int32Array) -> Int32Array:
-        """`input_ids` with the end-of-sequence token, where there is one, at its end."""
-        if self.eos is None or (len(input_ids) and input_ids[-1] == self.eos[1]):
-            return input_ids
-        return np.append(input_ids, np.int32(self.eos[1]))
+    def _framed(self, input_ids: Int32Array, target: BoolArray, *, ends: bool) -> Encoded:
+        """A text with the tokens that begin and end it, once: as the tokenizer put them there, or else as it says.
+
+        A text may say itself what the tokenizer has added; an end that is there already is not repeated.
+        """
+        num_front, num_behind = self.backend.num_added
+        if num_front and self.bos and input_ids[:2].tolist() == [self.bos[1]] * 2 and num_front == 1:
+            input_ids, target = input_ids[1:], target[1:]
+        if num_behind and self.eos and input_ids[-2:].tolist() == [self.eos[1]] * 2 and num_behind == 1:
+            input_ids, target = input_ids[:-1], target[:-1]
+        if self.begins_text and self.bos and (not len(input_ids) or input_ids[0] != self.bos[1]):
+            input_ids, target = np.insert(input_ids, 0, self.bos[1]), np.insert(target, 0, False)
+        if ends and self.eos and (not len(input_ids) or input_ids[-1] != self.eos[1]):
+            input_ids, target = np.append(input_ids, np.int32(self.eos[1])), np.append(target, True)
+        return input_ids, target
 
 
-def _masked(input_ids: Int32Array, target: BoolArray) -> Encoded:
-    target[:1] = False  # nothing predicts the first token
-    return input_ids, target
+def _empty() -> RecordError:
+    return RecordError(
+        "the tokenizer leaves nothing of it", reason="empty", hint="leave this record out, or say --on-error skip"
+    )
 
 
-def _offsets(encoding: Encoding) -> npt.NDArray[np.int64]:
-    """First and last+1 character of every token, int64 [n, 2]; a token of half a character covers all of it."""
-    return np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding)).reshape(-1, 2)
+def _size(text: str) -> int:
+    """About how many bytes `text` has, without encoding it."""
+    return len(text) if text.isascii() else 3 * len(text)
+
+
+def _calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """`items` in runs of at most `_CALL` bytes, or of one."""
+    call: list[T] = []
+    total = 0
+    for item in items:
+        num_bytes = size(item)
+        if call and total + num_bytes > _CALL:
+            yield call
+            call, total = [], 0
+        call.append(item)
+        total += num_bytes
+    if call:
+        yield call

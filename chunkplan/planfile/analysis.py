@@ -48,25 +48,41 @@ class Analysis:
         """False where lengths were estimated rather than counted by a tokenizer."""
         return bool(self.manifest["exact"])
 
+    @property
+    def sample(self) -> float | None:
+        """The share of the records that were read; None where all were."""
+        sample: float | None = self.manifest.get("sample")
+        return sample
+
     def place(self, sequence_id: int) -> str:
         """Where a sequence comes from: file:line, or the row of a file of lengths."""
         record = int(self.record[sequence_id])
         if not self.manifest.get("sources"):
             return f"{self.path}, row {record}"
-        return f"{self.manifest['sources'][int(self.source[sequence_id])]['path']}:{record + 1}"
+        source = self.manifest["sources"][int(self.source[sequence_id])]
+        return record_place(source["path"], source.get("format", "jsonl"), record)
 
     def tokens(self) -> TokenReader:
         """Random access to the tokens.
 
         Raises:
-            UsageError: the analysis holds lengths only.
+            UsageError: the analysis holds lengths only, or is of a sample.
         """
         if not self.has_tokens:
+            what = f"is of a sample of {100 * self.sample:g} %" if self.sample else "holds lengths only, no tokens"
+            command = "chunkplan analyze DATA --tokenizer FILE"
             raise UsageError(
-                f"the analysis {self.path} holds lengths only, no tokens",
-                hint="run `chunkplan analyze DATA --tokenizer FILE` and build the plan again",
+                f"the analysis {self.path} {what}",
+                hint=f"run `{command}` {'without --sample ' if self.sample else ''}and build the plan again",
             )
         return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
+
+
+def record_place(path: str, kind: str, record: int) -> str:
+    """Where the `record`th record (from 0) of a source of that `kind` is: file:line, or the record of what has none."""
+    if kind == "text":
+        return path
+    return f"{path}:{record + 1}" if kind == "jsonl" else f"{path}, record {record}"
 
 
 #: What pyarrow raises for a file that is torn or overwritten.
@@ -84,7 +100,6 @@ class TokenReader:
     def __init__(self, folder: Path, parts: Sequence[dict[str, Any]], num_tokens: Int32Array) -> None:
         self._folder = folder
         self._parts = parts
-        self._files: dict[int, pa.ipc.RecordBatchFileReader] = {}
         self._place: list[tuple[int, int]] = []  # of every record batch over all parts: (part, batch within it)
         edges: list[tuple[int, int]] = []  # and the sequence_ids of its first row and one past its last
         for part, described in enumerate(parts):
@@ -136,9 +151,9 @@ class TokenReader:
         target = join_runs(repeat(unpacked.data), first, first + (ends - starts))
         return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """All record batches in order as they are, for checks that read everything."""
-        return (self._batch(index) for index in range(len(self._place)))
+    def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """All record batches in order as they are, with the sequence_id of their first row: for what reads them all."""
+        return ((int(self._first[index]), self._batch(index)) for index in range(len(self._place)))
 
     def _open(self, index: int) -> None:
         """Take a record batch into use, once it is found to be where and as long as it should be."""
@@ -149,8 +164,6 @@ class TokenReader:
         except _DAMAGED as error:
             raise _unreadable(error, path) from error
         first, last = int(self._first[index]), int(self._last[index])
-        if not np.array_equal(to_numpy(table.column("sequence_id").chunk(0)), np.arange(first, last)):
-            raise self._misplaced(first)
         input_ids, target = (table.column(name).chunk(0) for name in ("input_ids", "target"))
         stated = self._begin[first : last + 1] - self._begin[first]
         for lists in (input_ids, target):
@@ -165,12 +178,11 @@ class TokenReader:
         self._is_open[index] = True
 
     def _batch(self, index: int) -> pa.RecordBatch:
-        part, batch = self._place[index]
+        batch = self._place[index][1]
         path = self._path(index)
         try:
-            if part not in self._files:
-                self._files[part] = pa.ipc.open_file(pa.memory_map(str(path)))
-            return self._files[part].get_batch(batch)
+            # The file is not kept open, or thousands of parts would be too many; what is mapped lives with the batch.
+            return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(batch)
         except _DAMAGED as error:
             raise _unreadable(error, path) from error
 

@@ -1,7 +1,10 @@
-"""Writes an analysis in bounded memory, sequence by sequence."""
+"""Writes an analysis in bounded memory: sequence by sequence, or whole files of tokens that others have written."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,61 +12,93 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chunkplan.arrays import BoolArray, Int32Array
-from chunkplan.planfile.hashing import ContentHasher, combine_hashes, content_hash
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray
+from chunkplan.planfile.arrow import to_arrow, to_numpy
+from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
 from chunkplan.planfile.manifest import write_manifest
-from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS
+from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES
+from chunkplan.planfile.token_file import TokenFile
 from chunkplan.version import __version__
 
-#: A record batch is cut before either is passed, so that only a single sequence can make it larger: never beyond the
-#: 2^31 - 1 offsets of an Arrow list.
-_BATCH_TOKENS = 4 << 20
-_BATCH_ROWS = 4096
+#: A file of this many tokens stands for itself; smaller ones are copied together, up to `_PART_TOKENS`.
+_OWN_FILE_TOKENS = 4 << 20
 _PART_TOKENS = 64 << 20
+
+#: What is added one by one waits for as many sequences or tokens.
+_WAITING_SEQUENCES, _WAITING_TOKENS = 1 << 10, 1 << 20
+#: Sequences that a row group of sequences.parquet has at least.
+_ROW_GROUP = 1 << 17
 
 
 class AnalysisWriter:
-    """Writes the files of an analysis into `folder` (see `folder.replace_folder`) in bounded memory."""
+    """Writes the files of an analysis into `folder` (see `folder.replace_folder`) in bounded memory.
+
+    Either every sequence comes with its tokens, or none does.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._rows: list[tuple[Int32Array, BoolArray]] = []
-        self._row_tokens = 0
-        self._columns: dict[str, list[int]] = {name: [] for name in SEQUENCES.names[1:]}
+        self._table = _SequenceTable(folder / "sequences.parquet")
         self._parts: list[dict[str, Any]] = []
-        self._part_tokens = 0
-        self._part: pa.ipc.RecordBatchFileWriter | None = None
-        self._hasher = ContentHasher(TOKENS)
-        self._flushed = 0
+        self._open: TokenFile | None = None
+        self._hasher = TokensHasher()
         self._max_token_id: int | None = None
+        self._waiting: list[tuple[int, int, Int32Array, BoolArray]] = []
+        self._waiting_tokens = 0
         self.num_sequences = 0
 
     def add(self, source: int, record: int, input_ids: Int32Array, target: BoolArray) -> None:
         """Append a sequence with its tokens: int32 [n] and bool [n], target[0] false."""
         assert len(input_ids) == len(target) > 0 and not target[0]
-        if self._row_tokens + len(input_ids) > _BATCH_TOKENS or len(self._rows) >= _BATCH_ROWS:
-            self._flush()
-        self.add_length(source, record, len(input_ids), int(target.sum()))
-        self._max_token_id = max(self._max_token_id or 0, int(input_ids.max()))
-        self._rows.append((input_ids, target))
-        self._row_tokens += len(input_ids)
-
-    def add_length(self, source: int, record: int, num_tokens: int, num_target_tokens: int) -> None:
-        """Append a sequence of which only the length is known."""
-        for name, value in zip(self._columns, (source, record, num_tokens, num_target_tokens), strict=True):
-            self._columns[name].append(value)
+        self._waiting.append((source, record, input_ids, target))
+        self._waiting_tokens += len(input_ids)
         self.num_sequences += 1
+        if len(self._waiting) >= _WAITING_SEQUENCES or self._waiting_tokens >= _WAITING_TOKENS:
+            self._flush()
+
+    def add_lengths(self, source: int, records: Int64Array, num_tokens: IntArray, num_targets: IntArray) -> None:
+        """Append n sequences of a source of which only the lengths are known; all arrays [n]."""
+        self._table.add(np.full(len(records), source), records, num_tokens, num_targets)
+        self.num_sequences += len(records)
+
+    def add_file(
+        self,
+        source: int,
+        records: Int64Array,
+        num_tokens: IntArray,
+        num_targets: IntArray,
+        *,
+        path: Path,
+        rows: Sequence[int],
+        digests: memoryview,
+        max_token_id: int,
+    ) -> None:
+        """Append the n sequences of a source whose tokens are in the file at `path` (see `token_file`).
+
+        `rows` are the sequences of its record batches, `digests` those of its sequences (see `hashing`). The file is
+        linked or, where it is small or cannot be linked, copied.
+        """
+        self._flush()
+        first, self.num_sequences = self.num_sequences, self.num_sequences + len(records)
+        self._table.add(np.full(len(records), source), records, num_tokens, num_targets)
+        self._hasher.update(digests)
+        self._max_token_id = max(self._max_token_id or 0, max_token_id)
+        if num_tokens.sum(dtype=np.int64) < _OWN_FILE_TOKENS:
+            with pa.memory_map(str(path)) as mapped:
+                file = pa.ipc.open_file(mapped)
+                for index in range(file.num_record_batches):
+                    ids, target = (file.get_batch(index).column(name) for name in ("input_ids", "target"))
+                    self._write(np.diff(to_numpy(ids.offsets)).astype(np.int64), *map(to_numpy, _flat(ids, target)))
+            return
+        self._close_part()
+        self._parts.append({"file": self._next_name(), "first_sequence_id": first, "rows": list(rows)})
+        link_or_copy(path, self._folder / self._parts[-1]["file"])
 
     def finish(self, **described: Any) -> dict[str, Any]:
         """Write what is left and the manifest, with the entries `described`; returns the manifest."""
         self._flush()
         self._close_part()
-        table = pa.table(
-            {"sequence_id": np.arange(self.num_sequences), **self._columns},
-            schema=SEQUENCES,
-        )
-        pq.write_table(table, self._folder / "sequences.parquet")
-        hashes = {"sequences": content_hash(table, SEQUENCES)}
+        hashes = {"sequences": self._table.close()}
         if self._parts:
             hashes["tokens"] = self._hasher.hexdigest()
         manifest = {
@@ -72,12 +107,9 @@ class AnalysisWriter:
             "tool_version": __version__,
             "content_hash": combine_hashes(hashes),
             "content_hashes": hashes,
-            "totals": {
-                "num_sequences": self.num_sequences,
-                "num_tokens": sum(self._columns["num_tokens"]),
-                "num_target_tokens": sum(self._columns["num_target_tokens"]),
-            },
+            "totals": {"num_sequences": self.num_sequences, **self._table.totals},
             "sources": [],
+            "sample": None,
             "rejected": {},
             "truncated": {"num_sequences": 0, "num_tokens": 0},
             "max_token_id": self._max_token_id,
@@ -88,37 +120,82 @@ class AnalysisWriter:
         return manifest
 
     def _flush(self) -> None:
-        if not self._rows:
+        if not self._waiting:
             return
-        if self._part is None:
-            name = f"tokens/part-{len(self._parts):05d}.arrow"
-            (self._folder / "tokens").mkdir(exist_ok=True)
-            self._parts.append({"file": name, "first_sequence_id": self._flushed, "rows": []})
-            self._part = pa.ipc.new_file(str(self._folder / name), TOKENS)
-        lengths = np.array([len(ids) for ids, _ in self._rows])
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        batch = pa.record_batch(
-            [
-                np.arange(self._flushed, self._flushed + len(lengths)),
-                pa.ListArray.from_arrays(
-                    offsets, np.concatenate([ids for ids, _ in self._rows]), type=TOKENS.field("input_ids").type
-                ),
-                pa.ListArray.from_arrays(
-                    offsets, np.concatenate([target for _, target in self._rows]), type=TOKENS.field("target").type
-                ),
-            ],
-            schema=TOKENS,
-        )
-        self._part.write_batch(batch)
-        self._hasher.update(batch)
-        self._parts[-1]["rows"].append(len(lengths))
-        self._flushed += len(lengths)
-        self._part_tokens += self._row_tokens
-        self._rows, self._row_tokens = [], 0
-        if self._part_tokens >= _PART_TOKENS:
+        sources, records, input_ids, targets = zip(*self._waiting, strict=True)
+        lengths = np.array([len(ids) for ids in input_ids])
+        ids, target = np.concatenate(input_ids).astype(np.int32, copy=False), np.concatenate(targets)
+        self._table.add(np.array(sources), np.array(records), lengths, np.array([mask.sum() for mask in targets]))
+        self._hasher.update(sequence_digests(np.concatenate([[0], np.cumsum(lengths)]), ids, target))
+        self._max_token_id = max(self._max_token_id or 0, int(ids.max()))
+        self._write(lengths, ids, target)
+        self._waiting, self._waiting_tokens = [], 0
+
+    def _write(self, lengths: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
+        if self._open is None:
+            first = sum(sum(part["rows"]) for part in self._parts)
+            self._parts.append({"file": self._next_name(), "first_sequence_id": first, "rows": []})
+            self._open = TokenFile(self._folder / self._parts[-1]["file"])
+        self._open.add(lengths, input_ids, target)
+        if self._open.num_tokens >= _PART_TOKENS:
             self._close_part()
 
+    def _next_name(self) -> str:
+        (self._folder / "tokens").mkdir(exist_ok=True)
+        return f"tokens/part-{len(self._parts):05d}.arrow"
+
     def _close_part(self) -> None:
-        if self._part is not None:
-            self._part.close()
-        self._part, self._part_tokens = None, 0
+        if self._open is not None:
+            self._open.close()
+            self._parts[-1]["rows"] = self._open.rows
+        self._open = None
+
+
+class _SequenceTable:
+    """Writes sequences.parquet row group by row group."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = pq.ParquetWriter(str(path), SEQUENCES)
+        self._hasher = ContentHasher(SEQUENCES)
+        self._waiting: list[pa.RecordBatch] = []
+        self._num_waiting = self._num_sequences = 0
+        self.totals = {"num_tokens": 0, "num_target_tokens": 0}
+
+    def add(self, sources: IntArray, records: IntArray, num_tokens: IntArray, num_targets: IntArray) -> None:
+        count = len(records)
+        columns = (np.arange(self._num_sequences, self._num_sequences + count), sources, records, num_tokens)
+        arrays = [
+            to_arrow(values.astype(field.type.to_pandas_dtype(), copy=False))
+            for values, field in zip((*columns, num_targets), SEQUENCES, strict=True)
+        ]
+        self._waiting.append(pa.RecordBatch.from_arrays(arrays, schema=SEQUENCES))
+        self._num_sequences += count
+        self._num_waiting += count
+        self.totals["num_tokens"] += int(num_tokens.sum(dtype=np.int64))
+        self.totals["num_target_tokens"] += int(num_targets.sum(dtype=np.int64))
+        if self._num_waiting >= _ROW_GROUP:
+            self._flush()
+
+    def close(self) -> str:
+        """The content hash of the table, whose file is whole now."""
+        self._flush()
+        self._writer.close()
+        return self._hasher.hexdigest()
+
+    def _flush(self) -> None:
+        table = pa.Table.from_batches(self._waiting, SEQUENCES)
+        self._hasher.update(table)
+        self._writer.write_table(table)
+        self._waiting, self._num_waiting = [], 0
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, or a copy of it where file systems cannot link."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _flat(ids: pa.ListArray, target: pa.ListArray) -> tuple[pa.Array, pa.Array]:
+    return ids.flatten(), target.flatten()

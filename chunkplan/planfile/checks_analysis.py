@@ -8,8 +8,7 @@ import numpy as np
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.hashing import ContentHasher, combine_hashes
-from chunkplan.planfile.schema import TOKENS
+from chunkplan.planfile.hashing import TokensHasher, combine_hashes, sequence_digests
 from chunkplan.planfile.violation import Violation
 
 #: Names of what `check_analysis` finds, in the order it looks.
@@ -31,8 +30,10 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
         yield Violation("totals", f"manifest says {manifest.get('totals')}, the sequences have {totals}")
     records = sum(source["records"] for source in manifest["sources"])
     rejected = sum(manifest["rejected"].values())
-    if records != num_sequences + rejected:
-        yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected")
+    left_out = sum(source.get("not_sampled", 0) for source in manifest["sources"])
+    if records != num_sequences + rejected + left_out:
+        sampled = f", and {left_out} left out of the sample" if left_out else ""
+        yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected{sampled}")
     wrong = np.flatnonzero(analysis.num_tokens < 1)
     if wrong.size:
         yield Violation("lengths", f"sequence {wrong[0]} has no tokens", count=wrong.size)
@@ -51,22 +52,18 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
 
 
 def _check_tokens(analysis: Analysis) -> Iterator[Violation]:
-    hasher = ContentHasher(TOKENS)
+    hasher = TokensHasher()
     first = 0
     largest = analysis.manifest.get("max_token_id")
-    stated = [(part["first_sequence_id"], part["rows"]) for part in analysis.manifest["tokens"]]
-    starts_stated = [first + sum(rows[:index]) for first, rows in stated for index in range(len(rows))]
-    for start, batch in zip(starts_stated, analysis.tokens().batches(), strict=True):
+    for start, batch in analysis.tokens().batches():
         if start != first:
             yield Violation("tokens", f"the manifest has sequence {start} where {first} is")
             return
-        hasher.update(batch)
         rows = slice(first, first + batch.num_rows)
         ids, target = batch.column("input_ids"), batch.column("target")
         offsets = ids.offsets.to_numpy()
         lengths = np.diff(offsets)
-        in_order = np.array_equal(batch.column("sequence_id").to_numpy(), np.arange(first, first + batch.num_rows))
-        if not in_order or not np.array_equal(lengths, analysis.num_tokens[rows]):
+        if not np.array_equal(lengths, analysis.num_tokens[rows]):
             yield Violation("tokens", f"token rows from sequence {first} on do not have the lengths stated")
             return
         if not np.array_equal(np.diff(target.offsets.to_numpy()), lengths):
@@ -78,6 +75,7 @@ def _check_tokens(analysis: Analysis) -> Iterator[Violation]:
         if mask[starts].any() or not np.array_equal(counts, analysis.num_target_tokens[rows]):
             yield Violation("targets", f"target masks from sequence {first} on are not those counted")
         values = ids.flatten().to_numpy()
+        hasher.update(sequence_digests((offsets - offsets[0]).astype(np.int64), values, mask))
         if values.min() < 0 or (largest is not None and values.max() > largest):
             yield Violation("tokens", f"a token id from sequence {first} on is outside 0..{largest}")
         first += batch.num_rows

@@ -91,17 +91,15 @@ def _part_targets(analysis: Analysis, ids: Int64Array, start: Int32Array, end: I
     counted = np.full(ids.size, -1, np.int64)
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
-    for batch in analysis.tokens().batches():
-        here, targets = batch.column("sequence_id").to_numpy(), batch.column("target")
-        if not here.size:
-            continue
-        mine = order[slice(*np.searchsorted(ordered, (here[0], here[-1] + 1)))]
+    for first_id, batch in analysis.tokens().batches():
+        targets = batch.column("target")
+        mine = order[slice(*np.searchsorted(ordered, (first_id, first_id + batch.num_rows)))]
         if not mine.size:
             continue
-        rows = np.minimum(np.searchsorted(here, ids[mine]), here.size - 1)
+        rows = ids[mine] - first_id
         offsets = targets.offsets.to_numpy().astype(np.int64)
         begin, limit = offsets[rows], offsets[rows + 1]
-        fits = (here[rows] == ids[mine]) & (limit - begin == analysis.num_tokens[ids[mine]])
+        fits = limit - begin == analysis.num_tokens[ids[mine]]
         fits &= (begin >= 0) & (limit <= len(targets.values))
         mine, begin = mine[fits], begin[fits]
         if mine.size:

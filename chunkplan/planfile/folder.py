@@ -17,9 +17,12 @@ MANIFEST = "manifest.json"
 
 #: What each kind of folder holds. One that holds anything else, such as a run's weights, is never replaced.
 _CONTENTS = {
-    "analysis": {MANIFEST, "sequences.parquet", "tokens"},
+    "analysis": {MANIFEST, "sequences.parquet", "tokens", "rejected.jsonl"},
     "plan": {MANIFEST, "steps.parquet", "chunks.parquet", "schedule.parquet"},
+    "shard": {MANIFEST, "pieces"},
 }
+
+_NAMES = {"analysis": "an analysis", "plan": "a plan", "shard": "a shard of an analysis"}
 
 
 @contextmanager
@@ -27,7 +30,7 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     """Yield a temporary folder beside `target` that takes its place when the block ends without an error.
 
     A killed run leaves the old folder or none, never half of a new one. Only an empty folder or one of the same kind
-    ("analysis" or "plan"), with nothing else in it, is replaced.
+    ("analysis", "plan" or "shard"), with nothing else in it, is replaced.
 
     Raises:
         UsageError: `target` is something else.
@@ -35,28 +38,41 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     refuse_other_content(target, kind)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_behind(target)
+    remove_left_behind(target.parent, target.name)
+    with temporary_folder(target.parent, target.name) as temporary:
+        old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
+        try:
+            yield temporary
+            for path in sorted(temporary.rglob("*")):
+                sync(path)
+            sync(temporary)
+            if target.exists():
+                target.rename(old)
+            try:
+                temporary.rename(target)
+            except BaseException:
+                if old.exists():
+                    old.rename(target)
+                raise
+            sync(target.parent)
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder in `parent` that is removed when the block ends, unless it was renamed by then.
+
+    Its name tells whose it is, so that `remove_left_behind` finds those of runs that were killed.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-{owner}-", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.tmp-{owner}-", dir=parent))
     temporary.chmod(0o777 & ~_umask())
-    old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
     try:
         yield temporary
-        for path in sorted(temporary.rglob("*")):
-            sync(path)
-        sync(temporary)
-        if target.exists():
-            target.rename(old)
-        try:
-            temporary.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
-        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def refuse_other_content(target: Path, kind: str) -> None:
@@ -64,15 +80,16 @@ def refuse_other_content(target: Path, kind: str) -> None:
     if not target.exists() or (target.is_dir() and {path.name for path in target.iterdir()} <= _CONTENTS[kind]):
         return
     raise UsageError(
-        f"{target} exists and is not just {'an analysis' if kind == 'analysis' else 'a plan'}",
+        f"{target} exists and is not just {_NAMES[kind]}",
         hint="give another --output; this one would have been replaced as a whole",
     )
 
 
-def _remove_left_behind(target: Path) -> None:
-    """Remove what runs on this machine left beside `target` when they were killed."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-{re.escape(socket.gethostname())}-(\d+)-\w+")
-    for path in target.parent.iterdir():
+def remove_left_behind(parent: Path, name: str | None = None) -> None:
+    """Remove what runs on this machine left in `parent` when they were killed; that of `name` alone, if given."""
+    own = r"\..+" if name is None else rf"\.{re.escape(name)}"
+    pattern = re.compile(rf"{own}\.(tmp|old)-{re.escape(socket.gethostname())}-(\d+)-\w+")
+    for path in parent.iterdir():
         match = pattern.fullmatch(path.name)
         if match and not _is_running(int(match[2])):
             shutil.rmtree(path, ignore_errors=True)

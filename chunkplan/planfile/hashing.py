@@ -9,12 +9,14 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.planfile.arrow import to_arrow, to_numpy, words_to_arrow
 
 
@@ -63,6 +65,36 @@ def content_hash(table: pa.Table, schema: pa.Schema) -> str:
     hasher = ContentHasher(schema)
     hasher.update_in_threads(table)
     return hasher.hexdigest()
+
+
+class TokensHasher:
+    """The content hash of tokens: SHA-256 over the digest of every sequence, in order.
+
+    The digest of a sequence is the SHA-256 of its ids as little-endian int32 and then its target mask, a byte (0 or 1)
+    each. So whoever has the digests of sequences need not read their tokens again to know the hash of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, digests: bytes | memoryview) -> None:
+        """Add sequences by their digests, 32 bytes each."""
+        self._hash.update(digests)
+
+    def hexdigest(self) -> str:
+        """The hash of all sequences so far."""
+        return self._hash.hexdigest()
+
+
+def sequence_digests(offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> bytes:
+    """The digests of n sequences, 32 bytes each, one after another; sequence i is [offsets[i], offsets[i + 1])."""
+    ids, mask = memoryview(_bytes(input_ids.astype("<i4", copy=False))), memoryview(_bytes(target))
+    digests = []
+    for start, end in pairwise(offsets.tolist()):
+        digest = hashlib.sha256(ids[4 * start : 4 * end])
+        digest.update(mask[start:end])
+        digests.append(digest.digest())
+    return b"".join(digests)
 
 
 def _leaves(name: str, array: pa.Array, nullable: bool) -> Iterator[tuple[str, bytes | memoryview]]:

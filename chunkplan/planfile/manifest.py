@@ -12,7 +12,7 @@ from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN, find_mismatch
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
 #: The oldest version of each kind that is still read.
-_OLDEST = {"analysis": 1, "plan": 3}
+_OLDEST = {"analysis": 4, "plan": 3}
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 

@@ -44,6 +44,7 @@ PART_FILE = (
     lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
     "the name of a part file in tokens/",
 )
+SHARE = (lambda value: type(value) is float and 0 < value < 1, "a share between 0 and 1")
 HOLDOUT = (
     lambda value: (type(value) is int and value >= 1) or (type(value) is float and 0 < value < 1),
     "a share between 0 and 1, or a whole number from 1",
@@ -73,8 +74,17 @@ ANALYSIS: Expected = {
     "content_hash": TEXT,
     "content_hashes": {"sequences": TEXT},
     "totals": COUNTS,
-    "sources": [{"path": TEXT, "records": whole(), "schema": or_null(TEXT)}],
+    "sources": [
+        {
+            "path": TEXT,
+            "format?": TEXT,
+            "schema": or_null(TEXT),
+            "records": whole(),
+            "not_sampled?": whole(),
+        }
+    ],
     "exact": FLAG,
+    "sample": or_null(SHARE),
     "rejected": COUNTS,
     "truncated": {"num_sequences": whole(), "num_tokens": whole()},
     "max_token_id": or_null(whole()),
@@ -107,7 +117,7 @@ PLAN: Expected = {
         "part": one_of("train", "eval"),
         "mix": or_null(WEIGHTS),
     },
-    "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG},
+    "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
     "selection": {**_SELECTED, "sources": [{"path": TEXT, **_SELECTED}]},
     "totals": {
         "num_steps": whole(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 #: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
 #: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
@@ -24,8 +24,8 @@ SEQUENCES = _schema(
     num_target_tokens=pa.int32(),
 )
 
+#: Rows are in sequence_id order; the manifest says which is the first of each file.
 TOKENS = _schema(
-    sequence_id=pa.int64(),
     input_ids=pa.list_(pa.field("item", pa.int32(), nullable=False)),
     target=pa.list_(pa.field("item", pa.bool_(), nullable=False)),
 )

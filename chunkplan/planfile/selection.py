@@ -20,14 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import BoolArray, Int32Array, UInt64Array, split_mix
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-
-UInt64Array = npt.NDArray[np.uint64]
 
 #: Far beyond any use; keeps counts within int32 and int64.
 _MAX_WEIGHT = 1_000_000
@@ -52,7 +49,7 @@ def content_keys(analysis: Analysis) -> UInt64Array:
         DataError: the tokens cannot be read, or are of another number of sequences.
     """
     if id(analysis) not in _keys:
-        keys = _token_keys(analysis) if analysis.has_tokens else _split_mix(np.arange(analysis.num_sequences))
+        keys = _token_keys(analysis) if analysis.has_tokens else split_mix(np.arange(analysis.num_sequences))
         keys.flags.writeable = False
         _keys[id(analysis)] = keys
         weakref.finalize(analysis, _keys.pop, id(analysis))
@@ -159,7 +156,7 @@ def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[st
 
 
 def _token_keys(analysis: Analysis) -> UInt64Array:
-    keys = np.concatenate([_hash_rows(batch.column("input_ids")) for batch in analysis.tokens().batches()])
+    keys = np.concatenate([_hash_rows(batch.column("input_ids")) for _, batch in analysis.tokens().batches()])
     if len(keys) != analysis.num_sequences:
         raise DataError(
             f"tokens of {len(keys):,} sequences, expected {analysis.num_sequences:,}",
@@ -174,16 +171,6 @@ def _hash_rows(rows: pa.ListArray) -> UInt64Array:
     offsets = (4 * rows.offsets.to_numpy().astype(np.int64)).tolist()
     digests = [hashlib.blake2b(values[start:end], digest_size=8).digest() for start, end in pairwise(offsets)]
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-
-
-def _split_mix(values: npt.NDArray[np.int64]) -> UInt64Array:
-    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the values'th outputs of the generator seeded with 0."""
-    mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:

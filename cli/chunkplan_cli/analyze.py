@@ -4,29 +4,87 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from chunkplan_cli.progress import progress
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
+from chunkplan_cli.progress import reading_progress
+from chunkplan_cli.terminal import note
 
 
 def analyze(
-    data: Annotated[list[Path], typer.Argument(metavar="DATA", help="JSONL files, or folders of *.jsonl files.")],
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA", help="Files, folders, patterns or URLs of data; - is JSONL from the standard input."
+        ),
+    ],
     tokenizer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE|FOLDER",
-            help="tokenizer.json, or a folder with one. Default: CHUNKPLAN_TOKENIZER, then `tokenizer` of "
-            "workspace.toml; without any, lengths are estimated from bytes.",
+            metavar="FILE|FOLDER|NAME",
+            help="tokenizer.json, a folder with one, a model's name on the Hugging Face Hub, or tiktoken:NAME. "
+            "Default: CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
+            "from bytes.",
         ),
     ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(metavar="N", help="Cut longer sequences to their first N tokens.")
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Jinja chat template in place of the tokenizer's.")
     ] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="How records are laid out: text, messages, conversations, prompt+completion, instruction, "
+            "question+answer, input_ids or length. Default: found out for each source.",
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option("--column", metavar="ROLE=KEY", help="A key that is not named like its role: text=body."),
+    ] = None,
+    length_column: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Read lengths only, from this key or column.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a sequence at most. Default: all are kept.")
+    ] = None,
+    long: Annotated[
+        str, typer.Option(metavar="error|drop|truncate", help="What becomes of sequences over --max-length.")
+    ] = "truncate",
+    on_error: Annotated[
+        str,
+        typer.Option(
+            metavar="stop|skip", help="At a record that cannot be read: stop, or count it, list it and go on."
+        ),
+    ] = "stop",
+    tokens: Annotated[
+        bool, typer.Option(" /--no-tokens", help="Store lengths only: enough to plan, not to train.")
+    ] = True,
+    sample: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Read this share of the records, such as 0.01: enough to plan roughly."),
+    ] = None,
+    max_record_mb: Annotated[
+        float, typer.Option(metavar="MB", help="Larger records are errors; each MB takes about 65 MB of memory.")
+    ] = 16,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Have a Ray cluster do the work; `local` starts one on this machine."),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do one of N shares, for `chunkplan merge` to put together."),
+    ] = None,
+    use_cache: Annotated[
+        bool, typer.Option(" /--no-cache", help="Do everything anew, whatever was done before.")
+    ] = True,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write the analysis. Default: WORKSPACE/analysis.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to write. Default: WORKSPACE/analysis or WORKSPACE/shard-I-of-N."),
     ] = None,
     workspace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
@@ -35,67 +93,58 @@ def analyze(
 ) -> None:
     """Measure the lengths of a dataset and store its tokens for the trainer.
 
-    Records have `text`, `prompt` and `completion`, `messages`, or ShareGPT `conversations`.
+    Reads .jsonl, .json, .parquet, .arrow, .txt and .npy, compressed or not, and folders that Hugging Face datasets
+    saved. Records have `text`, `messages`, ShareGPT `conversations`, `prompt` and `completion`, `instruction`,
+    `question` and `answer`, `input_ids`, or a bare `length`; which of them is found out for each source.
 
-    Which of them is found out for each file.
+    What was done before is not done again: unchanged files cost nothing, interrupted runs go on.
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
     from chunkplan.intake.analyze import analyze as run
-    from chunkplan.lengths import length_report
-    from chunkplan.tuning.headline import headline
+    from chunkplan.intake.options import IntakeOptions
+    from chunkplan.intake.reading import Request
+    from chunkplan.intake.shard import write_shard
     from chunkplan.workspace import Workspace, find_tokenizer
-    from chunkplan_cli.compilation import note_compilation
-    from chunkplan_cli.length_report import print_length_report
-    from chunkplan_cli.tune_report import headline_document, print_headline
+    from chunkplan_cli.intake_options import parse_columns, parse_shard
 
     place = Workspace.find(workspace)
-    target = output or place.analysis
+    options = IntakeOptions(
+        schema=schema,
+        columns=parse_columns(columns or [], length_column),
+        max_length=max_length,
+        long=long,
+        on_error=on_error,
+        tokens=tokens,
+        sample=sample,
+        max_record_bytes=round(max_record_mb * 1_000_000),
+    )
     chosen = find_tokenizer(tokenizer, place)
-    replaced = _describe_old(target)
-    with progress("reading", "MB", 1_000_000) as report_progress:
-        analysis = run(data, target, tokenizer=chosen, max_length=max_length, progress=report_progress)
-    report = length_report(analysis)
-    with note_compilation():
-        gain = headline(analysis)
-    if as_json:
-        document = _document(analysis.path, report.to_dict(), analysis.manifest)
-        print_json({**document, "headline": headline_document(gain) if gain else None})
-    else:
-        print_length_report(stdout(), report, analysis.manifest)
-        if gain:
-            print_headline(stdout(), gain)
-    _close(analysis.path, analysis.manifest, replaced)
-    next_command = ["chunkplan", "build", *([str(output)] if output else []), "--chunk-size", "8192", "--k", "4"]
-    note("next: " + shlex.join([*next_command, *(["--workspace", str(workspace)] if workspace else [])]))
-
-
-def _document(path: Path, report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
-    kept = ("content_hash", "exact", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
-    return {"analysis": str(path), "report": report, **{name: manifest[name] for name in kept}}
-
-
-def _describe_old(target: Path) -> str | None:
-    """What `target` holds now, in words, if it is something that the new analysis replaces."""
-    from chunkplan.errors import ChunkplanError
-    from chunkplan.planfile.manifest import read_manifest
-
-    if not target.is_dir() or not any(target.iterdir()):
-        return None
-    try:
-        manifest = read_manifest(target, "analysis")
-        sources = [source["path"] for source in manifest["sources"]]
-        several = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-        return f"the analysis of {sources[0]}{several}, {manifest['totals']['num_sequences']:,} sequences"
-    except (ChunkplanError, LookupError, TypeError):
-        return "something that is no analysis this version can read"
-
-
-def _close(path: Path, manifest: dict[str, Any], replaced: str | None) -> None:
-    """Say on stderr what was read and how, and where the analysis is."""
-    for source in manifest["sources"]:
-        note(f"read {source['path']}: {source['schema'] or 'no records'}, {source['records']:,} records")
-    if not manifest["exact"]:
-        warn("no tokenizer: lengths are estimated and no tokens are stored, enough to plan but not to train")
-        note('hint: give --tokenizer FILE, set CHUNKPLAN_TOKENIZER, or put tokenizer = "FILE" in workspace.toml')
-    note(f"analysis in {path}" + (f" (replaced {replaced})" if replaced else ""))
+    if shard is not None:
+        index, count = parse_shard(shard)
+        target = output or place.root / f"shard-{index}-of-{count}"
+        with reading_progress() as progress:
+            request = Request(data, options, chosen, chat_template, place.cache, use_cache, workers, ray, progress)
+            write_shard(request, target, (index, count))
+        note(f"shard {index} of {count} in {target}")
+        note(
+            "next, with all of them: " + shlex.join(["chunkplan", "merge", str(target.parent / f"shard-*-of-{count}")])
+        )
+        return
+    target = output or place.analysis
+    replaced = describe_old(target)
+    with reading_progress() as progress:
+        analysis = run(
+            data,
+            target,
+            options,
+            tokenizer=chosen,
+            chat_template=chat_template,
+            workers=workers,
+            ray=ray,
+            cache=place.cache,
+            use_cache=use_cache,
+            progress=progress,
+        )
+    print_analysis(analysis, as_json=as_json, replaced=replaced)
+    print_next(output, workspace)

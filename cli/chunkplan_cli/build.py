@@ -243,6 +243,8 @@ def build(
         print_plan_report(stdout(), summary, manifest)
     if not manifest["analysis"]["exact"]:
         warn("the lengths are estimated from bytes: this plan shows what to expect, it cannot be trained")
+    if manifest["analysis"]["sample"]:
+        warn("the data is a sample: this plan shows what to expect, it cannot be trained")
     evaluation = evaluation_folder(target)
     if evaluation in plans:
         note(f"plan of the {manifest['selection']['num_held_out']:,} sequences held out in {evaluation}")

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from chunkplan.lengths import LengthReport, Tail
+    from chunkplan.lengths import Estimate, LengthReport, Quantile, Tail
 
 _MAX_BAR = 30
 #: Columns of the histogram that are not bars, and the space between all of them.
@@ -18,6 +18,10 @@ _BESIDE_BARS = 52
 
 def print_length_report(console: Console, report: LengthReport, manifest: dict[str, Any]) -> None:
     """Print `report`, and what `manifest` (of the same analysis) says of records rejected and sequences cut."""
+    if report.sample is not None:
+        message = f"A SAMPLE of {100 * report.sample:g} % of the records; ranges hold in 95 of 100 samples."
+        console.print(Text(message, style="bold yellow"))
+        console.print()
     if not report.exact:
         message = "ESTIMATED from bytes, no tokenizer: every 4 bytes are taken for one token."
         console.print(Text(message, style="bold yellow"))
@@ -35,12 +39,23 @@ def _totals(report: LengthReport, manifest: dict[str, Any]) -> Table:
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     estimated = "" if report.exact else "estimated"
-    table.add_row("sequences", f"{report.num_sequences:,}", _dropped(report, manifest))
-    table.add_row("tokens", f"{report.num_tokens:,}", estimated)
+    table.add_row(
+        "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, manifest))
+    )
+    table.add_row("tokens", f"{report.num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
     targets = report.num_target_tokens / report.num_tokens
     table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{_share(targets)} of the tokens")
     table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
     return table
+
+
+def _in_all(estimate: Estimate | None) -> str:
+    """What a sample says of all data."""
+    return f"in all {estimate.value:,} ({estimate.low:,}-{estimate.high:,})" if estimate else ""
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _dropped(report: LengthReport, manifest: dict[str, Any]) -> str:
@@ -57,18 +72,27 @@ def _dropped(report: LengthReport, manifest: dict[str, Any]) -> str:
 def _cumulative(report: LengthReport) -> Table:
     """Quantiles beside the share of sequences below round lengths: two views of one curve, so one table."""
     table = _table(report, "Lengths")
-    for name in ("quantile", "tokens", "", "shorter than", "of sequences", "of tokens"):
+    between = "" if report.sample is None else "between"
+    for name in ("quantile", "tokens", between, "shorter than", "of sequences", "of tokens"):
         table.add_column(name, justify="right")
     for quantile, band in zip(report.quantiles, report.cumulative, strict=True):
         table.add_row(
             "longest" if quantile.share == 1 else f"{100 * quantile.share:g} %",
             f"{quantile.num_tokens:,}",
-            "",
+            _range(quantile, report.sample),
             _power(band.high),
             _share(band.num_sequences / report.num_sequences),
             _share(band.num_tokens / report.num_tokens),
         )
     return table
+
+
+def _range(quantile: Quantile, sample: float | None) -> str:
+    """Between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
+    if sample is None:
+        return ""
+    low = quantile.num_tokens if quantile.share == 1 else quantile.low
+    return f"{'?' if low is None else f'{low:,}'}-{'?' if quantile.high is None else f'{quantile.high:,}'}"
 
 
 def _histogram(report: LengthReport, console: Console) -> Table:

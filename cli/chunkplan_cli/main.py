@@ -17,6 +17,7 @@ from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
 from chunkplan_cli.calibrate import calibrate
 from chunkplan_cli.inspect import inspect
+from chunkplan_cli.merge import merge
 from chunkplan_cli.parity import parity
 from chunkplan_cli.simulate import simulate
 from chunkplan_cli.terminal import note, print_error
@@ -37,7 +38,7 @@ app = typer.Typer(
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
     "analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
 )
-for command in (analyze, tune, build, inspect, simulate, validate, parity, calibrate):
+for command in (analyze, merge, tune, build, inspect, simulate, validate, parity, calibrate):
     app.command()(command)
 
 

@@ -36,7 +36,10 @@ def print_plan_report(console: Console, summary: PlanSummary, manifest: dict[str
 
 
 def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
-    """Where the lengths behind a plan were estimated, say so above everything else."""
+    """Where the lengths behind a plan were estimated or are a sample, say so above everything else."""
+    if sample := manifest["analysis"].get("sample"):
+        message = f"A SAMPLE of {100 * sample:g} % of the records: a plan to look at, not to train."
+        console.print(Text(message, style="bold yellow"))
     if not manifest["analysis"]["exact"]:
         console.print(Text("ESTIMATED lengths, from bytes: a plan to look at, not to train.", style="bold yellow"))
 

@@ -14,6 +14,9 @@ _LINE_EVERY = 10.0
 #: Called with what is done and what there is to do.
 Report = Callable[[int, int], None]
 
+#: Called with the bytes read, the bytes of all sources or None, and the tokens so far.
+ReadingReport = Callable[[int, int | None, int], None]
+
 
 @contextmanager
 def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
@@ -36,19 +39,82 @@ def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
         yield report
 
 
+@contextmanager
+def reading_progress() -> Iterator[ReadingReport]:
+    """Yield a function to call with (bytes done, bytes in all or None where nobody knows, tokens so far)."""
+    console = stderr()
+    if not console.is_terminal:
+        yield _reading_lines()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, rate="")
+        started = time.monotonic()
+
+        def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
+            seconds = max(time.monotonic() - started, 1e-9)
+            rate = f"{num_bytes / 1e6:,.0f} MB  {_short(num_tokens / seconds)} tokens/s"
+            bar.update(task, completed=num_bytes, total=total, rate=rate)
+
+        yield report
+
+
+def _reading_lines() -> ReadingReport:
+    is_due = _Every(_LINE_EVERY)
+    started = time.monotonic()
+
+    def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
+        if not num_bytes or not is_due():
+            return
+        seconds = time.monotonic() - started
+        left = "" if total is None else f", {_left(num_bytes, total, num_bytes / seconds)}"
+        whole = "" if total is None else f" of {total / 1e6:,.0f} MB ({100 * num_bytes // max(1, total)} %)"
+        done = f"{num_bytes / 1e6:,.0f}" + (whole or " MB")
+        note(f"reading: {done}, {_short(num_tokens / seconds)} tokens/s{left}")
+
+    return report
+
+
 def _lines(doing: str, unit: str, scale: int) -> Report:
-    started = last = time.monotonic()
+    is_due = _Every(_LINE_EVERY)
+    started = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < _LINE_EVERY or not done:
+        if not done or not is_due():
             return
-        last = now
-        rate = done / (now - started)
+        rate = done / (time.monotonic() - started)
         note(
             f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total} %), "
-            f"{rate / scale:,.1f} {unit}/s, {max(0, total - done) / rate:,.0f} s left"
+            f"{rate / scale:,.1f} {unit}/s, {_left(done, total, rate)}"
         )
 
     return report
+
+
+class _Every:
+    """Says yes once in so many seconds, the first time after as many."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last = time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+def _left(done: int, total: int, rate: float) -> str:
+    return f"{max(0, total - done) / rate:,.0f} s left"
+
+
+def _short(number: float) -> str:
+    """1,234,567 as 1.2M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:,.1f}{unit}"
+    return f"{number:,.0f}"

@@ -1,40 +1,24 @@
-"""`conversations`: the ShareGPT layout, each message with a `from` and a `value`."""
+"""`conversations`: the ShareGPT layout, messages with a `from` and a `value`; a `system` beside them comes first."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.schemas.fields import HINT, counts_in_loss, field, tools, typed
-
-#: Who speaks, as ShareGPT names them -> as chat templates do.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
+from chunkplan.intake.schemas.fields import field, optional_text, tools
+from chunkplan.intake.schemas.layout import Schema
+from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
 
-def parse(record: dict[str, Any], where: str) -> Conversation:
-    """Raises DataError where a message has an unknown speaker or is not text."""
-    messages = field(record, "conversations", list, where)
-    return Conversation(
-        tuple(_message(message, where, f"conversations[{index}]") for index, message in enumerate(messages)),
-        tools(record, where),
-        where,
-    )
+def parse(record: dict[str, Any], columns: dict[str, str]) -> Conversation:
+    """Raises RecordError where a message has an unknown speaker or is not text, or all are blank."""
+    key = columns["conversations"]
+    messages = parse_messages(field(record, key, list), key, is_sharegpt=True)
+    conversation = make_conversation(messages, tools(record, columns["tools"]), key)
+    system = optional_text(record, columns["system"])
+    if system is None:
+        return conversation
+    return Conversation((Message("system", system), *conversation.messages), conversation.tools)
 
 
-def _message(message: Any, where: str, path: str) -> Message:
-    message = typed(message, dict, where, path)
-    speaker = field(message, "from", str, where, inside=path)
-    if speaker not in _ROLES:
-        raise DataError(f'`{path}.from` is "{speaker}", expected one of {", ".join(_ROLES)}', where=where, hint=HINT)
-    role = _ROLES[speaker]
-    return Message(role, field(message, "value", str, where, inside=path), counts_in_loss(message, role, where, path))
+SCHEMA = Schema({"conversations": ("conversations",)}, parse, {"system": ("system",), "tools": ("tools",)})

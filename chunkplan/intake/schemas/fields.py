@@ -1,74 +1,113 @@
-"""What the schemas share: a key of a record, checked, and which messages count in the loss."""
+"""What the schemas share: values of a record, checked, with errors that name the user's own key."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from chunkplan.errors import DataError
-from chunkplan.intake.jsonl import json_type
+import msgspec
 
-T = TypeVar("T", str, bool, list[Any], dict[str, Any])
+from chunkplan.intake.rejection import RecordError
 
-_EXPECTED = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+T = TypeVar("T", str, list[Any], dict[str, Any])
 
 HINT = "mend this record, or leave it out"
 
-#: Names under which datasets write that a message counts in the loss (1) or does not (0).
-_WEIGHTS = ("loss_weight", "weight")
+_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+_EXPECTED = {str: "a string", list: "a list", dict: "an object"}
 
 
-def field(record: dict[str, Any], key: str, kind: type[T], where: str, *, inside: str = "") -> T:
-    """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the line's record.
+def json_type(value: object) -> str:
+    """The JSON name of a value's type, with its article; values of tables may be of other types."""
+    return _TYPES.get(type(value), f"a {type(value).__name__}")
+
+
+def wrong(message: str, hint: str = HINT) -> NoReturn:
+    """Raises RecordError: keys or types are not those of the schema."""
+    raise RecordError(message, reason="schema", hint=hint)
+
+
+def unsupported(message: str, hint: str = HINT) -> NoReturn:
+    """Raises RecordError: this is not planned."""
+    raise RecordError(message, reason="unsupported", hint=hint)
+
+
+def empty(message: str) -> NoReturn:
+    """Raises RecordError: there is nothing to train on."""
+    raise RecordError(message, reason="empty", hint="leave this record out, or say --on-error skip")
+
+
+def field(record: dict[str, Any], key: str, kind: type[T], inside: str = "") -> T:
+    """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the source's record.
 
     Raises:
-        DataError: it is missing or of another type.
+        RecordError: it is missing or of another type.
     """
+    value = record.get(key)
+    if type(value) is kind:
+        return value
     path = f"{inside}.{key}" if inside else key
     if key not in record:
-        raise DataError(f"`{path}` is missing, expected {_EXPECTED[kind]}", where=where, hint=HINT)
-    return typed(record[key], kind, where, path)
+        found = "" if inside else f", found the keys {quoted(record)}"
+        wrong(f"`{path}` is missing, expected {_EXPECTED[kind]}{found}")
+    return typed(value, kind, path)
 
 
-def typed(value: Any, kind: type[T], where: str, path: str) -> T:
+def typed(value: Any, kind: type[T], path: str) -> T:
     """`value`, found at `path`, which has to be of `kind`.
 
     Raises:
-        DataError: it is of another type.
+        RecordError: it is of another type.
     """
     if not isinstance(value, kind):
-        raise DataError(f"`{path}` is {json_type(value)}, expected {_EXPECTED[kind]}", where=where, hint=HINT)
+        wrong(f"`{path}` is {json_type(value)}, expected {_EXPECTED[kind]}")
     return value
 
 
-def counts_in_loss(message: dict[str, Any], role: str, where: str, path: str) -> bool:
-    """Whether a message counts in the loss: as its `loss` or `loss_weight` says, else if the assistant wrote it.
+def quoted(keys: Any) -> str:
+    """Keys, for an error."""
+    return ", ".join(f"`{key}`" for key in keys) or "none"
+
+
+def optional_text(record: dict[str, Any], key: str) -> str | None:
+    """`record[key]`, a string, or None where it is missing, null or blank.
 
     Raises:
-        DataError: `loss` is not a boolean, or a weight is neither 0 nor 1.
+        RecordError: it is of another type.
     """
-    if message.get("loss") is not None:
-        return field(message, "loss", bool, where, inside=path)
-    for key in _WEIGHTS:
-        weight = message.get(key)
-        if weight is None:
-            continue
-        if isinstance(weight, (str, list, dict)) or weight not in (0, 1):
-            found = weight if isinstance(weight, (int, float)) else json_type(weight)
-            raise DataError(
-                f"`{path}.{key}` is {found}, expected 0 or 1", where=where, hint="a token counts in the loss or not"
-            )
-        return bool(weight)
-    return role == "assistant"
+    value = record.get(key)
+    if value is None:
+        return None
+    text = typed(value, str, key)
+    return text if text.strip() else None
 
 
-#: Keys of a message that are meant for us and not for a chat template.
-LOSS_KEYS = ("loss", *_WEIGHTS)
+def is_blank(text: str | None) -> bool:
+    """Whether there is nothing in it but whitespace."""
+    return not text or text.isspace()
 
 
-def tools(record: dict[str, Any], where: str) -> list[Any] | None:
-    """The tools that a chat template may describe to the model.
+def tools(record: dict[str, Any], key: str) -> list[Any] | None:
+    """The tools that a chat template may describe to the model: a list, or one written as JSON; None if it is empty.
 
     Raises:
-        DataError: `tools` is there and not a list.
+        RecordError: it is neither.
     """
-    return field(record, "tools", list, where) if record.get("tools") is not None else None
+    value = record.get(key)
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = msgspec.json.decode(value)
+        except (ValueError, RecursionError) as error:
+            wrong(f"`{key}` is a string that is not JSON ({error}), expected a list")
+        if not isinstance(value, list):
+            wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
+    return typed(value, list, key) or None if value is not None else None

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from chunkplan.intake.records import TextRecord
-from chunkplan.intake.schemas.fields import field
+from chunkplan.intake.schemas.fields import empty, field
+from chunkplan.intake.schemas.layout import Schema
 
 
-def parse(record: dict[str, Any], where: str) -> TextRecord:
-    """Raises DataError where `text` is not a string."""
-    return TextRecord(field(record, "text", str, where))
+def parse(record: dict[str, Any], columns: dict[str, str]) -> TextRecord:
+    """Raises RecordError where the text is not a string, or blank."""
+    text = field(record, columns["text"], str)
+    if not text or text.isspace():
+        empty(f"`{columns['text']}` is blank")
+    return TextRecord(text)
+
+
+SCHEMA = Schema({"text": ("text",)}, parse)

@@ -1,0 +1,138 @@
+"""Pieces -> an analysis: in the order of the sources, whoever processed them and in whichever order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.disk import check_room
+from chunkplan.intake.options import IntakeOptions
+from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
+from chunkplan.intake.result import PieceResult
+from chunkplan.intake.source import Source
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+
+REJECTED = "rejected.jsonl"
+
+
+def assemble(
+    folder: Path,
+    sources: Sequence[Source],
+    locate: Callable[[str], Path],
+    options: IntakeOptions,
+    tokenizer: dict[str, Any] | None,
+) -> None:
+    """Write the analysis of `sources`, all of whose pieces are in the folders that `locate` names, into `folder`.
+
+    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`.
+
+    Raises:
+        DataError: there is no sequence, or a source has no target.
+        UsageError: there is no room for the analysis, or a piece is gone.
+    """
+    pieces = [piece for source in sources for piece in source.pieces]
+    _check_any(sources)
+    for source in sources:
+        source.check_targets(options.max_length)
+    has_tokens = all(piece.has_tokens for piece in pieces if piece.num_sequences)
+    check_room(folder, 24 * sum(piece.num_sequences for piece in pieces), "the analysis")
+    writer = AnalysisWriter(folder)
+    described = []
+    try:
+        for index, source in enumerate(sources):
+            described.append(source.describe(writer.num_sequences))
+            first_row = 0
+            for piece in source.pieces:
+                if piece.num_sequences:
+                    _add(writer, index, first_row, piece, locate(piece.key), has_tokens)
+                first_row += piece.num_rows
+        _write_rejected(folder / REJECTED, sources, locate)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{error.filename} is gone: something else removed it from the cache", hint="run the command again"
+        ) from error
+    rejected: Counter[str] = Counter()
+    for piece in pieces:
+        rejected.update(piece.rejected)
+    rejected.update(source.broken.reason for source in sources if source.broken)
+    records, not_sampled = (sum(one[name] for one in described) for name in ("records", "not_sampled"))
+    assert records == writer.num_sequences + rejected.total() + not_sampled
+    writer.finish(
+        sources=described,
+        tokenizer=tokenizer and {name: value for name, value in tokenizer.items() if name != "template_hash"},
+        template_hash=tokenizer and tokenizer["template_hash"],
+        options=options.to_dict(),
+        exact=not any(piece.is_estimated for piece in pieces),
+        sample=options.sample,
+        rejected=dict(sorted(rejected.items())),
+        truncated={
+            "num_sequences": sum(piece.num_truncated for piece in pieces),
+            "num_tokens": sum(piece.num_truncated_tokens for piece in pieces),
+        },
+    )
+
+
+def _check_any(sources: Sequence[Source]) -> None:
+    pieces = [piece for source in sources for piece in source.pieces]
+    if any(piece.num_sequences for piece in pieces):
+        return
+    counts: Counter[str] = Counter()
+    for piece in pieces:
+        counts.update(piece.rejected)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    if sum(piece.num_not_sampled for piece in pieces):
+        reasons = ", ".join(filter(None, [reasons, "none in the sample"]))
+    names = [source.name for source in sources]
+    several = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise DataError(
+        f"no sequence in {', '.join(names[:8])}{several} ({reasons or 'no records'})",
+        hint="give files with at least one record that is not empty",
+    )
+
+
+def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
+    numbers, num_tokens, num_targets = read_lengths(folder)
+    records = numbers + first_row
+    if not tokens:
+        writer.add_lengths(source, records, num_tokens, num_tokens - 1)
+        return
+    assert piece.max_token_id is not None
+    writer.add_file(
+        source,
+        records,
+        num_tokens,
+        num_targets,
+        path=folder / TOKENS,
+        rows=piece.rows,
+        digests=memoryview((folder / DIGESTS).read_bytes()),
+        max_token_id=piece.max_token_id,
+    )
+
+
+def _write_rejected(path: Path, sources: Sequence[Source], locate: Callable[[str], Path]) -> None:
+    """One line for every record that was left out: file, line (or record, from 0), reason and message."""
+    if not any(piece.rejected for source in sources for piece in source.pieces) and not any(
+        source.broken for source in sources
+    ):
+        return
+    with path.open("w", encoding="utf-8") as file:
+
+        def write(source: Source, row: int | None, reason: str, message: str) -> None:
+            is_line = source.file.kind == "jsonl"
+            place = {"line" if is_line else "record": row if row is None else row + is_line}
+            entry = {"file": source.name, **place, "reason": reason, "message": message}
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+        for source in sources:
+            first_row = 0
+            for piece in source.pieces:
+                if piece.rejected:
+                    for one in read_rejected(locate(piece.key)):
+                        write(source, first_row + one.number, one.reason, one.message)
+                first_row += piece.num_rows
+            if source.broken:
+                write(source, None, source.broken.reason, source.broken.message)

@@ -1,0 +1,84 @@
+"""Which chat template a tokenizer gets, and where it is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.backends.json_object import HINT, read_object
+from chunkplan.intake.template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """The text of a chat template, and what it is from, for errors."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class TemplateChoice:
+    """A template that the user gave in place of the tokenizer's own, and the day on which it is rendered."""
+
+    given: TemplateSource | None
+    today: str | None
+
+    def make(self, own: TemplateSource | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
+        """The template to use, where there is one; `own` is the tokenizer's.
+
+        Raises:
+            DataError: it is not Jinja.
+        """
+        source = self.given or own
+        return None if source is None else ChatTemplate(source.text, special_tokens, source.where, self.today)
+
+
+def read_template(path: Path) -> TemplateSource:
+    """A file that the user named: Jinja, or JSON with a `chat_template`.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is not UTF-8, or JSON without a template.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the chat template {path}: {error.strerror}", hint="--chat-template takes a Jinja file"
+        ) from error
+    if path.suffix == ".json":
+        source = choose_template(read_object(content, path).get("chat_template"), str(path))
+        if source is None:
+            raise DataError("no `chat_template` in it", where=str(path), hint=HINT)
+        return source
+    return decode_template(content, path)
+
+
+def decode_template(content: bytes, path: Path) -> TemplateSource:
+    """Raises DataError where `content`, of a Jinja file, is not UTF-8."""
+    try:
+        return TemplateSource(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: {error}", where=str(path), hint=HINT) from error
+
+
+def choose_template(value: Any, where: str) -> TemplateSource | None:
+    """A configuration's `chat_template`: one, or the "default" of several, as a list or by name.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(value, list):
+        value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+    if isinstance(value, dict):
+        if "default" not in value:
+            raise DataError('`chat_template` has no template named "default"', where=where, hint=HINT)
+        value = value["default"]
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise DataError("`chat_template` is neither a template nor a list of named ones", where=where, hint=HINT)
+    return TemplateSource(value, where)

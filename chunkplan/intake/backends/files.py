@@ -1,0 +1,77 @@
+"""A tokenizer from its files: tokenizer.json, and beside it tokenizer_config.json and chat_template.jinja."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.backends.chat_templates import TemplateChoice, TemplateSource, choose_template, decode_template
+from chunkplan.intake.backends.fast import FastTokenizer
+from chunkplan.intake.backends.json_object import HINT, read_object
+from chunkplan.intake.tokenizer import RecordTokenizer
+
+_FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+#: What transformers tells chat templates of, where it is set.
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def takes(name: str) -> bool:
+    """Whatever exists here, or looks as if it should."""
+    return Path(name).exists() or name.endswith(".json") or name[:1] in (".", "/", "~") or name.count("/") > 1
+
+
+def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
+    """Load a tokenizer.json or a folder with one.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: one of the files is not what it should be.
+    """
+    path = Path(name)
+    file = path / _FILE if path.is_dir() else path
+    if not file.is_file():
+        what = f"{path} has no {_FILE}" if path.is_dir() else f"there is no tokenizer at {path}"
+        raise UsageError(what, hint=f"--tokenizer takes a {_FILE} or a folder with one, a name, or tiktoken:NAME")
+    content = file.read_bytes()
+    try:
+        backend = FastTokenizer(read_object(content, file))
+    except ValueError as error:
+        raise DataError(f"not a tokenizer: {error}", where=str(file), hint=HINT) from error
+    config_file = file.with_name(_CONFIG)
+    config = read_object(config_file.read_bytes(), config_file) if config_file.is_file() else {}
+    special_tokens = {
+        key: token for key in SPECIAL_TOKENS if (token := _special_token(config, key, config_file)) is not None
+    }
+    eos = special_tokens.get("eos_token")
+    if eos and backend.find(eos) is None:
+        raise DataError(f"`eos_token` is {eos!r}, which {file} does not know", where=str(config_file), hint=HINT)
+    return RecordTokenizer(
+        path=name,
+        content_hash=hashlib.sha256(content).hexdigest(),
+        bos=backend.find(special_tokens.get("bos_token")),
+        eos=backend.find(eos),
+        begins_text=config.get("add_bos_token") is True,
+        ends_text=config.get("add_eos_token") is True,
+        template=choice.make(_own_template(file, config, config_file), special_tokens),
+        backend=backend,
+    )
+
+
+def _special_token(config: dict[str, Any], name: str, file: Path) -> str | None:
+    """A special token is written as a string or as an object with its `content`."""
+    token = config.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise DataError(f"`{name}` is {token!r}, expected a string", where=str(file), hint=HINT)
+    return token
+
+
+def _own_template(file: Path, config: dict[str, Any], config_file: Path) -> TemplateSource | None:
+    template_file = file.with_name(_TEMPLATE)
+    if template_file.is_file():
+        return decode_template(template_file.read_bytes(), template_file)
+    return choose_template(config.get("chat_template"), str(config_file))

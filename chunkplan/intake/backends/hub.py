@@ -1,0 +1,62 @@
+"""A tokenizer by its name on the Hugging Face hub, through transformers (the `hub` extra)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from tokenizers import Tokenizer
+
+from chunkplan.errors import UsageError
+from chunkplan.intake.backends.chat_templates import TemplateChoice, choose_template
+from chunkplan.intake.backends.fast import FastTokenizer
+from chunkplan.intake.backends.files import SPECIAL_TOKENS
+from chunkplan.intake.tokenizer import RecordTokenizer
+
+
+def takes(name: str) -> bool:
+    """Whatever is nothing else."""
+    return bool(name)
+
+
+def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
+    """Load what transformers loads under `name`, from its cache or the hub.
+
+    Raises:
+        UsageError: transformers is not installed, there is no such tokenizer, or it is not one of `tokenizers`.
+        DataError: its chat template is not one.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UsageError(
+            f"there is no tokenizer at {name}, and a name on the hub needs transformers",
+            hint="pip install 'chunkplan[hub]'",
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # it raises whatever came of the network, the cache and the files
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UsageError(
+            f"there is no tokenizer at {name}, and transformers cannot load one of that name: {reason}",
+            hint="check the name, the network and HF_HOME, or give a tokenizer.json or a folder with one",
+        ) from error
+    own = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(own, Tokenizer):
+        raise UsageError(
+            f"the tokenizer {name} ({type(loaded).__name__}) is not one of the tokenizers library",
+            hint="give a tokenizer that has a tokenizer.json",
+        )
+    content = own.to_str()
+    backend = FastTokenizer(json.loads(content))
+    special_tokens = {key: str(token) for key in SPECIAL_TOKENS if (token := getattr(loaded, key, None)) is not None}
+    return RecordTokenizer(
+        path=name,
+        content_hash=hashlib.sha256(content.encode()).hexdigest(),
+        bos=backend.find(special_tokens.get("bos_token")),
+        eos=backend.find(special_tokens.get("eos_token")),
+        begins_text=getattr(loaded, "add_bos_token", False) is True,
+        ends_text=getattr(loaded, "add_eos_token", False) is True,
+        template=choice.make(choose_template(loaded.chat_template, name), special_tokens),
+        backend=backend,
+    )

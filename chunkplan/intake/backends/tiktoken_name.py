@@ -1,0 +1,110 @@
+"""`tiktoken:NAME`: an encoding of tiktoken (the `tiktoken` extra), as its plugins register them.
+
+Texts and prompts are ordinary text, whatever they contain; the names of special tokens are special tokens only in
+what a chat template has rendered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.errors import UsageError
+from chunkplan.intake.backends.chat_templates import TemplateChoice
+from chunkplan.intake.byte_masks import mask_from, mask_in
+from chunkplan.intake.template_spans import Span
+from chunkplan.intake.tokenizer import RecordTokenizer
+
+if TYPE_CHECKING:
+    from tiktoken import Encoding
+
+_PREFIX = "tiktoken:"
+
+
+def takes(name: str) -> bool:
+    """Names that say so."""
+    return name.startswith(_PREFIX)
+
+
+def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
+    """Load an encoding; its own end of text is the end-of-sequence token.
+
+    Raises:
+        UsageError: tiktoken is not installed, has no such encoding, or cannot fetch it.
+        DataError: the chat template is not one.
+    """
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise UsageError(f"{name} needs tiktoken", hint="pip install 'chunkplan[tiktoken]'") from error
+    try:
+        encoding = tiktoken.get_encoding(name.removeprefix(_PREFIX))
+    except Exception as error:  # a name it does not know, or whatever came of the network
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise UsageError(f"tiktoken cannot load {name}: {reason}", hint=f"it knows {known}") from error
+    return make(name, encoding, choice)
+
+
+def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokenizer:
+    """A tokenizer of an encoding; raises DataError where the chat template is not one."""
+    end = encoding._special_tokens.get("<|endoftext|>")
+    eos = None if end is None else (encoding.decode([end]), end)
+    return RecordTokenizer(
+        path=name,
+        content_hash=_content_hash(encoding),
+        bos=None,
+        eos=eos,
+        begins_text=False,
+        ends_text=False,
+        template=choice.make(None, {"eos_token": eos[0]} if eos else {}),
+        backend=_TiktokenTokenizer(encoding),
+    )
+
+
+class _TiktokenTokenizer:
+    num_added = 0, 0
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self.vocab_size = encoding.n_vocab
+        self._num_bytes = np.zeros(encoding.n_vocab, np.int64)
+        for token, rank in encoding._mergeable_ranks.items():
+            self._num_bytes[rank] = len(token)
+        for name, rank in encoding._special_tokens.items():
+            self._num_bytes[rank] = len(name.encode())
+
+    def texts(self, texts: list[str]) -> list[Int32Array]:
+        """See `Backend`."""
+        return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
+
+    def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
+        """See `Backend`."""
+        encoded = []
+        for text, border, input_ids in zip(texts, borders, self.texts(texts), strict=True):
+            mask = mask_from(input_ids, self._num_bytes, text, border)
+            assert mask is not None  # it encodes every byte
+            encoded.append((input_ids, mask))
+        return encoded
+
+    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
+        """See `Backend`."""
+        encoded = []
+        for text, inside in zip(texts, spans, strict=True):
+            input_ids = np.array(self._encoding.encode(text, allowed_special="all"), np.int32)
+            mask = mask_in(input_ids, self._num_bytes, text, inside)
+            assert mask is not None
+            encoded.append((input_ids, mask))
+        return encoded
+
+
+def _content_hash(encoding: Encoding) -> str:
+    hasher = hashlib.sha256(f"{encoding.name}\n{encoding._pat_str}\n".encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        hasher.update(b"%d %s\n" % (rank, token.hex().encode()))
+    for name, rank in sorted(encoding._special_tokens.items()):
+        hasher.update(f"{rank} {name}\n".encode())
+    return hasher.hexdigest()

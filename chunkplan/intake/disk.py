@@ -1,0 +1,35 @@
+"""Whether the disk has room for what is about to be written: asked before, so that nothing fails halfway."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from chunkplan.errors import UsageError
+
+#: Left to everybody else.
+_RESERVE = 256 << 20
+
+#: Bytes that are stored for a byte of text where tokens are long, and where every character is one.
+LEAST, MOST = 0.6, 5.5
+
+
+def check_room(folder: Path, num_bytes: float, what: str) -> None:
+    """Refuse to begin `what`, which writes about `num_bytes` below `folder`, where there is no room for it.
+
+    Raises:
+        UsageError: the disk has less than that, and a reserve.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + _RESERVE:
+        raise UsageError(
+            f"{what} takes about {_size(num_bytes)} and {folder} has {_size(free)} left",
+            hint="make room, put --workspace elsewhere, or store lengths only with --no-tokens; "
+            "what was finished is not done again",
+        )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"

@@ -1,0 +1,163 @@
+"""Input files wherever they are: local paths, and URLs such as s3:// through fsspec (the extra `remote`)."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from chunkplan.errors import ChunkplanError, UsageError
+
+#: Stands for the standard input.
+STDIN = "-"
+
+
+class Files(Protocol):
+    """Where files are found. Paths are whole: what a method returns can be given to another, and to `open_file`."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a folder at `path`."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether `path` is a folder."""
+
+    def children(self, folder: str) -> tuple[list[str], list[str]]:
+        """The files and the folders directly in `folder`; hidden ones are left out."""
+
+    def matches(self, pattern: str) -> list[str]:
+        """What a pattern with `*`, `?`, `[` and `**` matches, sorted; hidden files are left out."""
+
+    def size(self, path: str) -> int | None:
+        """The bytes of a file, or None where they are not known before it is read (pipes)."""
+
+
+class LocalFiles:
+    """Files of this machine."""
+
+    def exists(self, path: str) -> bool:
+        """As of `Files`."""
+        return Path(path).exists()
+
+    def is_folder(self, path: str) -> bool:
+        """As of `Files`."""
+        return Path(path).is_dir()
+
+    def children(self, folder: str) -> tuple[list[str], list[str]]:
+        """As of `Files`; links to folders are not followed, as they may lead in circles."""
+        found = [path for path in Path(folder).iterdir() if not path.name.startswith(".")]
+        folders = [str(path) for path in found if path.is_dir() and not path.is_symlink()]
+        return [str(path) for path in found if path.is_file()], folders
+
+    def matches(self, pattern: str) -> list[str]:
+        """As of `Files`."""
+        return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute patterns)
+
+    def size(self, path: str) -> int | None:
+        """As of `Files`."""
+        return Path(path).stat().st_size if Path(path).is_file() else None
+
+
+class RemoteFiles:
+    """Files of one filesystem of fsspec."""
+
+    def __init__(self, system: Any) -> None:
+        self._system = system
+
+    def exists(self, path: str) -> bool:
+        """As of `Files`."""
+        return bool(self._system.exists(path))
+
+    def is_folder(self, path: str) -> bool:
+        """As of `Files`; asked for what is known of it, as `isdir` of http reads the file."""
+        try:
+            return bool(self._system.info(path)["type"] == "directory")
+        except FileNotFoundError:
+            return False
+
+    def children(self, folder: str) -> tuple[list[str], list[str]]:
+        """As of `Files`; object stores may list a folder in itself."""
+        found = [
+            (self._system.unstrip_protocol(entry["name"].rstrip("/")), entry["type"])
+            for entry in self._system.ls(folder, detail=True)
+        ]
+        itself = self._system.unstrip_protocol(folder).rstrip("/")
+        found = [(path, kind) for path, kind in found if path != itself and not name_of(path).startswith(".")]
+        return [path for path, kind in found if kind == "file"], [path for path, kind in found if kind == "directory"]
+
+    def matches(self, pattern: str) -> list[str]:
+        """As of `Files`."""
+        found = [self._system.unstrip_protocol(path) for path in self._system.glob(pattern)]
+        return sorted(path for path in found if not name_of(path).startswith("."))
+
+    def size(self, path: str) -> int | None:
+        """As of `Files`."""
+        return cast("int | None", self._system.size(path))
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is for fsspec."""
+    return "://" in path
+
+
+def name_of(path: str) -> str:
+    """The last part of a path or URL."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def join(folder: str, name: str) -> str:
+    """The path of `name` in `folder`."""
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
+
+
+def files_of(path: str) -> Files:
+    """Where `path` is to be looked for.
+
+    Raises:
+        UsageError: a URL whose protocol needs something that is not installed, or that fsspec does not know.
+    """
+    return RemoteFiles(_filesystem(path)) if is_url(path) else LocalFiles()
+
+
+def open_file(path: str) -> BinaryIO:
+    """The bytes of a file, a URL, or the standard input, from their begin; use it within `reading`."""
+    if path == STDIN:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    return cast(BinaryIO, _filesystem(path).open(path, "rb")) if is_url(path) else Path(path).open("rb")
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turns what the system, or whoever serves a URL, has against reading `path` into a UsageError."""
+    try:
+        yield
+    except ChunkplanError:
+        raise
+    except OSError as error:
+        hint = "check the address, and your access to it" if is_url(path) else "check the path and its permissions"
+        raise UsageError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    except Exception as error:
+        if not is_url(path):
+            raise
+        raise UsageError(  # every protocol has errors of its own
+            f"cannot read {path}: {type(error).__name__}: {error}", hint="check the address, and your access to it"
+        ) from error
+
+
+def _filesystem(url: str) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UsageError(
+            f"{url} is a URL, which needs fsspec", hint="pip install 'chunkplan[remote]', or give local files"
+        ) from error
+    try:
+        return fsspec.core.url_to_fs(url)[0]
+    except ImportError as error:
+        protocol = url.partition("://")[0]
+        raise UsageError(f"no access to {protocol}:// ({error})", hint="install the package it names") from error
+    except ValueError as error:
+        raise UsageError(f"{url} is no address: {error}", hint="give s3://, gs://, hf://, ... or a path") from error

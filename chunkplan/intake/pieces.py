@@ -1,0 +1,66 @@
+"""What one process reads at once: a piece of a source, and the records of it in batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.intake.records import Record
+from chunkplan.intake.rejection import Rejected
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A run of records of one source, cut the same way on every machine.
+
+    `source` is the index of the source, `index` that of the piece in it. `path` is what to open: the source's own file
+    or URL, or a temporary file that holds what was read from a stream. `start` and `stop` are bytes of lines, or row
+    groups (record batches) of a table. `origin` is the position of the piece in the whole source, in bytes or rows:
+    positions decide which records a sample takes. `num_bytes` is how much of the source it stands for, for progress.
+    """
+
+    source: int
+    index: int
+    path: str
+    reader: str
+    start: int
+    stop: int
+    origin: int
+    is_temporary: bool = False
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LengthColumn:
+    """Lengths of records of which nothing else is known: int32 [n], from 1."""
+
+    num_tokens: Int32Array
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Records that are tokens already: ids and target masks of n of them, one after another.
+
+    `offsets` int64 [n + 1]; `input_ids` int32 and `target` bool [offsets[n]]; none is empty, first targets are false.
+    """
+
+    offsets: Int64Array
+    input_ids: Int32Array
+    target: BoolArray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Records that were read together, in order.
+
+    `numbers` [n] are the lines or rows of `records` within the piece, from 0; `rejected` has those that no record came
+    of. `num_records` counts all of them and those a sample left out; blank lines are none. `num_rows` is how far lines
+    or rows have come, blank ones included, and `num_bytes` how much of the piece was read: both since the last batch.
+    """
+
+    numbers: Int64Array
+    records: list[Record] | LengthColumn | TokenColumns
+    num_records: int
+    num_rows: int
+    num_bytes: int
+    rejected: list[Rejected] = field(default_factory=list)

@@ -1,0 +1,232 @@
+"""One piece, from what is read to what is stored: the work of one task, in this process, another, or on a cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.intake.backends import load_tokenizer
+from chunkplan.intake.disk import MOST, check_room
+from chunkplan.intake.estimate import estimate_tokens
+from chunkplan.intake.options import IntakeOptions
+from chunkplan.intake.piece_writer import PieceWriter
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.readers import digest, read
+from chunkplan.intake.records import LengthRecord, Record, TokensRecord
+from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.result import PieceResult
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.store import Store
+from chunkplan.intake.tokenizer import RecordTokenizer
+
+#: Goes into every key: a change of what a piece becomes needs a new number.
+_VERSION = 1
+
+_LONGEST = np.iinfo(np.int32).max
+
+#: Called with bytes and tokens since the last call.
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks of a run share.
+
+    `today` is the day, as YYYY-MM-DD, that chat templates print; `identity` a hash of all that tokens depend on beside
+    the records.
+    """
+
+    tokenizer: str | None
+    chat_template: str | None
+    today: str
+    identity: str | None
+    options: IntakeOptions
+    store: Path
+    use_cache: bool
+
+
+def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResult:
+    """Read a piece, encode it and put it into the store, unless it is there.
+
+    Raises:
+        RecordError: `--on-error stop`, and a record cannot become a sequence.
+        UsageError: records need a chat template that is not there, or the disk is full.
+    """
+    store = Store(job.store, is_trusted=job.use_cache)
+    found = digest(piece)
+    result = PieceResult(piece_key(job, layout, found, piece.origin), found)
+    if (known := find(job, store, result.key)) is not None:
+        report(known.num_bytes, known.num_tokens)
+        return known
+    if job.options.stores_tokens:
+        check_room(store.root, MOST * piece.num_bytes, "the next piece")
+    encoder = _encoder(job.identity, job.tokenizer, job.chat_template, job.today) if job.tokenizer else None
+    with store.adding(result) as folder:
+        writer = PieceWriter(folder, result)
+        task = _Task(writer, result, encoder, job.options)
+        options = job.options
+        for batch in read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample):
+            before = result.num_tokens
+            task.add(batch)
+            report(batch.num_bytes, result.num_tokens - before)
+        writer.close()
+        assert result.num_records == result.num_sequences + result.num_rejected + result.num_not_sampled
+    return result
+
+
+def find(job: Job, store: Store, key: str) -> PieceResult | None:
+    """The piece with this key, if it is in the store and has nothing that stops the run."""
+    known = store.find(key)
+    if known is None or (job.options.on_error == "stop" and not _may_be_rejected(job.options, set(known.rejected))):
+        return None
+    return known
+
+
+def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
+    """Whether the user asked for records to be left out for these reasons alone, though errors stop the run."""
+    return reasons <= ({"too-long"} if options.long == "drop" else set())
+
+
+def piece_key(job: Job, layout: Layout, found: str, origin: int) -> str:
+    """The name of a piece in the store: a hash of everything that what becomes of it depends on."""
+    options = job.options
+    parts = {
+        "version": _VERSION,
+        "digest": found,
+        "schema": layout.schema,
+        "columns": layout.columns,
+        "tokenizer": job.identity,
+        "max_length": options.max_length,
+        "long": options.long,
+        "tokens": options.stores_tokens,
+        "sample": options.sample and [options.sample, origin],
+        "first": origin == 0,  # where a byte order mark is none of the text
+        "max_record_bytes": options.max_record_bytes,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _encoder(identity: str, tokenizer: str, chat_template: str | None, today: str) -> RecordTokenizer:
+    """Loaded once a process, and again where the same name stands for something else."""
+    return load_tokenizer(tokenizer, chat_template, today=today)
+
+
+class _Task:
+    """Turns the batches of a piece into sequences and counts them."""
+
+    def __init__(
+        self, writer: PieceWriter, result: PieceResult, encoder: RecordTokenizer | None, options: IntakeOptions
+    ) -> None:
+        self._writer = writer
+        self._result = result
+        self._encoder = encoder
+        self._options = options
+        self._rejected: list[Rejected] = []
+        self._first_row = 0
+
+    def add(self, batch: Batch) -> None:
+        self._rejected = list(batch.rejected)
+        before = self._result.num_sequences
+        match batch.records:
+            case LengthColumn(num_tokens):
+                self._lengths(batch.numbers, num_tokens)
+            case TokenColumns(offsets, input_ids, target):
+                self._tokens(batch.numbers, offsets, input_ids, target)
+            case records:
+                self._records(batch.numbers, records)
+        counted = self._result.num_sequences - before + len(self._rejected)
+        self._result.num_not_sampled += batch.num_records - counted
+        assert batch.num_records >= counted
+        assert self._options.sample is not None or batch.num_records == counted
+        self._result.num_records += batch.num_records
+        self._result.num_rows += batch.num_rows
+        self._result.num_bytes += batch.num_bytes
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what was rejected, or stop at the first that the user has not asked to be dropped."""
+        self._rejected.sort()
+        if self._options.on_error == "stop":
+            for one in self._rejected:
+                if not _may_be_rejected(self._options, {one.reason}):
+                    raise RecordError(one.message, reason=one.reason, hint=one.hint, number=one.number)
+        self._writer.reject(self._rejected)
+
+    def _records(self, numbers: Int64Array, records: list[Record]) -> None:
+        """Records of one schema, and so of one kind."""
+        if records and isinstance(records[0], LengthRecord):
+            lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
+            self._lengths(numbers, np.array(lengths, np.int32))
+        elif records and isinstance(records[0], TokensRecord):
+            pairs = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
+            self._encoded(numbers, pairs)
+        elif self._encoder is None:
+            self._result.is_estimated = True
+            self._lengths(numbers, np.array([min(estimate_tokens(record), _LONGEST) for record in records], np.int32))
+        else:
+            encoded: list[tuple[Int32Array, BoolArray]] = []
+            kept: list[int] = []
+            for number, one in zip(numbers.tolist(), self._encoder.encode(records), strict=True):
+                if isinstance(one, RecordError):
+                    self._rejected.append(Rejected(number, one.reason, one.message, one.hint))
+                else:
+                    encoded.append(one)
+                    kept.append(number)
+            self._encoded(np.array(kept, np.int64), encoded)
+
+    def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> None:
+        if not encoded:
+            return
+        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in encoded])])
+        input_ids, target = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
+        self._tokens(numbers, offsets, input_ids, target)
+
+    def _tokens(self, numbers: Int64Array, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
+        lengths = np.diff(offsets)
+        kept, cut = self._limit(numbers, lengths)
+        if not kept.all() or not np.array_equal(cut, lengths):
+            wanted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) < np.repeat(
+                np.where(kept, cut, 0), lengths
+            )
+            input_ids, target = input_ids[wanted], target[wanted]
+            numbers, lengths = numbers[kept], cut[kept]
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        if not numbers.size:
+            return
+        num_targets = np.add.reduceat(target, offsets[:-1], dtype=np.int64)
+        self._writer.add_lengths(numbers, lengths.astype(np.int32), num_targets.astype(np.int32))
+        if self._options.stores_tokens:
+            self._writer.add_tokens(offsets, input_ids, target)
+
+    def _lengths(self, numbers: Int64Array, lengths: Int32Array) -> None:
+        kept, cut = self._limit(numbers, lengths.astype(np.int64))
+        lengths = cut[kept].astype(np.int32)
+        self._writer.add_lengths(numbers[kept], lengths, lengths - 1)
+
+    def _limit(self, numbers: Int64Array, lengths: Int64Array) -> tuple[BoolArray, Int64Array]:
+        """Which sequences are kept, bool [n], and of what length, int64 [n]."""
+        options = self._options
+        limit = options.max_length if options.max_length is not None else _LONGEST
+        is_long = lengths > limit
+        if not is_long.any():
+            return ~is_long, lengths
+        if options.max_length is not None and options.long == "truncate":
+            self._result.num_truncated += int(is_long.sum())
+            self._result.num_truncated_tokens += int((lengths - limit)[is_long].sum())
+            return np.ones(len(lengths), np.bool_), np.minimum(lengths, limit)
+        hint = (
+            "raise --max-length, or say --long drop or --long truncate"
+            if options.max_length is not None
+            else "split the record; that is the most a plan can address"
+        )
+        for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
+            self._rejected.append(Rejected(number, "too-long", f"{length:,} tokens, more than {limit:,}", hint))
+        return ~is_long, lengths

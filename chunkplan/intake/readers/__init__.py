@@ -1,0 +1,118 @@
+"""Readers: sources of every kind cut into pieces, and pieces read as batches of records; one kind a file.
+
+What is read does not depend on how it is cut, and every record is read, rejected with its reason, or left out by the
+sample: none is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers import json_files, lines, numpy_files, table, text
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.sources import SourceFile
+
+__all__ = ["cut", "default_columns", "digest", "first_records", "is_stream", "read"]
+
+
+class _Reader(NamedTuple):
+    """Reads pieces."""
+
+    read: Callable[..., Iterator[Batch]]
+    first_records: Callable[[Piece, int], list[dict[str, Any]]]
+    digest: Callable[[Piece], str]
+
+
+class _Kind(NamedTuple):
+    """Cuts sources: `is_spooled` says whether they are read once, into temporary pieces."""
+
+    cut: Callable[[SourceFile, int, Path], Iterator[Piece]]
+    is_spooled: Callable[[SourceFile], bool]
+
+
+_TABLE = _Reader(table.read, table.first_records, table.digest)
+
+#: By `Piece.reader`.
+_READERS = {
+    "lines": _Reader(lines.read, lines.first_records, lines.digest),
+    "parquet": _TABLE,
+    "arrow": _TABLE,
+    "text": _Reader(text.read, text.first_records, text.digest),
+    "npy": _Reader(numpy_files.read, numpy_files.first_records, numpy_files.digest),
+}
+
+#: By `SourceFile.kind`.
+_KINDS = {
+    "jsonl": _Kind(json_files.cut, json_files.is_spooled),
+    "json": _Kind(json_files.cut, lambda file: True),  # only its content says whether it is an array
+    "parquet": _Kind(table.cut, table.is_spooled),
+    "arrow": _Kind(table.cut, table.is_spooled),
+    "text": _Kind(text.cut, lambda file: False),
+    "npy": _Kind(numpy_files.cut, numpy_files.is_spooled),
+}
+
+
+def cut(file: SourceFile, source: int, spool: Path) -> Iterator[Piece]:
+    """The pieces of the source with index `source`, each made when it is asked for; temporary ones are in `spool`.
+
+    Raises:
+        RecordError: unreadable, with its file; after all pieces that can be read.
+        UsageError: the file cannot be opened, or the disk has no room for temporary pieces.
+    """
+    return _KINDS[file.kind].cut(file, source, spool)
+
+
+def is_stream(file: SourceFile) -> bool:
+    """Whether all of a source has to be read to cut it, by whoever cuts it. True for JSON, which may be an array."""
+    return _KINDS[file.kind].is_spooled(file)
+
+
+def default_columns(file: SourceFile) -> dict[str, str]:
+    """Which column has the lengths, of a file that can hold nothing else: .npy, and tables of one column of integers.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    if file.kind == "npy":
+        return {"length": numpy_files.KEY}
+    name = table.length_column(file) if file.kind in ("parquet", "arrow") else None
+    return {"length": name} if name is not None else {}
+
+
+def first_records(piece: Piece, count: int = 100) -> list[dict[str, Any]]:
+    """The first `count` records of a piece that can be read, as they are: to find out how they are laid out.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be opened.
+    """
+    return _READERS[piece.reader].first_records(piece, count)
+
+
+def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """The records of a piece in batches, and what is rejected.
+
+    Args:
+        piece: what to read.
+        layout: how its records are laid out.
+        max_record_bytes: larger records are rejected; JSON lines and text are then not held in memory.
+        sample: the share of records to read, by a hash of their position in the source.
+
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+    return _READERS[piece.reader].read(piece, layout, max_record_bytes=max_record_bytes, sample=sample)
+
+
+def digest(piece: Piece) -> str:
+    """SHA-256 of what a piece reads: of lines, of the rows of a table, of a text.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be opened.
+    """
+    return _READERS[piece.reader].digest(piece)

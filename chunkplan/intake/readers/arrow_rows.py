@@ -1,0 +1,84 @@
+"""Record batches of Arrow -> rows as JSON would have them, and columns of numbers without a row in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
+from chunkplan.intake.readers.parsing import Row
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import Layout
+from chunkplan.planfile.arrow import to_numpy
+
+_INT32 = np.iinfo(np.int32)
+
+
+def rows(batch: pa.RecordBatch) -> list[Row]:
+    """Every row as keys and values. What is null is left out: Arrow has every key in every row, records have not."""
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except UnicodeDecodeError as error:
+        if len(batch) > 1:
+            return [row for index in range(len(batch)) for row in rows(batch.slice(index, 1))]
+        message = f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start} of a text ({error.reason})"
+        return [RecordError(message, reason="not-utf8", hint="write the file again, with text as UTF-8")]
+
+
+def plain_batch(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
+    """The columns of those rows of a batch that are plain; None where the types are not those of numbers.
+
+    For schemas of `COLUMN_ROLES`.
+    """
+    if layout.schema == "length":
+        column = _column(batch, layout.columns["length"])
+        if column is None or not pa.types.is_integer(column.type):
+            return None
+        return plain_lengths(to_numpy(column).astype(np.int64), _valid(column))
+    lists = [_lists(batch, layout.columns.get(role)) for role in ("input_ids", "labels", "attention_mask")]
+    input_ids, labels, attention_mask = lists
+    if input_ids is None or labels is None or attention_mask is None:
+        return None
+    from chunkplan.intake.readers.token_columns import plain_tokens  # loads numba
+
+    return plain_tokens(input_ids, labels, attention_mask)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        first = next((inner for inner in value if inner is not None), None)  # the others are of its type
+        return [_without_nulls(inner) for inner in value] if isinstance(first, (dict, list, bytes)) else value
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _column(batch: pa.RecordBatch, key: str | None) -> pa.Array | None:
+    return batch.column(key) if key in batch.schema.names else None
+
+
+def _valid(array: pa.Array) -> Any:
+    return to_numpy(array.is_valid()) if array.null_count else np.ones(len(array), np.bool_)
+
+
+def _lists(batch: pa.RecordBatch, key: str | None) -> Lists | None:
+    """A column of lists of whole numbers that fit int32; no lists at all where there is no such column."""
+    column = _column(batch, key)
+    if column is None:
+        empty = np.zeros(0, np.int32)
+        return Lists(empty, np.zeros(len(batch) + 1, np.int64), np.zeros(len(batch), np.bool_))
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+        return None
+    values = column.flatten()  # leaves out what may be behind a null
+    if values.null_count:
+        return None
+    present = _valid(column)
+    lengths = np.where(present, np.diff(to_numpy(column.offsets)), 0)
+    numbers = to_numpy(values)
+    if numbers.size and (numbers.min() < _INT32.min or numbers.max() > _INT32.max):
+        return None
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return Lists(numbers.astype(np.int32), offsets, present)

@@ -1,0 +1,91 @@
+"""Rows that are numbers already, as columns: what is plain at once, the rest as `schemas.parse` says, row by row.
+
+What is taken at once is what `schemas.parse` would make the same of; nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray
+from chunkplan.intake.pieces import LengthColumn, TokenColumns
+from chunkplan.intake.readers.parsing import Row, parse_rows
+from chunkplan.intake.records import LengthRecord, TokensRecord
+from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.schemas import Layout
+
+#: Schemas whose records are columns, and the roles of these, the required one first.
+COLUMN_ROLES = {"length": ("length",), "input_ids": ("input_ids", "labels", "attention_mask")}
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+class Lists(NamedTuple):
+    """A list of numbers for each of n rows: `values` one after another, `offsets` [n + 1]; `present` [n] or not."""
+
+    values: Int32Array
+    offsets: Int64Array
+    present: BoolArray
+
+
+class PlainRows(NamedTuple):
+    """Which of n rows were plain, bool [n], and the columns of these."""
+
+    taken: BoolArray
+    columns: LengthColumn | TokenColumns
+
+
+def plain_lengths(values: IntArray, present: BoolArray) -> PlainRows:
+    """Lengths of n rows, of which `present` have one."""
+    taken = present & (values >= 1) & (values <= _LARGEST)
+    return PlainRows(taken, LengthColumn(values[taken].astype(np.int32)))
+
+
+def complete(
+    plain: PlainRows, layout: Layout, rest: Sequence[Row], numbers: Int64Array
+) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected]]:
+    """The columns of all rows: the plain ones, and `rest`, the others, parsed. Numbers are those of all rows [n]."""
+    if not rest:
+        return numbers, plain.columns, []
+    others = np.flatnonzero(~plain.taken)
+    kept, records, rejected = parse_rows(layout, rest, range(len(rest)))
+    rejected = [one._replace(number=int(numbers[others[one.number]])) for one in rejected]
+    is_kept = plain.taken.copy()
+    is_kept[others[kept]] = True
+    rows = np.flatnonzero(is_kept)
+    columns: LengthColumn | TokenColumns
+    if isinstance(plain.columns, LengthColumn):
+        lengths = np.zeros(len(numbers), np.int32)
+        lengths[plain.taken] = plain.columns.num_tokens
+        lengths[others[kept]] = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
+        columns = LengthColumn(lengths[rows])
+    else:
+        by_row = dict(zip(others[kept].tolist(), records, strict=True))
+        columns = _merge(plain.columns, rows.tolist(), by_row)
+    return numbers[rows], columns, rejected
+
+
+def _merge(plain: TokenColumns, rows: list[int], others: dict[int, object]) -> TokenColumns:
+    """`plain`, in order, with the records of some rows between them."""
+    ids, targets, taken = [], [], 0
+    for row in rows:
+        record = others.get(row)
+        if isinstance(record, TokensRecord):
+            ids.append(record.input_ids)
+            targets.append(record.target)
+        else:
+            first, last = plain.offsets[taken], plain.offsets[taken + 1]
+            ids.append(plain.input_ids[first:last])
+            targets.append(plain.target[first:last])
+            taken += 1
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    return TokenColumns(offsets, join(ids, np.dtype(np.int32)), join(targets, np.dtype(np.bool_)))
+
+
+def join(runs: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Runs of numbers one after another; there may be none."""
+    return np.concatenate(runs) if runs else np.empty(0, dtype)

@@ -1,0 +1,134 @@
+"""JSON lines -> objects: the fast way where all is well, line by line with precise reasons where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.fields import json_type
+
+_HINT = "JSONL has one JSON object a line; an array is read from files named .json"
+
+_DECODER = msgspec.json.Decoder()
+
+_TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this record out")
+
+#: How many spaces before a colon are looked at; if there are more, there may be a key before them.
+_FAR = 64
+
+
+def decode_lines(lines: Sequence[bytes]) -> list[dict[str, Any] | RecordError]:
+    """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank."""
+    block = b"\n".join(lines)
+    return _check_keys(lines, block, _decode_block(lines, block) or [_decode_line(line) for line in lines])
+
+
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[dict[str, Any] | RecordError] | None:
+    """The objects on all lines together, or None where one of them is none."""
+    try:
+        records: list[dict[str, Any] | RecordError] = _DECODER.decode_lines(block)
+    except (ValueError, RecursionError):
+        return None
+    # `decode_lines` takes an LF for any other space: a line may hold two values, and a value several lines. A value
+    # that began on an earlier line cannot go on with `{` behind a `}`, so these lines hold one value each at least.
+    are_objects = all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
+    return records if are_objects and len(records) == len(lines) else None
+
+
+def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
+    try:
+        record = _DECODER.decode(line)
+    except RecursionError:
+        return _TOO_DEEP
+    except ValueError as error:
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
+            return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
+        return RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
+    if not isinstance(record, dict):
+        message = f"found {json_type(record)}, expected one JSON object a line"
+        return RecordError(message, reason="not-an-object", hint=_HINT)
+    return record
+
+
+def _check_keys(
+    lines: Sequence[bytes], block: bytes, rows: list[dict[str, Any] | RecordError]
+) -> list[dict[str, Any] | RecordError]:
+    """`rows`, but errors for lines that have a key twice in one object: the decoder keeps the last without a word."""
+    ends = _ends_of_keys(block)
+    records = [row for row in rows if isinstance(row, dict)]
+    if len(records) == len(rows) and len(ends) == _num_keys(records):
+        return rows
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
+    most = np.bincount(np.searchsorted(starts, ends, side="right") - 1, minlength=len(lines)).tolist()
+    return [
+        _find_duplicate(line) or row if isinstance(row, dict) and num_keys != _num_keys([row]) else row
+        for line, row, num_keys in zip(lines, rows, most, strict=True)
+    ]
+
+
+def _find_duplicate(line: bytes) -> RecordError | None:
+    try:
+        json.loads(line.decode(), object_pairs_hook=_distinct, parse_int=len, parse_float=len)
+    except _DuplicateKeyError as error:
+        return RecordError(
+            f"the key {json.dumps(error.key)} is there twice in one object",
+            reason="duplicate-keys",
+            hint="leave one of the two out",
+        )
+    except RecursionError:
+        return _TOO_DEEP
+    return None
+
+
+class _DuplicateKeyError(Exception):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> None:
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _DuplicateKeyError(key)
+        seen.add(key)
+
+
+def _ends_of_keys(text: bytes) -> Int64Array:
+    """Where the colons behind keys are in JSON lines, and maybe more: text in strings may look like keys.
+
+    A key ends with a quote, maybe spaces, and a colon. The quote of `\\":` is one within a string, unless the backslash
+    is itself behind a backslash.
+    """
+    padded = np.frombuffer(b"   " + text, np.uint8)
+    colons = np.flatnonzero(padded == ord(":"))
+    before, second, third = (padded[colons - distance] for distance in (1, 2, 3))
+    are_ends = (before == ord('"')) & ((second != ord("\\")) | (third == ord("\\")))
+    for index in np.flatnonzero((before <= ord(" ")) & (colons > 3)).tolist():
+        at = int(colons[index]) - 3
+        behind = text[max(at - _FAR, 0) : at].rstrip(b" \t\r")
+        are_ends[index] = not behind or behind.endswith(b'"')
+    found: Int64Array = colons[are_ends] - 3
+    return found
+
+
+def _num_keys(records: Sequence[dict[str, Any]]) -> int:
+    """How many keys all objects in `records` have together."""
+    num_keys = 0
+    values: list[Any] = list(records)
+    for value in values:  # grows on the way
+        if type(value) is dict:
+            num_keys += len(value)
+            values.extend(inner for inner in value.values() if type(inner) is dict or type(inner) is list)
+        else:
+            values.extend(inner for inner in value if type(inner) is dict or type(inner) is list)
+    return num_keys

@@ -1,0 +1,85 @@
+"""Sources of JSON, however they come: cut into ranges of lines where that can be, else read once and spooled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+from chunkplan.intake.files import is_url
+from chunkplan.intake.pieces import Piece
+from chunkplan.intake.readers import lines
+from chunkplan.intake.readers.json_array import elements
+from chunkplan.intake.readers.stream import chunks, spool, unreadable
+from chunkplan.intake.sources import SourceFile
+
+_BOM = b"\xef\xbb\xbf"
+_SPACES = b" \t\r\n"
+
+#: How far it is read to see what a file holds.
+_START_BYTES = 1 << 20
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The pieces of a source of kind jsonl or json; what is spooled goes into `folder`.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    data = chunks(file.path, file.compression)
+    start, is_array = b"", False
+    if file.kind == "json":
+        start = _start(data)
+        text = start.removeprefix(_BOM).lstrip(_SPACES)
+        is_array = text.startswith(b"[")
+        if is_array:
+            data, start = elements(chain([text], data), file.path), b""
+        else:
+            _check_lines(text, file.path)
+    elif not is_spooled(file):
+        start = next(data)  # refuses what is no data at all
+    if is_array or is_spooled(file):
+        yield from spool(chain([start], data), source, folder)
+    else:
+        assert file.num_bytes is not None
+        yield from lines.cut(file.path, source, file.num_bytes)
+
+
+def is_spooled(file: SourceFile) -> bool:
+    """Whether lines of a file cannot be cut by seeking."""
+    return file.compression is not None or file.num_bytes is None or is_url(file.path)
+
+
+def _start(data: Iterator[bytes]) -> bytes:
+    """The begin of a file: so much that it says whether it is an array, and if not has a line, unless that is long."""
+    start = b""
+    for block in data:
+        start += block
+        text = start.removeprefix(_BOM).lstrip(_SPACES)
+        if text.startswith(b"[") or text.count(b"\n") > 1 or len(start) > _START_BYTES:
+            break
+    return start
+
+
+def _check_lines(text: bytes, path: str) -> None:
+    """Refuse one object that is written over several lines.
+
+    Raises:
+        RecordError: unreadable.
+    """
+    first, _, rest = text.partition(b"\n")
+    rest = rest.lstrip(_SPACES)
+    if not rest or rest.startswith(b"{"):
+        return
+    try:
+        msgspec.json.decode(first)
+    except (ValueError, RecursionError) as error:
+        if "truncated" in str(error):
+            raise unreadable(
+                "one object over several lines, expected an array of records, or one object a line",
+                path,
+                hint="write the records as JSONL, or as an array",
+            ) from error

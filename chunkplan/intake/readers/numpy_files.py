@@ -1,0 +1,94 @@
+"""Lengths in a .npy file: one row of whole numbers, each of which is a record."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chunkplan.intake.files import is_url, open_file, reading
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers import sizes
+from chunkplan.intake.readers.columns import complete, plain_lengths
+from chunkplan.intake.readers.parsing import Row, sampled
+from chunkplan.intake.readers.stream import check_head, fetch, unreadable
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.sources import SourceFile
+
+_HEAD_BYTES = 64
+
+#: What a record of such a file is called.
+KEY = "length"
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The pieces of a file, which is copied into `folder` if it is behind a URL.
+
+    Raises:
+        RecordError: unreadable: not an array of whole numbers in one row, torn, or empty.
+        UsageError: the file cannot be read.
+    """
+    is_copy = is_spooled(file)
+    path = fetch(file.path, folder / f"source-{source:05}.npy") if is_copy else file.path
+    values = _open(path, file.path)
+    rows = len(values) if is_copy else max(1, sizes.PIECE_BYTES // values.itemsize)
+    for index, start in enumerate(range(0, len(values), rows)):
+        stop = min(start + rows, len(values))
+        num_bytes = (stop - start) * values.itemsize
+        yield Piece(source, index, path, "npy", start, stop, start, is_temporary=is_copy, num_bytes=num_bytes)
+
+
+def is_spooled(file: SourceFile) -> bool:
+    """Whether a file is copied before it is read."""
+    return is_url(file.path)
+
+
+def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """The lengths of a piece in batches.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    values = _open(piece.path, piece.path)
+    for start in range(piece.start, piece.stop, sizes.COLUMN_RECORDS):
+        some = np.array(values[start : min(start + sizes.COLUMN_RECORDS, piece.stop)])
+        chosen = np.flatnonzero(sampled(start + np.arange(len(some)), sample))
+        plain = plain_lengths(some[chosen], np.ones(len(chosen), np.bool_))
+        rest: list[Row] = [{KEY: value} for value in some[chosen[~plain.taken]].tolist()]
+        numbers, lengths, rejected = complete(plain, layout, rest, start - piece.start + chosen)
+        yield Batch(numbers, lengths, len(some), len(some), some.nbytes, rejected)
+
+
+def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+    """The first `count` lengths."""
+    values = _open(piece.path, piece.path)[piece.start : min(piece.start + count, piece.stop)]
+    return [{KEY: value} for value in values.tolist()]
+
+
+def digest(piece: Piece) -> str:
+    """SHA-256 of the type and the numbers."""
+    values = _open(piece.path, piece.path)[piece.start : piece.stop]
+    return hashlib.sha256(values.dtype.str.encode() + values.tobytes()).hexdigest()
+
+
+def _open(path: str, shown: str) -> npt.NDArray[Any]:
+    """The numbers, mapped into memory; errors name the file as `shown`."""
+    with reading(path):
+        with open_file(path) as file:
+            check_head(file.read(_HEAD_BYTES), shown)
+        try:
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            hint = "save whole numbers with numpy.save"
+            raise unreadable(f"not a file of numpy, or it is torn: {error}", shown, hint=hint) from error
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
+        what = f"{values.dtype} of shape {values.shape}" if isinstance(values, np.ndarray) else "several arrays"
+        raise unreadable(
+            f"{what}, expected lengths: whole numbers in one row", shown, hint="save one length for every record"
+        )
+    return values

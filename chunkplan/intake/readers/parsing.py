@@ -1,0 +1,61 @@
+"""What is the same for every reader: decoded rows -> records and rejections, and which rows a sample takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int64Array, split_mix
+from chunkplan.intake.records import Record
+from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.schemas import Layout, parse
+
+#: What a reader makes of a row: its keys and values as JSON has them, or what is wrong with it.
+Row = dict[str, Any] | RecordError
+
+
+def parse_rows(
+    layout: Layout, rows: Sequence[Row], numbers: Sequence[int]
+) -> tuple[list[int], list[Record], list[Rejected]]:
+    """The numbers of the rows that became records, these records, and the rows that did not; each in order."""
+    kept: list[int] = []
+    records: list[Record] = []
+    rejected: list[Rejected] = []
+    for number, row in zip(numbers, rows, strict=True):
+        if isinstance(row, RecordError):
+            rejected.append(rejection(number, row))
+            continue
+        try:
+            records.append(parse(layout, row))
+            kept.append(number)
+        except RecordError as error:
+            rejected.append(rejection(number, error))
+    return kept, records, rejected
+
+
+def rejection(number: int, error: RecordError) -> Rejected:
+    """What is noted of a row that is wrong."""
+    return Rejected(number, error.reason, error.message, error.hint)
+
+
+def sampled(positions: Int64Array, rate: float | None) -> BoolArray:
+    """Which positions within a source a sample of `rate` takes, bool [n]; all without a rate.
+
+    Which these are does not depend on how the source is cut, and those of a rate are among those of a higher one.
+    """
+    if rate is None or rate >= 1:
+        return np.ones(len(positions), np.bool_)
+    return split_mix(positions) < np.uint64(math.ceil(Fraction(str(rate)) * 2**64))
+
+
+def too_large(num_bytes: int, limit: int) -> RecordError:
+    """The error of a record of `num_bytes` where at most `limit` are read."""
+    return RecordError(
+        f"{num_bytes:,} bytes, more than the {limit:,} that are read of one record",
+        reason="too-large",
+        hint="split the record, or leave it out",
+    )

@@ -1,0 +1,161 @@
+"""Tables: pieces are row groups of Parquet, or record batches of Arrow; every row is one record or rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.intake.files import is_url
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.readers import sizes
+from chunkplan.intake.readers.arrow_rows import plain_batch, rows
+from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
+from chunkplan.intake.readers.parsing import parse_rows, rejection, sampled, too_large
+from chunkplan.intake.readers.stream import fetch, unreadable
+from chunkplan.intake.readers.table_files import TableFile, open_table
+from chunkplan.intake.records import Record
+from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.sources import SourceFile
+from chunkplan.planfile.arrow import to_arrow
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The pieces of a table: whole parts up to about `PIECE_BYTES`, or one larger part.
+
+    Arrow behind a URL cannot be cut: it is copied into `folder`, as one piece.
+
+    Raises:
+        RecordError: unreadable: not a table, torn, or without rows; after the pieces before the damage.
+        UsageError: the file cannot be read.
+    """
+    is_copy = is_spooled(file)
+    path = fetch(file.path, folder / f"source-{source:05}.{file.kind}") if is_copy else file.path
+    piece = Piece(source, 0, path, file.kind, 0, 0, origin=0, is_temporary=is_copy)
+    num_rows = 0
+    damage: RecordError | None = None
+    try:
+        with open_table(path, file.kind) as table:
+            for part in table.parts():
+                if num_rows and piece.num_bytes + part.num_bytes > sizes.PIECE_BYTES and not is_copy:
+                    yield piece
+                    index, origin = piece.index + 1, piece.origin + num_rows
+                    piece = replace(piece, index=index, start=piece.stop, origin=origin, num_bytes=0)
+                    num_rows = 0
+                piece = replace(piece, stop=piece.stop + 1, num_bytes=piece.num_bytes + part.num_bytes)
+                num_rows += part.num_rows
+    except RecordError as error:
+        error.where = file.path
+        damage = error
+    if num_rows:
+        yield piece
+    if damage is not None:
+        raise damage
+    if not num_rows and not piece.index:
+        raise unreadable("a table without rows", file.path, hint="leave it out, or write it again")
+
+
+def is_spooled(file: SourceFile) -> bool:
+    """Whether a file is copied before it is read."""
+    return file.kind == "arrow" and is_url(file.path)
+
+
+def length_column(file: SourceFile) -> str | None:
+    """The name of the only column of a table, if that has whole numbers.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    with open_table(file.path, file.kind) as table:
+        only = table.schema.field(0) if len(table.schema) == 1 else None
+    return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
+
+
+def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """The records of a piece in batches; where the file is damaged on the way, the rest is one that is rejected.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    max_rows = sizes.COLUMN_RECORDS if layout.schema in COLUMN_ROLES else sizes.BATCH_RECORDS
+    row, num_bytes, total = 0, 0, 0
+    try:
+        with open_table(piece.path, piece.reader) as table:
+            total = sum(part.num_rows for part in islice(table.parts(), piece.start, piece.stop))
+            for batch in table.batches(piece.start, piece.stop, _wanted(table, layout), max_rows):
+                is_chosen = sampled(piece.origin + row + np.arange(batch.num_rows), sample)
+                numbers, records, rejected = _read(batch, is_chosen, row, layout, max_record_bytes)
+                row += batch.num_rows
+                before, num_bytes = num_bytes, piece.num_bytes * row // total
+                yield Batch(numbers, records, batch.num_rows, batch.num_rows, num_bytes - before, rejected)
+    except RecordError as error:
+        rest = [rejection(-1, error)]
+        yield Batch(np.empty(0, np.int64), [], 1, max(total - row, 0), piece.num_bytes - num_bytes, rest)
+
+
+def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+    """The first `count` rows that can be read, with all their columns.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    with open_table(piece.path, piece.reader) as table:
+        for batch in table.batches(piece.start, piece.stop, table.schema.names, count):
+            found += [row for row in rows(batch) if isinstance(row, dict)]
+            if len(found) >= count:
+                break
+    return found[:count]
+
+
+def digest(piece: Piece) -> str:
+    """SHA-256 of what is read: of Parquet the raw bytes, of Arrow the data.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    with open_table(piece.path, piece.reader) as table:
+        return table.digest(piece.start, piece.stop)
+
+
+def _wanted(table: TableFile, layout: Layout) -> list[str]:
+    """The columns that the layout names; all if there are none of these, for errors to say what there is."""
+    names = set(table.schema.names)
+    return [key for key in dict.fromkeys(layout.columns.values()) if key in names] or list(table.schema.names)
+
+
+def _read(
+    batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: Layout, max_record_bytes: int
+) -> tuple[Int64Array, list[Record] | LengthColumn | TokenColumns, list[Rejected]]:
+    """The records of the chosen rows of a batch whose first is `row` of the piece."""
+    rejected: list[Rejected] = []
+    if batch.nbytes > max_record_bytes:
+        for index in np.flatnonzero(is_chosen).tolist():
+            num_bytes = batch.slice(index, 1).nbytes
+            if num_bytes > max_record_bytes:
+                is_chosen[index] = False
+                rejected.append(rejection(row + index, too_large(num_bytes, max_record_bytes)))
+    numbers = row + np.flatnonzero(is_chosen)
+    batch = _take(batch, is_chosen)
+    plain = plain_batch(batch, layout) if layout.schema in COLUMN_ROLES else None
+    records: list[Record] | LengthColumn | TokenColumns
+    if plain is None:
+        kept, records, wrong = parse_rows(layout, rows(batch), numbers.tolist())
+        numbers = np.array(kept, np.int64)
+    else:
+        numbers, records, wrong = complete(plain, layout, rows(_take(batch, ~plain.taken)), numbers)
+    return numbers, records, sorted(rejected + wrong)
+
+
+def _take(batch: pa.RecordBatch, is_taken: BoolArray) -> pa.RecordBatch:
+    return batch if is_taken.all() else batch.take(to_arrow(np.flatnonzero(is_taken)))

@@ -1,0 +1,176 @@
+"""Files of tables, Parquet and Arrow: their parts (row groups, record batches), read in batches of bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from chunkplan.intake.files import is_url, open_file, reading
+from chunkplan.intake.readers import sizes
+from chunkplan.intake.readers.stream import check_head, unreadable
+
+#: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
+_ARROW_FILE = b"ARROW1"
+
+_HEAD_BYTES = 64
+
+
+class Part(NamedTuple):
+    """A row group or a record batch."""
+
+    num_rows: int
+    num_bytes: int
+
+
+class TableFile(Protocol):
+    """A file that is open."""
+
+    schema: pa.Schema
+
+    def parts(self) -> Iterator[Part]:
+        """The parts in order; of a file that is cut short those before, then the error."""
+
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        """Some columns of the rows of parts [start, stop), in order, in batches of about `BLOCK_BYTES`."""
+
+    def digest(self, start: int, stop: int) -> str:
+        """SHA-256 of parts [start, stop)."""
+
+
+@contextmanager
+def open_table(path: str, kind: str) -> Iterator[TableFile]:
+    """A Parquet or Arrow file, which may be read as long as the context is.
+
+    Raises:
+        RecordError: unreadable: empty, a pointer of Git LFS, torn, or not a file of its kind; also while it is read.
+        UsageError: the file cannot be read.
+    """
+    with reading(path), open_file(path) as file:
+        head = file.read(_HEAD_BYTES)
+        check_head(head, path)
+        file.seek(0)
+        try:
+            table = _Parquet(file) if kind == "parquet" else _Arrow(path, file, head)
+            names = table.schema.names
+            if len(set(names)) < len(names):
+                raise unreadable("several columns of the same name", path, hint="write it again with other names")
+            yield table
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            message = str(error).splitlines()[0].rstrip(".")
+            raise unreadable(
+                f"not a {kind} file, or it is torn: {message}", path, hint="fetch or write the file again"
+            ) from error
+
+
+class _Parquet:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        # Of a row group of any size only a few pages are in memory.
+        self._table = pq.ParquetFile(file, buffer_size=sizes.BLOCK_BYTES, pre_buffer=False)
+        self.schema = self._table.schema_arrow
+
+    def parts(self) -> Iterator[Part]:
+        for group in self._groups(0, self._table.metadata.num_row_groups):
+            yield Part(group.num_rows, group.total_byte_size)
+
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        for index, group in enumerate(self._groups(start, stop), start):
+            num_bytes = sum(
+                chunk.total_uncompressed_size
+                for chunk in _chunks(group)
+                if chunk.path_in_schema.split(".")[0] in columns
+            )
+            yield from self._table.iter_batches(
+                _rows_in(num_bytes, group.num_rows, max_rows), row_groups=[index], columns=columns, use_threads=False
+            )
+
+    def digest(self, start: int, stop: int) -> str:
+        """Of the schema and the raw bytes."""
+        hasher = hashlib.sha256(self.schema.serialize())
+        for group in self._groups(start, stop):
+            ranges = [
+                (min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))), chunk.total_compressed_size)
+                for chunk in _chunks(group)
+            ]
+            at, end = min(first for first, _ in ranges), max(first + size for first, size in ranges)
+            hasher.update(f"{group.num_rows} {end - at} ".encode())
+            self._file.seek(at)
+            while at < end and (data := self._file.read(min(sizes.BLOCK_BYTES, end - at))):
+                hasher.update(data)
+                at += len(data)
+        return hasher.hexdigest()
+
+    def _groups(self, start: int, stop: int) -> Iterator[Any]:
+        return (self._table.metadata.row_group(index) for index in range(start, stop))
+
+
+class _Arrow:
+    def __init__(self, path: str, file: Any, head: bytes) -> None:
+        # What is mapped is not copied; only what is looked at comes into memory.
+        self._source = pa.PythonFile(file, mode="r") if is_url(path) else pa.memory_map(path)
+        self._is_file = head.startswith(_ARROW_FILE)
+        self._open = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
+        self.schema = self._open(self._source).schema
+
+    def parts(self) -> Iterator[Part]:
+        for batch in self._read(0, sys.maxsize):
+            yield Part(batch.num_rows, batch.nbytes)
+
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+        for batch in self._read(start, stop):
+            chosen = batch.select(columns)
+            num_rows = _rows_in(chosen.nbytes, batch.num_rows, max_rows)
+            for first in range(0, batch.num_rows, num_rows):
+                yield chosen.slice(first, num_rows)
+
+    def digest(self, start: int, stop: int) -> str:
+        """Of the schema and the batches as Arrow writes them, with whatever their padding holds."""
+        sink = _Hash()
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema) as writer:
+            for batch in self._read(start, stop):
+                writer.write_batch(batch)
+        return sink.hasher.hexdigest()
+
+    def _read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Batches [start, stop), checked as far as that takes no looking at the data."""
+        self._source.seek(0)
+        table = self._open(self._source)
+        found: Iterator[pa.RecordBatch]
+        if self._is_file:
+            found = (table.get_batch(index) for index in range(start, min(stop, table.num_record_batches)))
+        else:
+            found = islice(table, start, stop)
+        for batch in found:
+            batch.validate()
+            yield batch
+
+
+class _Hash:
+    """A file of which only the hash is kept."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hasher = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.hasher.update(data)
+        return len(data)
+
+
+def _chunks(group: Any) -> Iterator[Any]:
+    return (group.column(index) for index in range(group.num_columns))
+
+
+def _rows_in(num_bytes: int, num_rows: int, max_rows: int) -> int:
+    """How many rows are read together of `num_rows` with `num_bytes`."""
+    return max(1, min(max_rows, sizes.BLOCK_BYTES * num_rows // max(num_bytes, 1)))

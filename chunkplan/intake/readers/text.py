@@ -1,0 +1,78 @@
+"""Plain text files: one is one record."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers.parsing import parse_rows, sampled, too_large
+from chunkplan.intake.readers.stream import chunks
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.sources import SourceFile, describe
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The file as one piece."""
+    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=file.num_bytes or 0)
+
+
+def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """The one record; of a file that cannot be read it is rejected.
+
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+    row: list[dict[str, Any] | RecordError] = []
+    if sampled(np.zeros(1, np.int64), sample)[0]:
+        row.append(_record(piece, max_record_bytes))
+    kept, records, rejected = parse_rows(layout, row, range(len(row)))
+    yield Batch(np.array(kept, np.int64), records, 1, 1, piece.num_bytes, rejected)
+
+
+def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+    """What all text files are, whatever is in this one."""
+    return [{"text": piece.path}]
+
+
+def digest(piece: Piece) -> str:
+    """SHA-256 of the content; of a file that cannot be read, of so much as can be."""
+    hasher = hashlib.sha256()
+    try:
+        for data in _content(piece):
+            hasher.update(data)
+    except RecordError as error:
+        hasher.update(error.message.encode())
+    return hasher.hexdigest()
+
+
+def _content(piece: Piece) -> Iterator[bytes]:
+    described = describe(piece.path)
+    assert described is not None
+    return chunks(piece.path, described[1])
+
+
+def _record(piece: Piece, max_record_bytes: int) -> dict[str, Any] | RecordError:
+    held: list[bytes] = []
+    num_bytes = 0
+    try:
+        for data in _content(piece):
+            num_bytes += len(data)
+            held = [*held, data] if num_bytes <= max_record_bytes else []
+    except RecordError as error:
+        return error
+    if num_bytes > max_record_bytes:
+        return too_large(num_bytes, max_record_bytes)
+    content = b"".join(held).removeprefix(_BOM)
+    try:
+        return {"text": content.decode()}
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} ({error.reason})"
+        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")

@@ -1,0 +1,193 @@
+"""A run over sources: cuts them into tasks, has these done, and keeps what became of every piece.
+
+Nothing depends on the order in which tasks end: the results are those of their sources, and of several records that
+stop a run the first in the order of the input is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.intake.options import IntakeOptions
+from chunkplan.intake.pieces import Piece
+from chunkplan.intake.process import Job, find, piece_key
+from chunkplan.intake.readers import cut, default_columns, first_records, is_stream
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import PieceResult
+from chunkplan.intake.run_local import Failed, Report, Task
+from chunkplan.intake.schemas import Layout, detect
+from chunkplan.intake.source import Source
+from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.store import Store, describe, now_ns
+
+#: Does tasks and yields what became of them, in any order; after one that failed it begins no other.
+Runner = Callable[[Iterator[Task], Job, Report], Iterator[tuple[Task, PieceResult | Failed]]]
+
+#: The place of what failed in the order of the input: source, and piece in it.
+_Place = tuple[int, int]
+
+
+class Run:
+    """The sources of a run, and after `run` what became of them. `shard` (I, N) does the I-th of N shares, from 1."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        job: Job,
+        store: Store,
+        spool: Path,
+        *,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        self.sources = [Source(file) for file in files]
+        self._job = job
+        self._spool = spool
+        self._shard = shard
+        self._store = store
+        self._failures: dict[_Place, ChunkplanError] = {}
+        self._open: dict[int, _Opened] = {}
+        self._dealt = 0  # what was given to one shard or another
+        self._cached = [0, 0]  # bytes and tokens that nobody had to read
+
+    def run(self, runner: Runner, report: Report) -> None:
+        """Have everything done.
+
+        Raises:
+            RecordError: a record, or a file, cannot be read and the run is not to go on without it.
+            DataError: a source has no schema that is known, or changed while it was read.
+            UsageError: a source cannot be opened, records need a chat template, or the disk is full.
+        """
+
+        latest = (0, 0)
+
+        def add(num_bytes: int, num_tokens: int) -> None:
+            nonlocal latest
+            latest = num_bytes, num_tokens
+            report(num_bytes + self._cached[0], num_tokens + self._cached[1])
+
+        for task, outcome in runner(self._tasks(), self._job, add):
+            source = self.sources[task.piece.source]
+            if isinstance(outcome, Failed):
+                self._failures[task.piece.source, task.piece.index] = outcome.error
+                continue
+            source.results[task.piece.index] = outcome
+            self._close(task.piece.source)
+        add(*latest)  # with what was found at the end
+        if self._failures:
+            place = min(self._failures)
+            raise self._placed(self._failures[place], *place)
+
+    def _tasks(self) -> Iterator[Task]:
+        """The tasks of all sources in order; one that cannot be cut ends them."""
+        for index, source in enumerate(self.sources):
+            try:
+                yield from self._tasks_of(index, source)
+            except RecordError as error:
+                if self._job.options.on_error == "stop":
+                    self._failures[index, source.num_cut] = error
+                    return
+                source.broken = error
+                source.num_pieces = source.num_cut
+            except ChunkplanError as error:
+                self._failures[index, source.num_cut] = error
+                return
+
+    def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
+        file, options = source.file, self._job.options
+        if is_stream(file) and not self._is_mine():
+            return
+        opened = _open(file, options)
+        if opened and self._recall(source, opened):
+            return
+        for piece in cut(file, index, self._spool):
+            if source.layout is None:
+                source.layout = self._layout(source, piece)
+            source.num_cut += 1
+            if is_stream(file) or self._is_mine():
+                yield Task(piece, source.layout)
+            if opened:
+                opened.origins.append(piece.origin)
+        source.num_pieces = source.num_cut
+        if opened and self._shard is None:
+            self._open[index] = opened
+            self._close(index)
+
+    def _recall(self, source: Source, opened: _Opened) -> bool:
+        """Whether a file has not changed since all that is asked of it was done."""
+        known = self._store.recall(opened.path)
+        if known is None or self._shard is not None or opened.wanted not in known["layouts"]:
+            return False
+        layout = Layout(**known["layouts"][opened.wanted])
+        found = [find(self._job, self._store, piece_key(self._job, layout, *piece)) for piece in known["pieces"]]
+        results = {index: result for index, result in enumerate(found) if result is not None}
+        if len(results) < len(found):
+            return False
+        source.layout, source.results, source.num_pieces = layout, results, len(results)
+        self._cached[0] += source.file.num_bytes or 0
+        self._cached[1] += sum(result.num_tokens for result in found if result is not None)
+        return True
+
+    def _close(self, index: int) -> None:
+        """Once all of a file has been processed, note that it has."""
+        source = self.sources[index]
+        if index not in self._open or not source.is_complete:
+            return
+        opened = self._open.pop(index)
+        if describe(opened.path) != opened.stat:
+            self._failures[index, 0] = DataError(
+                "changed while it was read", where=source.name, hint="run the command again when it is finished"
+            )
+            return
+        assert source.layout is not None
+        layouts = (self._store.recall(opened.path) or {"layouts": {}})["layouts"]
+        pieces = [[piece.digest, origin] for piece, origin in zip(source.pieces, opened.origins, strict=True)]
+        known = {"layouts": layouts | {opened.wanted: asdict(source.layout)}, "pieces": pieces}
+        self._store.remember(opened.path, opened.stat, opened.looked, known)
+
+    def _placed(self, error: ChunkplanError, source: int, piece: int) -> ChunkplanError:
+        """`error` with the place of the record and what else the user may do."""
+        if isinstance(error, RecordError):
+            where = error.where or self.sources[source].place(piece, error.number)
+            hint = f"{error.hint}; --on-error skip counts such records and goes on"
+            return RecordError(error.message, reason=error.reason, hint=hint, where=where)
+        return error
+
+    def _layout(self, source: Source, piece: Piece) -> Layout:
+        options = self._job.options
+        records = first_records(piece)
+        if not records:  # nothing to be found out, and nothing that a schema could be wrong for
+            return Layout("text", {"text": "text"}, "no record")
+        try:
+            columns = dict(options.columns) or default_columns(source.file)
+            return detect(records, schema=options.schema, columns=columns)
+        except DataError as error:
+            raise DataError(error.message, where=source.name, hint=error.hint) from error
+
+    def _is_mine(self) -> bool:
+        """Whether the next thing that is dealt out is for this shard."""
+        self._dealt += 1
+        return self._shard is None or (self._dealt - 1) % self._shard[1] == self._shard[0] - 1
+
+
+@dataclass
+class _Opened:
+    """A file of this machine as it was before it was read; `wanted` is what was asked of its records."""
+
+    path: Path
+    stat: list[int]
+    looked: int
+    wanted: str
+    origins: list[int]
+
+
+def _open(file: SourceFile, options: IntakeOptions) -> _Opened | None:
+    path = Path(file.path)
+    if file.num_bytes is None or not path.is_file():
+        return None
+    looked = now_ns()
+    wanted = json.dumps([options.schema, sorted(options.columns.items())])
+    return _Opened(path, describe(path), looked, wanted, [])

@@ -1,0 +1,164 @@
+"""Finds out how a source's records are laid out, from the first of them and what the user says about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.fields import quoted
+from chunkplan.intake.schemas.layout import Layout, Schema
+from chunkplan.intake.schemas.refused import refuse
+from chunkplan.intake.schemas.registry import SCHEMAS
+
+_HINT = "say which with --format NAME, or name the keys with --column ROLE=KEY"
+
+
+def detect(
+    records: Sequence[dict[str, Any]], *, schema: str | None = None, columns: Mapping[str, str] | None = None
+) -> Layout:
+    """The layout of a source that begins with `records`.
+
+    It is the schema that all records fit best; single ones that fit none are left to be rejected. Roles that `columns`
+    names leave only the schemas that have them.
+
+    Args:
+        records: the first that can be read.
+        schema: the name of the schema, where the user says it.
+        columns: role -> key, where the user says it.
+
+    Raises:
+        UsageError: there is no such schema or role.
+        DataError: no schema fits, records want different ones, or no record has a key that the user named.
+    """
+    columns = columns or {}
+    candidates = _candidates(schema, columns)
+    readable = _readable(records)
+    for role, key in columns.items():
+        if readable and not any(key in record for record in readable):
+            raise DataError(
+                f"no record has the key `{key}` of --column {role}={key}; found: {_found(readable)}",
+                hint="name a key that the records have",
+            )
+    resolved = {name: _resolve(SCHEMAS[name], columns, readable) for name in candidates}
+    is_chosen = schema is not None or bool(columns)
+    wanted = Counter(
+        next((name for name in candidates if _fits(name, resolved[name], record, is_chosen=is_chosen)), None)
+        for record in readable
+    )
+    num_unfit = wanted.pop(None, 0)
+    if schema is not None and (wanted or not readable):
+        return Layout(schema, resolved[schema], f"--format {schema}{_evidence(schema, resolved[schema], readable)}")
+    names = [name for name in wanted if name is not None]
+    if len(names) == 1 and wanted[names[0]] >= num_unfit:
+        name = names[0]
+        return Layout(name, resolved[name], _evidence(name, resolved[name], readable).removeprefix(": "))
+    if len(names) > 1:
+        several = ", ".join(f"{wanted[name]} {name}" for name in names)
+        raise DataError(
+            f"the records are of different schemas: {several}; found: {_found(readable)}",
+            hint=f"put them into different files, or {_HINT}",
+        )
+    if not readable:
+        raise DataError("no record can be read", hint="give files with at least one record")
+    expected = f"--format {schema} expects" if schema else "known are"
+    raise DataError(
+        f"no schema fits the keys of the records: {_found(readable)}; {expected}: {_known(candidates)}", hint=_HINT
+    )
+
+
+def _candidates(schema: str | None, columns: Mapping[str, str]) -> list[str]:
+    """The schemas that what the user says leaves."""
+    if schema is not None and schema not in SCHEMAS:
+        raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
+    names = [schema] if schema is not None else list(SCHEMAS)
+    for role in columns:
+        if not any(role in SCHEMAS[name].roles for name in names):
+            roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
+            raise UsageError(
+                f"--column {role}=...: {schema or 'no schema'} has {'no such' if schema else 'such a'} role",
+                hint=f"roles are {', '.join(roles)}",
+            )
+    fitting = [name for name in names if columns.keys() <= SCHEMAS[name].roles.keys()]
+    if not fitting:
+        roles_of = "; ".join(f"{name}: {', '.join(SCHEMAS[name].roles)}" for name in names)
+        raise UsageError(f"no schema has all of the roles {', '.join(columns)}", hint=f"roles are: {roles_of}")
+    return fitting
+
+
+def _readable(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are not refused; if all are, the first error."""
+    readable, refused = [], None
+    for record in records:
+        try:
+            refuse(record)
+        except RecordError as error:
+            refused = refused or error
+        else:
+            readable.append(record)
+    if refused is not None and not readable:
+        raise refused
+    return readable
+
+
+def _resolve(schema: Schema, columns: Mapping[str, str], records: list[dict[str, Any]]) -> dict[str, str]:
+    """Role -> key: as the user says, else of its usual keys the one that most records have."""
+    found = Counter(key for record in records for key, value in record.items() if value is not None)
+    return {
+        role: columns.get(role) or max(keys, key=lambda key: found[key])  # the first of equals
+        for role, keys in schema.roles.items()
+    }
+
+
+def _fits(name: str, columns: dict[str, str], record: dict[str, Any], *, is_chosen: bool) -> bool:
+    """Whether `record` has what a schema requires; for a length, that nothing beside it looks like text or tokens."""
+    if any(record.get(columns[role]) is None for role in SCHEMAS[name].required):
+        return False
+    if name != "length" or is_chosen:
+        return True
+    return not any(
+        isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
+        for value in record.values()
+    )
+
+
+def _evidence(name: str, columns: dict[str, str], records: list[dict[str, Any]]) -> str:
+    """ ": `prompt` and `body` (completion) in 3 of the first 4 records", and what else there is; "" of no records."""
+    if not records:
+        return ""
+    required, optional = SCHEMAS[name].required, SCHEMAS[name].optional
+    number = sum(_fits(name, columns, record, is_chosen=True) for record in records)
+    where = "the first record" if len(records) == 1 else f"{number} of the first {len(records)} records"
+    keys = [f"`{columns[role]}`{'' if columns[role] in usual else f' ({role})'}" for role, usual in required.items()]
+    text = f": {' and '.join(keys)} in {where}"
+    others = [columns[role] for role in optional if any(record.get(columns[role]) for record in records)]
+    if others:
+        text += f", some with {quoted(others)}"
+    speakers = _speakers([record.get(columns[role]) for record in records for role in required])
+    return text + (f"; roles {', '.join(speakers)}" if speakers else "")
+
+
+def _speakers(values: list[Any]) -> list[str]:
+    """Who speaks in the lists of messages among `values`."""
+    messages = [message for value in values if isinstance(value, list) for message in value[:100]]
+    return list(
+        dict.fromkeys(
+            str(message.get("role") or message.get("from"))
+            for message in messages
+            if isinstance(message, dict) and (message.get("role") or message.get("from"))
+        )
+    )
+
+
+def _found(records: list[dict[str, Any]]) -> str:
+    counts = Counter(key for record in records for key in record)
+    return ", ".join(f"`{key}` in {count} of {len(records)}" for key, count in counts.items()) or "no keys"
+
+
+def _known(names: list[str]) -> str:
+    return "; ".join(
+        f"{name} ({' and '.join(' or '.join(f'`{key}`' for key in keys) for keys in SCHEMAS[name].required.values())})"
+        for name in names
+    )

@@ -1,0 +1,32 @@
+"""`instruction`, perhaps an `input`, and `output` or `response`: the layout of Alpaca."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan.intake.records import Exchange
+from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text, unsupported
+from chunkplan.intake.schemas.layout import Schema
+
+
+def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
+    """Raises RecordError where one of the texts is not a string, all are blank, or there is a `history`."""
+    if record.get(columns["history"]):
+        unsupported(
+            f"`{columns['history']}` has earlier exchanges, which are not planned in this layout",
+            hint="write the whole conversation as `messages`",
+        )
+    prompt, output = field(record, columns["instruction"], str), field(record, columns["output"], str)
+    addition = optional_text(record, columns["input"])
+    if addition is not None:
+        prompt = f"{prompt}\n{addition}" if prompt else addition
+    if is_blank(prompt) and is_blank(output):
+        empty(f"`{columns['instruction']}` and `{columns['output']}` are blank")
+    return Exchange(optional_text(record, columns["system"]), prompt, output)
+
+
+SCHEMA = Schema(
+    {"instruction": ("instruction",), "output": ("output", "response")},
+    parse,
+    {"input": ("input",), "system": ("system",), "history": ("history",)},
+)

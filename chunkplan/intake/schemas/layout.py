@@ -1,0 +1,39 @@
+"""What a schema is, and how one is laid out in a source's own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chunkplan.intake.records import Record
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a source's records are laid out: a schema, and for each of its roles the key that has it.
+
+    `evidence` is a line for people that says why.
+    """
+
+    schema: str
+    columns: dict[str, str]
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a record is made of.
+
+    `required` and `optional` are roles, each with the keys that usually have it, the first being the role's own name;
+    `parse(record, columns)` gives a record's neutral form or raises RecordError.
+    """
+
+    required: Mapping[str, tuple[str, ...]]
+    parse: Callable[[dict[str, Any], dict[str, str]], Record]
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """All roles."""
+        return {**self.required, **self.optional}

@@ -1,0 +1,132 @@
+"""Lists of messages, in both layouts that there are: `role` and `content`, and ShareGPT's `from` and `value`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, typed, unsupported, wrong
+from chunkplan.intake.schemas.loss import LOSS_KEYS, stated_loss
+
+#: Who speaks, as ShareGPT names them -> as chat templates do.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+#: Speakers that are programs: what they say may be written as a JSON value instead of a string.
+_PROGRAMS = ("function_call", "observation", "tool")
+
+_OWN_KEYS = LOSS_KEYS | {"role", "content"}
+
+
+def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
+    """The messages of a list found at `path`. `is_sharegpt` says what is expected of one that has neither layout.
+
+    A ShareGPT call of a function stays text that the assistant writes, as the data has it. `tool_calls` are handed on
+    to chat templates as they are, arguments that are a JSON string included: that is what transformers does.
+
+    Raises:
+        RecordError: a message is in neither layout, or is more than text.
+    """
+    messages = []
+    for index, value in enumerate(values):
+        if type(value) is dict:
+            content, role = value.get("content"), value.get("role")
+            if type(content) is str and len(value) == 2 and type(role) is str:
+                messages.append(Message(role, content))  # what most messages are
+                continue
+            said, speaker = value.get("value"), value.get("from")
+            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _SPEAKERS:
+                messages.append(Message(_SPEAKERS[speaker], said))
+                continue
+        value = typed(value, dict, f"{path}[{index}]")
+        if "role" in value or not ("from" in value or is_sharegpt):
+            messages.append(_message(value, f"{path}[{index}]"))
+        else:
+            messages.append(_turn(value, f"{path}[{index}]"))
+    return messages
+
+
+def make_conversation(messages: list[Message], tools: list[Any] | None, path: str) -> Conversation:
+    """Raises RecordError where there is nothing in `messages`, found at `path`."""
+    for message in messages:
+        if not is_blank(message.content) or message.fields.get("tool_calls"):
+            return Conversation(tuple(messages), tools)
+    return empty(f"`{path}` has no messages" if not messages else f"the messages of `{path}` are all blank")
+
+
+def _message(message: dict[str, Any], path: str) -> Message:
+    role = field(message, "role", str, path)
+    # Rows of a table have every key of every row: null says nothing.
+    fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _join_parts(content, fields, f"{path}.content")
+    elif content is None and not fields.get("tool_calls"):
+        state = "null" if "content" in message else "missing"
+        wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string")
+    elif content is not None:
+        content = field(message, "content", str, path)
+    return Message(role, content, stated_loss(message, path), fields)
+
+
+def _turn(message: dict[str, Any], path: str) -> Message:
+    speaker = field(message, "from", str, path)
+    role = _SPEAKERS.get(speaker.lower())
+    if role is None:
+        wrong(f'`{path}.from` is "{speaker}", expected one of {", ".join(_SPEAKERS)}')
+    value = message.get("value")
+    if isinstance(value, (list, dict)) and speaker.lower() in _PROGRAMS:
+        value = json.dumps(value, ensure_ascii=False)
+    elif type(value) is not str:
+        value = field(message, "value", str, path)
+    return Message(role, value, stated_loss(message, path))
+
+
+def _join_parts(parts: list[Any], fields: dict[str, Any], path: str) -> str:
+    """The text of a list of parts; what an assistant thought and which tools it called goes into `fields`."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, part in enumerate(parts):
+        inside = f"{path}[{index}]"
+        part = typed(part, dict, inside)
+        kind = field(part, "type", str, inside)
+        if kind not in ("text", "reasoning", "tool_call"):
+            unsupported(f'`{inside}` is a part of type "{kind}": only text, reasoning and tool calls are planned')
+        if kind == "tool_call":
+            calls.append(_call(part, inside))
+        else:
+            (texts if kind == "text" else reasoning).append(
+                field(part, "text" if "text" in part else "value", str, inside)
+            )
+    if reasoning:
+        fields["reasoning_content"] = "".join(reasoning)
+    if calls:
+        fields["tool_calls"] = [*(fields.get("tool_calls") or []), *calls]
+    return "".join(texts)
+
+
+def _call(part: dict[str, Any], path: str) -> dict[str, Any]:
+    """A call of a tool as chat templates expect it, from a JSON string or object with `name` and `arguments`."""
+    value = part.get("value")
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (ValueError, RecursionError) as error:
+            wrong(f"`{path}.value` is a string that is not JSON ({error})")
+    if not isinstance(value, dict) or type(value.get("name")) is not str:
+        wrong(f"`{path}.value` is {json_type(value)}, expected an object with `name` and `arguments`")
+    return {"type": "function", "function": {"name": value["name"], "arguments": value.get("arguments", {})}}

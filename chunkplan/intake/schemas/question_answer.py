@@ -1,0 +1,20 @@
+"""`question` and `answer`: two strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan.intake.records import Exchange
+from chunkplan.intake.schemas.fields import empty, field, is_blank
+from chunkplan.intake.schemas.layout import Schema
+
+
+def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
+    """Raises RecordError where one of the two is not a string, or both are blank."""
+    question, answer = field(record, columns["question"], str), field(record, columns["answer"], str)
+    if is_blank(question) and is_blank(answer):
+        empty(f"`{columns['question']}` and `{columns['answer']}` are blank")
+    return Exchange(None, question, answer)
+
+
+SCHEMA = Schema({"question": ("question",), "answer": ("answer",)}, parse)

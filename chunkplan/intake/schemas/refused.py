@@ -1,0 +1,28 @@
+"""What no schema takes, whatever else is in the record: preference pairs, images, sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan.intake.schemas.fields import unsupported
+
+_PREFERENCE = ("chosen", "rejected")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+
+#: A record without these keys is not refused.
+SUSPECT = frozenset(_PREFERENCE) | frozenset(_MEDIA)
+
+
+def refuse(record: dict[str, Any]) -> None:
+    """Raises RecordError where `record`, which has some of the `SUSPECT` keys, is more than text.
+
+    Keys that are null or empty say nothing: tables have them in every row.
+    """
+    if all(record.get(key) is not None for key in _PREFERENCE):
+        unsupported(
+            "a preference pair (`chosen` and `rejected`); one record has to be one sequence",
+            hint="keep the chosen answer as a record with `messages` or `prompt` and `completion`",
+        )
+    for key in _MEDIA:
+        if record.get(key):
+            unsupported(f"`{key}` beside the text: only text is planned", hint="leave records with media out")

@@ -1,0 +1,172 @@
+"""One of N shares of an analysis, made on a machine of its own, and their merging into what one machine would make.
+
+A shard is a folder with the pieces that fell to it, as they are in the store. Which pieces these are follows from the
+list of sources and their sizes alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.assemble import assemble
+from chunkplan.intake.options import IntakeOptions
+from chunkplan.intake.reading import Done, Request, read_all
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import PieceResult
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.source import Source
+from chunkplan.intake.sources import SourceFile
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.analysis_writer import link_or_copy
+from chunkplan.planfile.folder import MANIFEST, refuse_other_content, replace_folder
+from chunkplan.planfile.load import load_analysis
+from chunkplan.planfile.manifest import write_manifest
+from chunkplan.planfile.schema import SCHEMA_VERSION
+from chunkplan.version import __version__
+
+_HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of one run"
+
+
+def write_shard(request: Request, output: str | Path, shard: tuple[int, int]) -> None:
+    """Do the share I of N (from 1) of an analysis into the folder `output`, which is replaced as a whole at the end.
+
+    Raises:
+        UsageError: there is no such share, or as `analyze` does.
+        DataError: as `analyze` does.
+    """
+    index, count = shard
+    if not 1 <= index <= count:
+        raise UsageError(f"shard {index} of {count}", hint="shards are 1/N to N/N")
+    output = Path(output)
+    refuse_other_content(output, "shard")
+    done = read_all(request, shard=shard)
+    with replace_folder(output, "shard") as folder:
+        for piece in (piece for source in done.sources for piece in source.pieces):
+            (folder / "pieces" / piece.key).mkdir(parents=True, exist_ok=True)
+            for name in piece.files:
+                target = folder / "pieces" / piece.key / name
+                if not target.exists():  # two pieces with the same content are one
+                    link_or_copy(done.store.path(piece.key) / name, target)
+        write_manifest(folder, _manifest(done, shard))
+    done.store.prune(piece.key for source in done.sources for piece in source.pieces)
+
+
+def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
+    """Merge all shards of one run into the analysis that one machine would have made, with the same content hash.
+
+    Raises:
+        UsageError: a folder is no shard, one is missing or there twice, or they are of different runs.
+        DataError: as `analyze` does.
+    """
+    output = Path(output)
+    refuse_other_content(output, "analysis")
+    folders = [Path(path) for path in shards]
+    manifests = [_read(folder) for folder in folders]
+    _check_same_run(folders, manifests)
+    sources = [_merged([manifest["sources"][index] for manifest in manifests]) for index in range(_count(manifests))]
+    homes = {
+        piece.key: folder
+        for folder, manifest in zip(folders, manifests, strict=True)
+        for source in map(_source, manifest["sources"])
+        for piece in source.pieces
+    }
+    for source in sources:
+        if not source.is_complete:
+            raise DataError("pieces of it are missing", where=source.name, hint="analyze the shards again")
+    with replace_folder(output, "analysis") as folder:
+        options = IntakeOptions(**manifests[0]["options"])
+        assemble(folder, sources, lambda key: homes[key] / "pieces" / key, options, manifests[0]["tokenizer"])
+    return load_analysis(output)
+
+
+def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "kind": "shard",
+        "schema_version": SCHEMA_VERSION,
+        "tool_version": __version__,
+        "shard": list(shard),
+        "identity": done.job.identity,
+        "options": done.job.options.to_dict(),
+        "tokenizer": done.tokenizer,
+        "sources": [
+            {
+                "file": asdict(source.file),
+                "layout": source.layout and asdict(source.layout),
+                "num_pieces": source.num_pieces,
+                "results": {str(index): result.to_dict() for index, result in source.results.items()},
+                "broken": source.broken
+                and {"message": source.broken.message, "reason": source.broken.reason, "hint": source.broken.hint},
+            }
+            for source in done.sources
+        ],
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UsageError(f"{folder} is no shard of an analysis: it has no {MANIFEST}", hint=_HINT)
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["kind"] != "shard" or manifest["schema_version"] != SCHEMA_VERSION:
+            kind, version = manifest["kind"], manifest["schema_version"]
+            raise UsageError(
+                f"{folder} is {'a shard' if kind == 'shard' else f'of kind {kind}'}, schema version {version}; "
+                f"expected a shard of version {SCHEMA_VERSION}",
+                hint=_HINT,
+            )
+        _ = [_source(entry) for entry in manifest["sources"]], manifest["options"], manifest["shard"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"damaged: {error}", where=str(path), hint="analyze the shard again") from error
+    return manifest
+
+
+def _check_same_run(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
+    if not manifests:
+        raise UsageError("no shards", hint=_HINT)
+    counts = sorted({manifest["shard"][1] for manifest in manifests})
+    found = sorted(manifest["shard"][0] for manifest in manifests)
+    if len(counts) > 1:
+        raise UsageError(f"shards of runs with {' and '.join(map(str, counts))} of them", hint=_HINT)
+    if found != list(range(1, counts[0] + 1)):
+        wanted = f"expected 1 to {counts[0]}, each once"
+        raise UsageError(f"found the shards {', '.join(map(str, found))}; {wanted}", hint=_HINT)
+    for name, words in (("identity", "tokenizers or chat templates"), ("options", "options")):
+        for folder, manifest in zip(folders, manifests, strict=True):
+            if manifest[name] != manifests[0][name]:
+                raise UsageError(f"{folders[0]} and {folder} were made with different {words}", hint=_HINT)
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if [entry["file"] for entry in manifest["sources"]] != [entry["file"] for entry in manifests[0]["sources"]]:
+            raise UsageError(f"{folders[0]} and {folder} were made of different files", hint=_HINT)
+
+
+def _count(manifests: Sequence[dict[str, Any]]) -> int:
+    return len(manifests[0]["sources"])
+
+
+def _source(entry: dict[str, Any]) -> Source:
+    broken = entry["broken"]
+    return Source(
+        file=SourceFile(**entry["file"]),
+        layout=Layout(**entry["layout"]) if entry["layout"] else None,
+        results={int(index): PieceResult(**result) for index, result in entry["results"].items()},
+        num_pieces=entry["num_pieces"],
+        broken=RecordError(**broken) if broken else None,
+    )
+
+
+def _merged(entries: Sequence[dict[str, Any]]) -> Source:
+    """A source from what the shards know of it."""
+    parts = [_source(entry) for entry in entries]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole.layout = whole.layout or part.layout
+        whole.num_pieces = part.num_pieces if whole.num_pieces is None else whole.num_pieces
+        whole.broken = whole.broken or part.broken
+        whole.results.update(part.results)
+    return whole

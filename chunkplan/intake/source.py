@@ -1,0 +1,91 @@
+"""A source of a run: its file, how its records are laid out, and what became of its pieces."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from chunkplan.errors import DataError
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import PieceResult
+from chunkplan.intake.schemas import Layout
+from chunkplan.intake.sources import SourceFile
+from chunkplan.planfile.analysis import record_place
+
+
+@dataclass
+class Source:
+    """Grows while a run goes on. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
+
+    `broken` is what ended a stream early, where the run goes on without the rest of it.
+    """
+
+    file: SourceFile
+    layout: Layout | None = None
+    results: dict[int, PieceResult] = field(default_factory=dict)
+    num_cut: int = 0
+    num_pieces: int | None = None
+    broken: RecordError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its pieces have been processed."""
+        return self.num_pieces == len(self.results)
+
+    @property
+    def pieces(self) -> list[PieceResult]:
+        """The results in the order of the source."""
+        return [self.results[index] for index in sorted(self.results)]
+
+    def place(self, piece: int, number: int | None) -> str:
+        """Where a record is: file:line, or the record of a file that has no lines; all pieces before have ended."""
+        if number is None or number < 0:
+            return self.name
+        return record_place(self.name, self.file.kind, sum(one.num_rows for one in self.pieces[:piece]) + number)
+
+    @property
+    def name(self) -> str:
+        """The path as it is shown and stored; names may be any bytes."""
+        return os.fsencode(self.file.path).decode("utf-8", "backslashreplace")
+
+    def describe(self, first_sequence_id: int) -> dict[str, Any]:
+        """The entry of the manifest."""
+        pieces = self.pieces
+        hashes = b"".join(bytes.fromhex(piece.digest) for piece in pieces)
+        rejected = sum(piece.num_rejected for piece in pieces) + (self.broken is not None)
+        return {
+            "path": self.name,
+            "format": self.file.kind,
+            "compression": self.file.compression,
+            "schema": self.layout and self.layout.schema,
+            "columns": self.layout and self.layout.columns,
+            "evidence": self.layout and self.layout.evidence,
+            "bytes": self.file.num_bytes,
+            "records": sum(piece.num_records for piece in pieces) + (self.broken is not None),
+            "rejected": rejected,
+            "not_sampled": sum(piece.num_not_sampled for piece in pieces),
+            "content_hash": hashlib.sha256(hashes).hexdigest(),
+            "first_sequence_id": first_sequence_id,
+            "num_sequences": sum(piece.num_sequences for piece in pieces),
+            "num_tokens": sum(piece.num_tokens for piece in pieces),
+        }
+
+    def check_targets(self, max_length: int | None) -> None:
+        """Refuse a source of conversations or prompts of which nothing at all would be trained.
+
+        Raises:
+            DataError: no token of its sequences counts in the loss.
+        """
+        num_sequences = sum(piece.num_sequences for piece in self.pieces)
+        if not num_sequences or self.layout is None or self.layout.schema in ("text", "length"):
+            return
+        if any(piece.num_target_tokens or piece.is_estimated for piece in self.pieces):
+            return
+        raise DataError(
+            f"no token of its {num_sequences:,} sequences counts in the loss (schema {self.layout.schema})",
+            where=self.name,
+            hint="check the roles, `loss` and `weight` of its messages, its completions or labels, the chat template"
+            + (", and --max-length" if max_length else ""),
+        )

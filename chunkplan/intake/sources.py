@@ -1,0 +1,175 @@
+"""Which files are read: the arguments of `analyze`, folders and patterns among them, as a list of sources in order.
+
+The same arguments give the same list on every machine: what a folder or a pattern stands for is sorted by path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
+
+#: What may stand behind the suffix of a kind that is text.
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".npy": "npy",
+}
+_TEXT_KINDS = ("jsonl", "json", "text")
+
+#: Suffixes that are read, for people.
+KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _TEXT_KINDS)} also with " + ", ".join(
+    COMPRESSIONS
+)
+
+#: What `save_to_disk` of Hugging Face datasets writes beside the data: one split, and a folder of splits.
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input. `kind` is jsonl, json, parquet, arrow, text or npy; `compression` None, gzip, zstd or bz2.
+
+    `path` is a path, a URL, or "-". `num_bytes` is None for what can only be read once: the standard input and pipes.
+    """
+
+    path: str
+    kind: str
+    compression: str | None
+    num_bytes: int | None
+
+
+def describe(path: str) -> tuple[str, str | None] | None:
+    """The kind and the compression that the name of a file says, or None where it says nothing that is known.
+
+    A name without any suffix is JSONL.
+    """
+    stem, dot, suffix = name_of(path).lower().rpartition(".")
+    compression = COMPRESSIONS.get(f".{suffix}") if stem else None
+    if compression:
+        stem, dot, suffix = stem.rpartition(".")
+    if not (dot and stem):  # no suffix at all; a name such as .json is none either
+        return "jsonl", compression
+    kind = _KINDS.get(f".{suffix}")
+    if kind is None or (compression and kind not in _TEXT_KINDS):
+        return None
+    return kind, compression
+
+
+def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
+    """The sources that `paths` name, in order; a file that is named twice is two of them.
+
+    A path is a file, a folder (all files of known suffixes in and below it), a pattern with `*`, `?`, `[...]` and `**`
+    (the files of known suffixes and the folders that it matches; `**` matches no folders), "-" for JSONL from the
+    standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote stands for
+    the files its `state.json` lists, a folder of splits for all of these, in the order written there.
+
+    Raises:
+        UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access.
+        DataError: a folder of `save_to_disk` does not say what its files are.
+    """
+    sources = [source for path in map(str, paths) for source in _find(path)]
+    if not sources:
+        raise UsageError("no data", hint="give files, folders, patterns or URLs of data, or - for the standard input")
+    if sum(source.path == STDIN for source in sources) > 1:
+        raise UsageError("the standard input can be read once", hint="give - once")
+    return sources
+
+
+def _find(path: str) -> list[SourceFile]:
+    if path == STDIN:
+        return [SourceFile(STDIN, "jsonl", None, None)]
+    with reading(path):
+        files = files_of(path)
+        if files.is_folder(path):
+            return [_source(files, file) for file in _in_folder(files, path)]
+        if files.exists(path):
+            return [_source(files, path)]
+        if any(sign in path for sign in "*?["):
+            return [_source(files, file) for file in _of_pattern(files, path)]
+    raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
+
+
+def _source(files: Files, path: str) -> SourceFile:
+    described = describe(path)
+    if described is None:
+        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}")
+    return SourceFile(path, *described, files.size(path))
+
+
+def _in_folder(files: Files, folder: str) -> list[str]:
+    found = _below(files, folder)
+    if not found:
+        raise UsageError(f"{folder} has no data in it or below", hint=f"suffixes that are read: {KNOWN}")
+    return found
+
+
+def _of_pattern(files: Files, pattern: str) -> list[str]:
+    found: list[str] = []
+    for path in files.matches(pattern):
+        if not files.is_folder(path):
+            found += [path] if _is_data(path) else []
+        elif "**" not in pattern:
+            found += _below(files, path)
+    if not found:
+        raise UsageError(f"no data matches {pattern}", hint=f"suffixes that are read: {KNOWN}")
+    return found
+
+
+def _below(files: Files, folder: str) -> list[str]:
+    """The data in and below `folder`, sorted; a folder of `save_to_disk` stands where its path does, and is a whole."""
+    found = sorted(_walk(files, folder))
+    return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
+
+
+def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
+    """(data file, False) and (folder of `save_to_disk`, True)."""
+    inside, folders = files.children(folder)
+    names = {name_of(file) for file in inside}
+    if _SPLITS in names or {_STATE, _INFO} <= names:
+        yield folder, True
+        return
+    yield from ((file, False) for file in inside if _is_data(file))
+    for child in folders:
+        yield from _walk(files, child)
+
+
+def _is_data(path: str) -> bool:
+    name = name_of(path)
+    return "." in name and name not in (_STATE, _INFO, _SPLITS) and describe(path) is not None
+
+
+def _in_dataset(files: Files, folder: str) -> list[str]:
+    """The data files of a folder of `save_to_disk`, as it lists them."""
+    if files.exists(join(folder, _SPLITS)):
+        splits = _listed(join(folder, _SPLITS), "splits")
+        return [file for split in splits for file in _in_dataset(files, join(folder, split))]
+    listed = [join(folder, file) for file in _listed(join(folder, _STATE), "_data_files")]
+    missing = next((file for file in listed if not files.exists(file)), None)
+    if missing is not None:
+        raise DataError(f"{missing} is missing", where=join(folder, _STATE), hint="save the dataset to disk again")
+    return listed
+
+
+def _listed(path: str, key: str) -> list[str]:
+    """Names in a file of `save_to_disk`: strings, or objects with a `filename`."""
+    with reading(path), open_file(path) as file:
+        content = file.read()
+    try:
+        return [entry if isinstance(entry, str) else str(entry["filename"]) for entry in json.loads(content)[key]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"does not list the {key.strip('_')} of a dataset ({type(error).__name__})",
+            where=path,
+            hint="save the dataset to disk again, or name its files",
+        ) from error

@@ -1,0 +1,134 @@
+"""The cache: what became of pieces, by the content of what was read and of everything that it depends on.
+
+A piece is in it whole or not at all. It takes next to no room of its own: the files of tokens are those of the analyses
+that were made of them (hard links). When a run has ended well, what was in an analysis and is in none any more is
+removed. What an interrupted run leaves behind is kept for a week, to be found by the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chunkplan.intake.piece_writer import TOKENS
+from chunkplan.intake.result import PieceResult
+from chunkplan.planfile.folder import remove_left_behind, sync, temporary_folder
+
+_RESULT = "piece.json"
+
+#: Its presence says that the piece has been in an analysis.
+_USED = "used"
+_UNUSED_SECONDS = 7 * 24 * 3600
+
+#: A file that was changed less than this before it was looked at may change again without its times showing it.
+_SETTLED_NS = 2_000_000_000
+
+
+class Store:
+    """The cache in the folder `root`, made when it is needed. With `is_trusted` false nothing in it is used."""
+
+    def __init__(self, root: Path, *, is_trusted: bool = True) -> None:
+        self.root = root
+        self._is_trusted = is_trusted
+        self._own: set[str] = set()  # of this process
+
+    def path(self, key: str) -> Path:
+        """The folder of a piece."""
+        return self.root / "pieces" / key
+
+    def find(self, key: str) -> PieceResult | None:
+        """What became of the piece with this key, if it is here."""
+        if not self._is_trusted and key not in self._own:
+            return None
+        try:
+            result = PieceResult(**json.loads((self.path(key) / _RESULT).read_text(encoding="utf-8")))
+            sizes = {name: (self.path(key) / name).stat().st_size for name in result.files}
+        except (OSError, ValueError, TypeError):
+            return None
+        return result if sizes == result.files else None
+
+    @contextmanager
+    def adding(self, result: PieceResult) -> Iterator[Path]:
+        """Yield a folder for the files of a piece, which is in the store once the block ends without an error."""
+        with temporary_folder(self.root / "pieces", result.key) as folder:
+            yield folder
+            result.files = {path.name: path.stat().st_size for path in folder.iterdir()}
+            (folder / _RESULT).write_text(json.dumps(result.to_dict()), encoding="utf-8")
+            for path in folder.iterdir():
+                sync(path)
+            if self.find(result.key) is None:
+                shutil.rmtree(self.path(result.key), ignore_errors=True)
+            try:
+                folder.rename(self.path(result.key))
+            except OSError:  # another process was faster
+                if self.find(result.key) is None:
+                    raise
+        self._own.add(result.key)
+
+    def clean(self) -> None:
+        """Remove what runs that were killed have left half done."""
+        for folder in (self.root, self.root / "pieces"):
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_left_behind(folder)
+
+    def prune(self, used: Iterable[str]) -> None:
+        """Note that an analysis has the pieces that are `used`, and remove what none has any more."""
+        keep = set(used)
+        for key in keep:
+            (self.path(key) / _USED).touch()
+        for folder in (self.root / "pieces").iterdir():
+            if folder.name not in keep and not folder.name.startswith(".") and _is_released(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def recall(self, path: Path) -> dict[str, Any] | None:
+        """What `remember` was told of a file, if the file has not changed since."""
+        try:
+            entry: dict[str, Any] = json.loads(self._note(path).read_text(encoding="utf-8"))
+            stat, looked = entry["stat"], entry["looked"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        # As git's index does: a change within the clock's grain of being looked at might not show in the times.
+        is_settled = max(stat[3:]) + _SETTLED_NS < looked
+        known: dict[str, Any] = entry["known"]
+        return known if self._is_trusted and is_settled and stat == describe(path) else None
+
+    def remember(self, path: Path, stat: list[int], looked: int, known: dict[str, Any]) -> None:
+        """Note what is `known` of a file whose `describe` was `stat` at the time `looked`, before it was read."""
+        note = self._note(path)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_text(json.dumps({"path": str(path), "stat": stat, "looked": looked, "known": known}))
+        temporary.replace(note)
+
+    def _note(self, path: Path) -> Path:
+        name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+        return self.root / "files" / f"{name}.json"
+
+
+def describe(path: Path) -> list[int]:
+    """What changes whenever a file does: device, inode, size, and the times of its content and of its inode."""
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def now_ns() -> int:
+    """The clock that files get their times from."""
+    return time.time_ns()
+
+
+def _is_released(folder: Path) -> bool:
+    """Whether a piece is of no use to anybody but the cache."""
+    try:
+        if not (folder / _USED).exists():
+            return folder.stat().st_mtime + _UNUSED_SECONDS < time.time()
+        tokens = folder / TOKENS
+        return not tokens.exists() or tokens.stat().st_nlink == 1
+    except FileNotFoundError:  # another process is removing it
+        return False

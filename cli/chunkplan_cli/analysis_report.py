@@ -1,0 +1,107 @@
+"""What a new analysis is shown as: the report on stdout, and on stderr what was read and how."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chunkplan_cli.terminal import note, print_json, stdout, warn
+
+if TYPE_CHECKING:
+    from chunkplan.planfile.analysis import Analysis
+
+#: Sources that are listed one by one.
+_LISTED = 20
+
+_KEPT = (
+    "content_hash",
+    "exact",
+    "sample",
+    "sources",
+    "tokenizer",
+    "template_hash",
+    "options",
+    "rejected",
+    "truncated",
+)
+
+
+def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None) -> None:
+    """Print the length report and what chunking would gain; then what was read, and where the analysis is."""
+    from chunkplan.lengths import length_report
+    from chunkplan.tuning.headline import headline
+    from chunkplan_cli.compilation import note_compilation
+    from chunkplan_cli.length_report import print_length_report
+    from chunkplan_cli.tune_report import headline_document, print_headline
+
+    report = length_report(analysis)
+    with note_compilation():
+        gain = headline(analysis)
+    manifest = analysis.manifest
+    if as_json:
+        kept = {name: manifest[name] for name in _KEPT}
+        document = {"analysis": str(analysis.path), "report": report.to_dict(), **kept}
+        print_json({**document, "headline": headline_document(gain) if gain else None})
+    else:
+        print_length_report(stdout(), report, manifest)
+        if gain:
+            print_headline(stdout(), gain)
+    _say_what_was_read(manifest)
+    _say_what_it_is_good_for(analysis)
+    note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
+
+
+def print_next(output: Path | None, workspace: Path | None) -> None:
+    """The command that most would give next."""
+    command = ["chunkplan", "build", *([str(output)] if output else []), "--chunk-size", "8192", "--k", "4"]
+    note("next: " + shlex.join([*command, *(["--workspace", str(workspace)] if workspace else [])]))
+
+
+def describe_old(target: Path) -> str | None:
+    """What `target` holds now, in words, if it is something that the new analysis replaces."""
+    from chunkplan.errors import ChunkplanError
+    from chunkplan.planfile.manifest import read_manifest
+
+    if not target.is_dir() or not any(target.iterdir()):
+        return None
+    try:
+        manifest = read_manifest(target, "analysis")
+        sources = [source["path"] for source in manifest["sources"]]
+        several = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+        return f"the analysis of {sources[0]}{several}, {manifest['totals']['num_sequences']:,} sequences"
+    except (ChunkplanError, LookupError, TypeError):
+        return "something that is no analysis this version can read"
+
+
+def _say_what_was_read(manifest: dict[str, Any]) -> None:
+    sources = manifest["sources"]
+    for source in sources[:_LISTED]:
+        counts = f"{source['records']:,} records"
+        if source["rejected"]:
+            counts += f", {source['rejected']:,} rejected"
+        note(f"read {source['path']}: {source['schema'] or 'nothing'}, {counts} ({source['evidence']})")
+    if len(sources) > _LISTED:
+        note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
+    records, rejected, left_out = (
+        sum(source[name] for source in sources) for name in ("records", "rejected", "not_sampled")
+    )
+    if rejected or left_out:
+        parts = [f"{manifest['totals']['num_sequences']:,} sequences"]
+        parts += [f"{rejected:,} rejected"] if rejected else []
+        parts += [f"{left_out:,} left out of the sample"] if left_out else []
+        note(f"{records:,} records = {' + '.join(parts)}")
+    if rejected:
+        note("rejected records are listed in rejected.jsonl of the analysis")
+
+
+def _say_what_it_is_good_for(analysis: Analysis) -> None:
+    if not analysis.is_exact:
+        warn("no tokenizer: lengths are estimated and no tokens are stored, enough to plan but not to train")
+        note('hint: give --tokenizer FILE, set CHUNKPLAN_TOKENIZER, or put tokenizer = "FILE" in workspace.toml')
+    elif analysis.manifest["sample"]:
+        warn(
+            f"a sample of {100 * analysis.manifest['sample']:g} %: enough to plan roughly, nothing of it can be trained"
+        )
+    elif not analysis.has_tokens:
+        warn("lengths only, no tokens are stored: enough to plan but not to train")

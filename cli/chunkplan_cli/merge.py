@@ -1,0 +1,35 @@
+"""`chunkplan merge`: shards of an analysis -> the analysis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
+
+
+def merge(
+    shards: Annotated[list[Path], typer.Argument(metavar="SHARD", help="The folders of all N shards, in any order.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write the analysis. Default: WORKSPACE/analysis.")
+    ] = None,
+    workspace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+) -> None:
+    """Put the shards of an analysis together: the same analysis as one machine would have made.
+
+    Each of them comes from `chunkplan analyze DATA --shard I/N` with the same data and options.
+
+    Example: chunkplan merge chunkplan-out/shard-*-of-8
+    """
+    from chunkplan.intake.shard import merge as run
+    from chunkplan.workspace import Workspace
+
+    target = output or Workspace.find(workspace).analysis
+    replaced = describe_old(target)
+    print_analysis(run(shards, target), as_json=as_json, replaced=replaced)
+    print_next(output, workspace)

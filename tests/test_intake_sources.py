@@ -1,0 +1,156 @@
+"""Arguments become sources: what is read, in which order, and what is refused with what is known."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.sources import SourceFile, describe, find_sources
+
+
+def _write(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"{}\n")
+    return folder
+
+
+def _found(*paths: str | Path, folder: Path) -> list[str]:
+    return [os.path.relpath(source.path, folder) for source in find_sources(paths)]
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        ("a.jsonl", ("jsonl", None)),
+        ("a.ndjson.gz", ("jsonl", "gzip")),
+        ("A.JSON.ZST", ("json", "zstd")),
+        ("a.json", ("json", None)),
+        ("a.txt.bz2", ("text", "bz2")),
+        ("a.parquet", ("parquet", None)),
+        ("a.b.arrow", ("arrow", None)),
+        ("a.npy", ("npy", None)),
+        ("data", ("jsonl", None)),
+        ("data.gz", ("jsonl", "gzip")),
+        ("s3://bucket.name/data", ("jsonl", None)),
+        ("a.parquet.gz", None),
+        ("a.csv", None),
+        ("a.csv.gz", None),
+    ],
+)
+def test_the_name_says_kind_and_compression(name: str, described: tuple[str, str | None] | None) -> None:
+    assert describe(name) == described
+
+
+def test_a_folder_stands_for_all_data_in_it_and_below_sorted(tmp_path: Path) -> None:
+    _write(tmp_path, "b.jsonl", "a/z.txt", "a/b/c.json.gz", "a.parquet", "README.md", "no_suffix", ".hidden.jsonl")
+    _write(tmp_path, ".git/x.jsonl", "c.csv", "state.json")
+    assert _found(tmp_path, folder=tmp_path) == ["a.parquet", "a/b/c.json.gz", "a/z.txt", "b.jsonl"]
+    with pytest.raises(UsageError, match="no data in it or below") as caught:
+        find_sources([_write(tmp_path / "empty", "x.csv")])
+    assert ".parquet" in caught.value.hint
+    assert ".zst" in caught.value.hint
+
+
+def test_a_pattern_is_expanded_sorted(tmp_path: Path) -> None:
+    _write(tmp_path, "b-2.jsonl", "b-10.jsonl", "a.txt", "c.csv", "d/e/f.jsonl", "d/g.jsonl", "[x].jsonl")
+    assert _found(tmp_path / "b-*.jsonl", folder=tmp_path) == ["b-10.jsonl", "b-2.jsonl"]
+    assert _found(tmp_path / "b-?.jsonl", folder=tmp_path) == ["b-2.jsonl"]
+    assert _found(tmp_path / "d/**/*.jsonl", folder=tmp_path) == ["d/e/f.jsonl", "d/g.jsonl"]
+    assert _found(tmp_path / "[ac].*", folder=tmp_path) == ["a.txt"]
+    assert _found(tmp_path / "d*", folder=tmp_path) == ["d/e/f.jsonl", "d/g.jsonl"]
+    assert _found(tmp_path / "[x].jsonl", folder=tmp_path) == ["[x].jsonl"]  # there is a file of that name
+    for pattern in ("*.parquet", "*.csv"):
+        with pytest.raises(UsageError, match="no data matches"):
+            find_sources([tmp_path / pattern])
+
+
+def test_arguments_are_taken_in_their_order_and_as_often_as_they_are_given(tmp_path: Path) -> None:
+    _write(tmp_path, "a.jsonl", "b.jsonl", "no_suffix")
+    arguments = [tmp_path / "b.jsonl", tmp_path / "no_suffix", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert _found(*arguments, folder=tmp_path) == ["b.jsonl", "no_suffix", "a.jsonl", "b.jsonl"]
+
+
+def test_a_source_has_its_size_and_what_can_be_read_once_has_none(tmp_path: Path) -> None:
+    _write(tmp_path, "a.jsonl.gz")
+    os.mkfifo(tmp_path / "pipe")
+    assert find_sources([tmp_path / "a.jsonl.gz", "-", tmp_path / "pipe"]) == [
+        SourceFile(str(tmp_path / "a.jsonl.gz"), "jsonl", "gzip", 3),
+        SourceFile("-", "jsonl", None, None),
+        SourceFile(str(tmp_path / "pipe"), "jsonl", None, None),
+    ]
+    with pytest.raises(UsageError, match="read once"):
+        find_sources(["-", "-"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("a.csv", "suffix that is not known"), ("missing.jsonl", "there is no file")]
+)
+def test_a_path_that_makes_no_sense_is_refused(tmp_path: Path, argument: str, message: str) -> None:
+    _write(tmp_path, "a.csv")
+    with pytest.raises(UsageError, match=message) as caught:
+        find_sources([tmp_path / argument])
+    assert caught.value.hint
+    with pytest.raises(UsageError, match="no data"):
+        find_sources([])
+
+
+def _dataset(folder: Path, *files: str) -> Path:
+    _write(folder, *files, "dataset_info.json", "cache-123.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in files]}))
+    return folder
+
+
+def test_a_dataset_saved_to_disk_stands_for_the_files_it_lists(tmp_path: Path) -> None:
+    _dataset(tmp_path / "one", "data-1.arrow", "data-0.arrow")
+    for split in ("train", "test"):
+        _dataset(tmp_path / "all" / split, "data-0.arrow")
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    _write(tmp_path, "b.jsonl")
+    one = ["one/data-1.arrow", "one/data-0.arrow"]
+    both = ["all/train/data-0.arrow", "all/test/data-0.arrow"]
+    assert _found(tmp_path / "one", folder=tmp_path) == one
+    assert _found(tmp_path / "all", folder=tmp_path) == both
+    assert _found(tmp_path, folder=tmp_path) == [*both, "b.jsonl", *one]
+    (tmp_path / "one" / "data-0.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-0.arrow is missing"):
+        find_sources([tmp_path / "one"])
+    (tmp_path / "one" / "state.json").write_text("[]")
+    with pytest.raises(DataError, match="does not list the data_files"):
+        find_sources([tmp_path / "one"])
+
+
+def test_urls_are_files_folders_and_patterns_as_paths_are() -> None:
+    system = fsspec.filesystem("memory")
+    root = "/sources-test"
+    for name in ("b.jsonl", "a/c.parquet", "x.csv", "ds/data-1.arrow", "ds/data-0.arrow", "ds/dataset_info.json"):
+        system.pipe(f"{root}/{name}", b"{}\n")
+    listed = {"_data_files": [{"filename": "data-1.arrow"}, {"filename": "data-0.arrow"}]}
+    system.pipe(f"{root}/ds/state.json", json.dumps(listed).encode())
+    try:
+        url = f"memory://{root}"
+        assert find_sources([f"{url}/b.jsonl"]) == [SourceFile(f"{url}/b.jsonl", "jsonl", None, 3)]
+        names = [source.path.removeprefix(f"{url}/") for source in find_sources([url])]
+        assert names == ["a/c.parquet", "b.jsonl", "ds/data-1.arrow", "ds/data-0.arrow"]
+        assert [source.path for source in find_sources([f"{url}/*.jsonl"])] == [f"{url}/b.jsonl"]
+        with pytest.raises(UsageError, match="there is no file"):
+            find_sources([f"{url}/missing.jsonl"])
+    finally:
+        system.rm(root, recursive=True)
+
+
+def test_a_url_without_access_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        find_sources(["nonsense://bucket/a.jsonl"])
+    with pytest.raises(UsageError, match="no access to dropbox://"):
+        find_sources(["dropbox://bucket/a.jsonl"])  # its package is no dependency of anything here
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(UsageError, match="needs fsspec") as caught:
+        find_sources(["s3://bucket/a.jsonl"])
+    assert "chunkplan[remote]" in caught.value.hint
