@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from chunkplan.cost.model_config import read_model_config
     from chunkplan.intake.analyze import analyze
     from chunkplan.intake.options import IntakeOptions
-    from chunkplan.intake.shard import merge
+    from chunkplan.intake.reading import IntakeRequest
+    from chunkplan.intake.shard import merge, write_shard
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
     from chunkplan.planning.config import PlanConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CostModel",
     "IntakeOptions",
+    "IntakeRequest",
     "PlanConfig",
     "TuneOptions",
     "__version__",
@@ -50,12 +52,14 @@ __all__ = [
     "summarize_plan",
     "tune",
     "validate",
+    "write_shard",
     "write_trace",
 ]
 
 _HOMES = {
     "CostModel": "chunkplan.cost.model",
     "IntakeOptions": "chunkplan.intake.options",
+    "IntakeRequest": "chunkplan.intake.reading",
     "PlanConfig": "chunkplan.planning.config",
     "TuneOptions": "chunkplan.tuning.options",
     "analyze": "chunkplan.intake.analyze",
@@ -73,6 +77,7 @@ _HOMES = {
     "summarize_plan": "chunkplan.summary",
     "tune": "chunkplan.tuning.tune",
     "validate": "chunkplan.validation",
+    "write_shard": "chunkplan.intake.shard",
     "write_trace": "chunkplan.schedule.trace",
 }
 

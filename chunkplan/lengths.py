@@ -40,7 +40,10 @@ class Quantile:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of all data, estimated from a sample; between `low` and `high` in 95 of 100 samples."""
+    """A number of all data, estimated from a sample; between `low` and `high` in 95 of 100 samples.
+
+    By the normal approximation: in fewer where a small sample has few of the sequences with most of the tokens.
+    """
 
     value: int
     low: int

@@ -40,6 +40,7 @@ SCRIPTS = Path(sys.executable).parent
 
 #: Where an option in a document may be from, if it is not part of a whole command.
 COMMANDS = {
+    "data.md": ("analyze", "merge"),
     "planner.md": ("build",),
     "schedules.md": ("simulate", "build"),
     "tuning.md": ("tune", "build"),
@@ -101,6 +102,21 @@ def test_the_format_names_every_column_op_and_invariant() -> None:
     assert f"Schema version {schema.SCHEMA_VERSION}." in FORMAT
 
 
+def test_the_format_names_every_entry_of_an_analysis(tmp_path: Path) -> None:
+    """Those of its manifest with all that is inside, and of a line of rejected.jsonl."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    options = chunkplan.IntakeOptions(on_error="skip")
+    tokenizer = ROOT / "sample_data" / "tokenizer"
+    analysis = chunkplan.analyze([tmp_path / "a.jsonl"], tmp_path / "analysis", options, tokenizer=tokenizer)
+    text = FORMAT.split("## The analysis")[1].split("## The plan")[0]
+    manifest = analysis.manifest
+    inside = [manifest[name] for name in ("totals", "tokenizer", "options", "truncated", "content_hashes")]
+    [rejected] = map(json.loads, (analysis.path / "rejected.jsonl").read_text().splitlines())
+    for entry in (manifest, *inside, manifest["sources"][0], manifest["tokens"][0], rejected):
+        for name in entry:
+            assert f"`{name}`" in text, name
+
+
 def test_the_format_names_every_entry_of_a_configuration() -> None:
     for field in dataclasses.fields(chunkplan.PlanConfig):
         assert re.search(rf"^\|.*`{field.name}`.*\|.*\|.*\|$", FORMAT, re.M), field.name
@@ -125,9 +141,8 @@ def test_the_options_a_document_names_are_those_of_the_command_line(document: st
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
     spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
-    known = {
-        command: options_of(command) for command in ("analyze", "build", "calibrate", "inspect", "simulate", "tune")
-    }
+    names = ("analyze", "merge", "build", "calibrate", "inspect", "simulate", "tune")
+    known = {command: options_of(command) for command in names}
     assert len(spans) > 5
     for span in spans:
         command = re.match(r"chunkplan (\w+)", span)

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.errors import ChunkplanError, DataError, UsageError
-from chunkplan.intake import run_local
 from chunkplan.intake.readers import sizes
 
 TOKENIZER = Path(__file__).parent.parent / "sample_data" / "tokenizer"
@@ -345,7 +344,6 @@ def test_a_worker_that_is_killed_is_an_error_that_says_so(
     from chunkplan.intake import reading
 
     monkeypatch.setattr(reading, "_LITTLE", 0)
-    monkeypatch.setattr(run_local, "_LOOK_EVERY", 0.01)
     others = set(multiprocessing.active_children())
 
     def kill() -> None:

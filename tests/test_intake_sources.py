@@ -9,8 +9,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from chunkplan.building import build
 from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.reading import IntakeRequest
+from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.sources import SourceFile, describe, find_sources
+from chunkplan.planning.config import PlanConfig
 
 
 def _write(folder: Path, *names: str) -> Path:
@@ -71,6 +75,39 @@ def test_a_pattern_is_expanded_sorted(tmp_path: Path) -> None:
             find_sources([tmp_path / pattern])
 
 
+def test_what_lies_beside_data_is_left_out_unless_it_is_named(tmp_path: Path) -> None:
+    """Files of models and tokenizers by their names, in folders as in patterns; hidden folders."""
+    _write(tmp_path, "a.jsonl", "model/config.json", "model/model.safetensors.index.json", "tokenizer/tokenizer.json")
+    _write(tmp_path, "tokenizer/merges.txt", "web/package.json", "web/config.jsonl", ".cache/x.jsonl", "d/.x/y.jsonl")
+    assert _found(tmp_path, folder=tmp_path) == ["a.jsonl", "web/config.jsonl"]
+    assert _found(tmp_path / "**/*.json*", folder=tmp_path) == ["a.jsonl", "web/config.jsonl"]
+    assert _found(tmp_path / "w*", folder=tmp_path) == ["web/config.jsonl"]
+    named = [tmp_path / "model/config.json", tmp_path / ".cache", tmp_path / ".cache/*.jsonl"]
+    assert _found(*named, folder=tmp_path) == ["model/config.json", ".cache/x.jsonl", ".cache/x.jsonl"]
+    with pytest.raises(UsageError, match="no data in it or below"):
+        find_sources([tmp_path / "model"])
+
+
+def test_what_commands_made_of_data_is_none(tmp_path: Path) -> None:
+    """Analyses, shards, plans and the cache, wherever they are; a manifest of somebody else hides nothing."""
+    lines = "".join(json.dumps({"text": f"number {number}"}) + "\n" for number in range(20))
+    (tmp_path / "data.jsonl").write_text(lines)
+    tokenizer = Path(__file__).parents[1] / "sample_data" / "tokenizer"
+    request = IntakeRequest(paths=str(tmp_path), tokenizer=tokenizer, cache=tmp_path / "w/cache", workers=1)
+    write_shard(request, tmp_path / "w/shard", (1, 1))
+    analysis = merge([tmp_path / "w/shard"], tmp_path / "w/analysis")
+    build(analysis, tmp_path / "w/plan", PlanConfig(chunk_size=64, k=1, global_batch=8))
+    for folder in ("analysis", "shard", "plan", "cache"):
+        written = [path for path in (tmp_path / "w" / folder).rglob("*.*") if describe(str(path)) is not None]
+        assert written, folder
+    _write(tmp_path / "theirs", "b.jsonl", "manifest.json")
+    theirs = ["data.jsonl", "theirs/b.jsonl", "theirs/manifest.json"]
+    assert _found(tmp_path, folder=tmp_path) == theirs
+    assert _found(tmp_path / "**/*.*", folder=tmp_path) == theirs
+    part = "w/analysis/tokens/part-00000.arrow"
+    assert _found(tmp_path / "w/analysis/tokens/*.arrow", tmp_path / part, folder=tmp_path) == [part, part]
+
+
 def test_arguments_are_taken_in_their_order_and_as_often_as_they_are_given(tmp_path: Path) -> None:
     _write(tmp_path, "a.jsonl", "b.jsonl", "no_suffix")
     arguments = [tmp_path / "b.jsonl", tmp_path / "no_suffix", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
@@ -129,7 +166,8 @@ def test_a_dataset_saved_to_disk_stands_for_the_files_it_lists(tmp_path: Path) -
 def test_urls_are_files_folders_and_patterns_as_paths_are() -> None:
     system = fsspec.filesystem("memory")
     root = "/sources-test"
-    for name in ("b.jsonl", "a/c.parquet", "x.csv", "ds/data-1.arrow", "ds/data-0.arrow", "ds/dataset_info.json"):
+    names = ["b.jsonl", "a/c.parquet", "x.csv", ".x/d.jsonl", "config.json"]
+    for name in (*names, "ds/data-1.arrow", "ds/data-0.arrow", "ds/dataset_info.json"):
         system.pipe(f"{root}/{name}", b"{}\n")
     listed = {"_data_files": [{"filename": "data-1.arrow"}, {"filename": "data-0.arrow"}]}
     system.pipe(f"{root}/ds/state.json", json.dumps(listed).encode())
@@ -138,7 +176,9 @@ def test_urls_are_files_folders_and_patterns_as_paths_are() -> None:
         assert find_sources([f"{url}/b.jsonl"]) == [SourceFile(f"{url}/b.jsonl", "jsonl", None, 3)]
         names = [source.path.removeprefix(f"{url}/") for source in find_sources([url])]
         assert names == ["a/c.parquet", "b.jsonl", "ds/data-1.arrow", "ds/data-0.arrow"]
-        assert [source.path for source in find_sources([f"{url}/*.jsonl"])] == [f"{url}/b.jsonl"]
+        for pattern in ("*.json*", "**/*.json*"):
+            assert [source.path for source in find_sources([f"{url}/{pattern}"])] == [f"{url}/b.jsonl"]
+        assert [source.path for source in find_sources([f"{url}/.x/*"])] == [f"{url}/.x/d.jsonl"]
         with pytest.raises(UsageError, match="there is no file"):
             find_sources([f"{url}/missing.jsonl"])
     finally:

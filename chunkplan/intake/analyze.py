@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.options import IntakeOptions
-from chunkplan.intake.reading import Progress, Request, read_all
+from chunkplan.intake.reading import IntakeRequest, Progress, read_all
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.load import load_analysis
@@ -33,8 +33,7 @@ def analyze(
 ) -> Analysis:
     """Analyze data into the folder `output`, which is replaced as a whole at the end.
 
-    Several processes are used where there is much to read: a script that calls this has to do so below
-    `if __name__ == "__main__":`, as for anything that starts processes in Python, or with `workers=1`.
+    Several processes are used where there is much to read.
 
     Args:
         paths: files, folders, patterns, URLs or "-", see `sources.find_sources`.
@@ -56,20 +55,19 @@ def analyze(
     """
     output = Path(output)
     refuse_other_content(output, "analysis")
-    done = read_all(
-        Request(
-            paths=paths,
-            options=options or IntakeOptions(),
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            cache=Path(cache or output.parent / "cache"),
-            use_cache=use_cache,
-            workers=workers,
-            ray=ray,
-            progress=progress,
-        )
+    request = IntakeRequest(
+        paths=paths,
+        options=options or IntakeOptions(),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        cache=Path(cache or output.parent / "cache"),
+        use_cache=use_cache,
+        workers=workers,
+        ray=ray,
+        progress=progress,
     )
-    with replace_folder(output, "analysis") as folder:
-        assemble(folder, done.sources, done.store.path, done.job.options, done.tokenizer)
-    done.store.prune(piece.key for source in done.sources for piece in source.pieces)
+    with read_all(request) as done:
+        with replace_folder(output, "analysis") as folder:
+            assemble(folder, done.sources, done.store.path, done.job.options, done.tokenizer)
+        done.store.prune(piece.key for source in done.sources for piece in source.pieces)
     return load_analysis(output)

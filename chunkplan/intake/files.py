@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ class Files(Protocol):
         """The files and the folders directly in `folder`; hidden ones are left out."""
 
     def matches(self, pattern: str) -> list[str]:
-        """What a pattern with `*`, `?`, `[` and `**` matches, sorted; hidden files are left out."""
+        """What a pattern with `*`, `?`, `[` and `**` matches, sorted; what is hidden, or in what is, is left out."""
 
     def size(self, path: str) -> int | None:
         """The bytes of a file, or None where they are not known before it is read (pipes)."""
@@ -90,8 +91,9 @@ class RemoteFiles:
 
     def matches(self, pattern: str) -> list[str]:
         """As of `Files`."""
-        found = [self._system.unstrip_protocol(path) for path in self._system.glob(pattern)]
-        return sorted(path for path in found if not name_of(path).startswith("."))
+        named = len(re.split(r"[*?\[]", self._system._strip_protocol(pattern))[0].rpartition("/")[0])
+        found = [path for path in self._system.glob(pattern) if "/." not in path[named:]]
+        return sorted(map(self._system.unstrip_protocol, found))
 
     def size(self, path: str) -> int | None:
         """As of `Files`."""

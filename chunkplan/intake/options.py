@@ -12,7 +12,7 @@ LONG = ("error", "drop", "truncate")
 ON_ERROR = ("stop", "skip")
 
 #: What is read of one record at most. Encoding takes up to 65 times as much memory.
-MAX_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 16_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ class Piece:
     `source` is the index of the source, `index` that of the piece in it. `path` is what to open: the source's own file
     or URL, or a temporary file that holds what was read from a stream. `start` and `stop` are bytes of lines, or row
     groups (record batches) of a table. `origin` is the position of the piece in the whole source, in bytes or rows:
-    positions decide which records a sample takes. `num_bytes` is how much of the source it stands for, for progress.
+    positions decide which records a sample takes. `num_bytes` is how much there is to read in it. `share` is how
+    many bytes of the source's own file, which may be compressed, it stands for.
     """
 
     source: int
@@ -28,6 +29,7 @@ class Piece:
     origin: int
     is_temporary: bool = False
     num_bytes: int = 0
+    share: int = 0
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
     found = digest(piece)
     result = PieceResult(piece_key(job, layout, found, piece.origin), found)
     if (known := find(job, store, result.key)) is not None:
-        report(known.num_bytes, known.num_tokens)
+        report(piece.share, known.num_tokens)
         return known
     if job.options.stores_tokens:
         check_room(store.root, MOST * piece.num_bytes, "the next piece")
@@ -72,11 +72,16 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
         writer = PieceWriter(folder, result)
         task = _Task(writer, result, encoder, job.options)
         options = job.options
+        num_read, num_reported = 0, 0
         for batch in read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample):
             before = result.num_tokens
             task.add(batch)
-            report(batch.num_bytes, result.num_tokens - before)
+            num_read += batch.num_bytes
+            now = min(piece.share * num_read // max(1, piece.num_bytes), piece.share)
+            report(now - num_reported, result.num_tokens - before)
+            num_reported = now
         writer.close()
+        report(piece.share - num_reported, 0)  # a last line that another piece has
         assert result.num_records == result.num_sequences + result.num_rejected + result.num_not_sampled
     return result
 
@@ -148,7 +153,6 @@ class _Task:
         assert self._options.sample is not None or batch.num_records == counted
         self._result.num_records += batch.num_records
         self._result.num_rows += batch.num_rows
-        self._result.num_bytes += batch.num_bytes
         self._settle()
 
     def _settle(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.disk import LEAST, check_room
+from chunkplan.intake.disk import LEAST, check_room, writing
+from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.process import Job
 from chunkplan.intake.run import Run, Runner
@@ -29,19 +32,19 @@ _LITTLE = 8 << 20
 Progress = Callable[[int, int | None, int], None]
 
 
-@dataclass(frozen=True)
-class Request:
+@dataclass(frozen=True, kw_only=True)
+class IntakeRequest:
     """What to read and how; see `analyze` for what is what."""
 
     paths: str | Path | Sequence[str | Path]
-    options: IntakeOptions
-    tokenizer: str | Path | None
-    chat_template: str | Path | None
     cache: Path
-    use_cache: bool
-    workers: int | None
-    ray: str | None
-    progress: Progress | None
+    options: IntakeOptions = field(default_factory=IntakeOptions)
+    tokenizer: str | Path | None = None
+    chat_template: str | Path | None = None
+    use_cache: bool = True
+    workers: int | None = None
+    ray: str | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,18 @@ class Done:
     tokenizer: dict[str, Any] | None
 
 
-def read_all(request: Request, *, shard: tuple[int, int] | None = None) -> Done:
-    """Process all pieces, or those of a shard (I, N); raises as `analyze` does."""
+@contextmanager
+def read_all(request: IntakeRequest, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
+    """Process all pieces, or those of a shard (I, N); they are in the store at least until the block ends.
+
+    Raises as `analyze` does, and what goes wrong in the block with writing is a UsageError too.
+    """
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     paths = [request.paths] if isinstance(request.paths, (str, Path)) else request.paths
     files = find_sources(paths)
+    if shard is not None:
+        _check_can_be_dealt(files)
     job, tokenizer = _job(request)
     share = 1 if shard is None else 1 / shard[1]
     if request.options.stores_tokens and tokenizer:
@@ -72,17 +81,27 @@ def read_all(request: Request, *, shard: tuple[int, int] | None = None) -> Done:
             request.progress(num_bytes, total, num_tokens)
 
     store = Store(request.cache, is_trusted=request.use_cache)
-    store.clean()
-    with temporary_folder(request.cache, "spool") as spool:
-        run = Run(files, job, store, spool, shard=shard)
-        try:
-            run.run(_runner(request, files), report)
-        finally:
-            store.clean()  # processes that were ended at once leave their pieces behind
-    return Done(run.sources, store, job, tokenizer)
+    with writing(request.cache), store.in_use():
+        with temporary_folder(request.cache, "spool") as spool:
+            run = Run(files, job, store, spool, shard=shard)
+            try:
+                run.run(_runner(request, files), report)
+            finally:
+                store.clean()  # processes that were ended at once leave their pieces behind
+        yield Done(run.sources, store, job, tokenizer)
 
 
-def _job(request: Request) -> tuple[Job, dict[str, Any] | None]:
+def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
+    """Refuse to do a share of what can be read once: no other share would find it."""
+    for file in files:
+        if file.num_bytes is None and not is_url(file.path):
+            name = "the standard input" if file.path == STDIN else file.path
+            raise UsageError(
+                f"{name} can be read once, so no shards can be made of it", hint="write it to a file first"
+            )
+
+
+def _job(request: IntakeRequest) -> tuple[Job, dict[str, Any] | None]:
     """What tasks need to know, and the tokenizer's entry in the manifest."""
     options, today = request.options, date.today().isoformat()
     if request.tokenizer is None:
@@ -105,11 +124,13 @@ def _job(request: Request) -> tuple[Job, dict[str, Any] | None]:
     )
 
 
-def _runner(request: Request, files: Sequence[SourceFile]) -> Runner:
+def _runner(request: IntakeRequest, files: Sequence[SourceFile]) -> Runner:
     if request.ray is not None:
         from chunkplan.intake.run_ray import run_on_ray
 
         return partial(run_on_ray, address=request.ray, num_workers=request.workers)
     workers = request.workers or len(os.sched_getaffinity(0))
     is_little = sum(_LITTLE if file.num_bytes is None else file.num_bytes for file in files) < _LITTLE
+    if multiprocessing.current_process().daemon:  # such as the workers of a DataLoader: they must not start processes
+        return run_here
     return run_here if workers == 1 or is_little else partial(run_in_processes, num_workers=workers)

@@ -17,7 +17,6 @@ class PieceResult:
 
     key: str
     digest: str
-    num_bytes: int = 0
     num_rows: int = 0
     num_records: int = 0
     num_sequences: int = 0

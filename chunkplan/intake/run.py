@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, DataError
@@ -51,7 +51,7 @@ class Run:
         self._failures: dict[_Place, ChunkplanError] = {}
         self._open: dict[int, _Opened] = {}
         self._dealt = 0  # what was given to one shard or another
-        self._cached = [0, 0]  # bytes and tokens that nobody had to read
+        self._passed = [0, 0]  # bytes and tokens of which no task is made
 
     def run(self, runner: Runner, report: Report) -> None:
         """Have everything done.
@@ -67,7 +67,7 @@ class Run:
         def add(num_bytes: int, num_tokens: int) -> None:
             nonlocal latest
             latest = num_bytes, num_tokens
-            report(num_bytes + self._cached[0], num_tokens + self._cached[1])
+            report(num_bytes + self._passed[0], num_tokens + self._passed[1])
 
         for task, outcome in runner(self._tasks(), self._job, add):
             source = self.sources[task.piece.source]
@@ -92,6 +92,7 @@ class Run:
                     return
                 source.broken = error
                 source.num_pieces = source.num_cut
+                self._pass(source, source.num_left)
             except ChunkplanError as error:
                 self._failures[index, source.num_cut] = error
                 return
@@ -99,6 +100,7 @@ class Run:
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
         file, options = source.file, self._job.options
         if is_stream(file) and not self._is_mine():
+            self._pass(source, source.num_left)
             return
         opened = _open(file, options)
         if opened and self._recall(source, opened):
@@ -107,11 +109,16 @@ class Run:
             if source.layout is None:
                 source.layout = self._layout(source, piece)
             source.num_cut += 1
+            share = min(piece.share, source.num_left)
             if is_stream(file) or self._is_mine():
-                yield Task(piece, source.layout)
+                source.num_left -= share
+                yield Task(replace(piece, share=share), source.layout)
+            else:
+                self._pass(source, share)
             if opened:
                 opened.origins.append(piece.origin)
         source.num_pieces = source.num_cut
+        self._pass(source, source.num_left)
         if opened and self._shard is None:
             self._open[index] = opened
             self._close(index)
@@ -127,8 +134,8 @@ class Run:
         if len(results) < len(found):
             return False
         source.layout, source.results, source.num_pieces = layout, results, len(results)
-        self._cached[0] += source.file.num_bytes or 0
-        self._cached[1] += sum(result.num_tokens for result in found if result is not None)
+        self._pass(source, source.num_left)
+        self._passed[1] += sum(result.num_tokens for result in found if result is not None)
         return True
 
     def _close(self, index: int) -> None:
@@ -158,7 +165,7 @@ class Run:
 
     def _layout(self, source: Source, piece: Piece) -> Layout:
         options = self._job.options
-        records = first_records(piece)
+        records = first_records(piece, max_record_bytes=options.max_record_bytes)
         if not records:  # nothing to be found out, and nothing that a schema could be wrong for
             return Layout("text", {"text": "text"}, "no record")
         try:
@@ -166,6 +173,12 @@ class Run:
             return detect(records, schema=options.schema, columns=columns)
         except DataError as error:
             raise DataError(error.message, where=source.name, hint=error.hint) from error
+
+    def _pass(self, source: Source, num_bytes: int) -> None:
+        """Count bytes that nobody has to read: what others do or did, the end of a table, what is behind damage."""
+        if source.file.num_bytes is not None:
+            source.num_left -= num_bytes
+            self._passed[0] += num_bytes
 
     def _is_mine(self) -> bool:
         """Whether the next thing that is dealt out is for this shard."""

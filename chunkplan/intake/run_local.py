@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import struct
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.intake.disk import writing
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.process import Job, process
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import Layout
+from chunkplan.intake.worker import Worker, WorkerError, start
 
 #: Tasks that wait beside those that run: enough that no process has to, few enough that spooled pieces take no room.
 _WAITING = 2
-
-#: Seconds between two looks at how far the tasks have come.
-_LOOK_EVERY = 0.25
-
-#: Bytes and tokens, as one message of a pipe.
-_PROGRESS = struct.Struct("<qq")
 
 
 class Task(NamedTuple):
@@ -71,73 +62,66 @@ def run_in_processes(
     Raises:
         ChunkplanError: a process was killed.
     """
-    context = multiprocessing.get_context("spawn")
-    # A pipe and no lock: a process that is killed while it holds a lock never gives it back.
-    receiver, sender = context.Pipe(duplex=False)
-    done = [0, 0]
-
-    def look() -> None:
-        while receiver.poll():
-            for index, value in enumerate(_PROGRESS.unpack(receiver.recv_bytes())):
-                done[index] += value
-        report(done[0], done[1])
-
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num_workers, context, _start, (sender,))
-    running: dict[Future[PieceResult | Failed], Task] = {}
+    do = partial(_do, job)
+    workers: list[Worker] = []
+    idle: list[Worker] = []
+    running: dict[Worker, Task] = {}
+    waiting: deque[Task] = deque()
     failed: Task | None = None
+    is_more = True
+    done = [0, 0]
     try:
         while True:
-            for task in islice(tasks, 0 if failed else num_workers + _WAITING - len(running)):
-                running[_submit(pool, job, task)] = task
+            room = num_workers + _WAITING - len(running) - len(waiting)
+            if is_more and failed is None and room > 0:
+                following = next(tasks, None)
+                is_more, room = following is not None, room - 1
+                waiting.extend([following] if following else [])
+            while waiting and failed is None and len(running) < num_workers:
+                if not idle:
+                    workers.append(start(do))
+                    idle.append(workers[-1])
+                worker = idle.pop()
+                running[worker] = waiting.popleft()
+                worker.give(running[worker])
             # Of several failures the first in the input is reported: what comes after one is not waited for.
             if not any(failed is None or task.piece < failed.piece for task in running.values()):
-                break
-            ended, _ = wait(running, timeout=_LOOK_EVERY, return_when=FIRST_COMPLETED)
-            look()
-            for future in ended:
-                task, outcome = running.pop(future), future.result()
-                if isinstance(outcome, Failed):
+                return
+            can_go_on = is_more and failed is None and room > 0
+            ready = wait([worker.connection for worker in running], timeout=0 if can_go_on else None)
+            for worker in [worker for worker in running if worker.connection in ready]:
+                message = worker.take()
+                if isinstance(message, _Progress):
+                    done = [done[0] + message.num_bytes, done[1] + message.num_tokens]
+                    report(*done)
+                    continue
+                task = running.pop(worker)
+                idle.append(worker)
+                if isinstance(message, Failed):
                     failed = task if failed is None or task.piece < failed.piece else failed
-                yield task, outcome
-        look()
-        if running:
-            _terminate(others)
-    except (BrokenProcessPool, _NotStartedError) as error:
-        _terminate(others)  # the pool misses those that were just starting, and would wait for them
+                yield task, message
+    except WorkerError as error:
         raise ChunkplanError(
             "a process that was reading data was killed or not started, most likely for want of memory",
             hint="use fewer processes with --workers; what was finished is not done again",
         ) from error
-    except BaseException:  # an interrupt must not wait for pieces to be finished
-        _terminate(others)
-        raise
     finally:
-        pool.shutdown(cancel_futures=True)
-        receiver.close()
-        sender.close()
+        for worker in workers:
+            worker.end()
 
 
-class _NotStartedError(Exception):
-    """The system has no room for another process, or one was killed while another was started."""
+class _Progress(NamedTuple):
+    """What was done since the last message."""
 
-
-def _submit(pool: ProcessPoolExecutor, job: Job, task: Task) -> Future[PieceResult | Failed]:
-    try:
-        return pool.submit(_attempt, job, task)
-    except OSError as error:
-        raise _NotStartedError from error
-
-
-def _terminate(others: set[Any]) -> None:
-    for child in set(multiprocessing.active_children()) - others:
-        child.terminate()
+    num_bytes: int
+    num_tokens: int
 
 
 def attempt(job: Job, task: Task, report: Callable[[int, int], None]) -> PieceResult | Failed:
     """Do one task; what a user can mend comes back as a value."""
     try:
-        return process(job, task.piece, task.layout, report)
+        with writing(job.store):
+            return process(job, task.piece, task.layout, report)
     except ChunkplanError as error:
         return Failed(error)
     finally:
@@ -145,28 +129,6 @@ def attempt(job: Job, task: Task, report: Callable[[int, int], None]) -> PieceRe
             Path(task.piece.path).unlink(missing_ok=True)
 
 
-_sender: Any = None  # in a worker process: where it says how far it has come
-
-
-def _start(sender: Any) -> None:
-    """Prepare a worker process."""
-    global _sender
-    _sender = sender
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told of it, and ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _attempt(job: Job, task: Task) -> PieceResult | Failed:
-    def add(num_bytes: int, num_tokens: int) -> None:
-        _sender.send_bytes(_PROGRESS.pack(num_bytes, num_tokens))
-
-    return attempt(job, task, add)
+def _do(job: Job, task: Task, send: Callable[[_Progress], None]) -> PieceResult | Failed:
+    """A task in a worker process."""
+    return attempt(job, task, lambda num_bytes, num_tokens: send(_Progress(num_bytes, num_tokens)))

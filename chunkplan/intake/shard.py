@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.assemble import assemble
+from chunkplan.intake.disk import writing
+from chunkplan.intake.files import name_of
 from chunkplan.intake.options import IntakeOptions
-from chunkplan.intake.reading import Done, Request, read_all
+from chunkplan.intake.reading import Done, IntakeRequest, read_all
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import Layout
@@ -29,10 +32,11 @@ from chunkplan.planfile.manifest import write_manifest
 from chunkplan.planfile.schema import SCHEMA_VERSION
 from chunkplan.version import __version__
 
+_AGAIN = "copy the shard here again, or analyze it again"
 _HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of one run"
 
 
-def write_shard(request: Request, output: str | Path, shard: tuple[int, int]) -> None:
+def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, int]) -> None:
     """Do the share I of N (from 1) of an analysis into the folder `output`, which is replaced as a whole at the end.
 
     Raises:
@@ -44,43 +48,50 @@ def write_shard(request: Request, output: str | Path, shard: tuple[int, int]) ->
         raise UsageError(f"shard {index} of {count}", hint="shards are 1/N to N/N")
     output = Path(output)
     refuse_other_content(output, "shard")
-    done = read_all(request, shard=shard)
-    with replace_folder(output, "shard") as folder:
-        for piece in (piece for source in done.sources for piece in source.pieces):
-            (folder / "pieces" / piece.key).mkdir(parents=True, exist_ok=True)
-            for name in piece.files:
-                target = folder / "pieces" / piece.key / name
-                if not target.exists():  # two pieces with the same content are one
-                    link_or_copy(done.store.path(piece.key) / name, target)
-        write_manifest(folder, _manifest(done, shard))
-    done.store.prune(piece.key for source in done.sources for piece in source.pieces)
+    with read_all(request, shard=shard) as done:
+        pieces = {piece.key: piece for source in done.sources for piece in source.pieces}  # equal ones are one
+        with replace_folder(output, "shard") as folder:
+            for key, piece in pieces.items():
+                (folder / "pieces" / key).mkdir(parents=True)
+                for name in piece.files:
+                    link_or_copy(done.store.path(key) / name, folder / "pieces" / key / name)
+            write_manifest(folder, _manifest(done, shard))
+        done.store.prune(pieces)
 
 
 def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
     """Merge all shards of one run into the analysis that one machine would have made, with the same content hash.
 
+    The files may have been in other folders on each machine; those of the first shard are named in the analysis.
+
     Raises:
         UsageError: a folder is no shard, one is missing or there twice, or they are of different runs.
-        DataError: as `analyze` does.
+        DataError: a shard is damaged, or as `analyze` does.
     """
     output = Path(output)
     refuse_other_content(output, "analysis")
-    folders = [Path(path) for path in shards]
-    manifests = [_read(folder) for folder in folders]
+    read = sorted(((_read(Path(path)), Path(path)) for path in shards), key=lambda one: tuple(one[0]["shard"]))
+    manifests, folders = [manifest for manifest, _ in read], [folder for _, folder in read]
     _check_same_run(folders, manifests)
-    sources = [_merged([manifest["sources"][index] for manifest in manifests]) for index in range(_count(manifests))]
+    sources = [_merged(entries) for entries in zip(*(manifest["sources"] for manifest in manifests), strict=True)]
     homes = {
         piece.key: folder
         for folder, manifest in zip(folders, manifests, strict=True)
         for source in map(_source, manifest["sources"])
         for piece in source.pieces
     }
+
+    def locate(key: str) -> Path:
+        return homes[key] / "pieces" / key
+
     for source in sources:
         if not source.is_complete:
             raise DataError("pieces of it are missing", where=source.name, hint="analyze the shards again")
-    with replace_folder(output, "analysis") as folder:
-        options = IntakeOptions(**manifests[0]["options"])
-        assemble(folder, sources, lambda key: homes[key] / "pieces" / key, options, manifests[0]["tokenizer"])
+        for piece in source.pieces:
+            _check_files(locate(piece.key), piece)
+    options = IntakeOptions(**manifests[0]["options"])
+    with writing(output), replace_folder(output, "analysis") as folder:
+        assemble(folder, sources, locate, options, manifests[0]["tokenizer"])
     return load_analysis(output)
 
 
@@ -120,10 +131,20 @@ def _read(folder: Path) -> dict[str, Any]:
                 f"expected a shard of version {SCHEMA_VERSION}",
                 hint=_HINT,
             )
-        _ = [_source(entry) for entry in manifest["sources"]], manifest["options"], manifest["shard"]
+        _ = [_source(entry) for entry in manifest["sources"]], IntakeOptions(**manifest["options"])
+        _ = manifest["identity"], manifest["tokenizer"], [int(number) for number in manifest["shard"]][1]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"damaged: {error}", where=str(path), hint="analyze the shard again") from error
+        raise DataError(f"damaged: {type(error).__name__}: {error}", where=str(path), hint=_AGAIN) from error
     return manifest
+
+
+def _check_files(folder: Path, piece: PieceResult) -> None:
+    for name, num_bytes in piece.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DataError("is missing", where=str(path), hint=_AGAIN)
+        if path.stat().st_size != num_bytes:
+            raise DataError(f"has {path.stat().st_size:,} bytes, expected {num_bytes:,}", where=str(path), hint=_AGAIN)
 
 
 def _check_same_run(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
@@ -133,20 +154,42 @@ def _check_same_run(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]
     found = sorted(manifest["shard"][0] for manifest in manifests)
     if len(counts) > 1:
         raise UsageError(f"shards of runs with {' and '.join(map(str, counts))} of them", hint=_HINT)
-    if found != list(range(1, counts[0] + 1)):
-        wanted = f"expected 1 to {counts[0]}, each once"
-        raise UsageError(f"found the shards {', '.join(map(str, found))}; {wanted}", hint=_HINT)
+    for what, numbers in (
+        ("is missing", sorted(set(range(1, counts[0] + 1)) - set(found))),
+        ("is there twice", [first for first, second in pairwise(found) if first == second]),
+    ):
+        if numbers:
+            more = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            raise UsageError(f"shard {numbers[0]} of {counts[0]} {what}{more}", hint=_HINT)
     for name, words in (("identity", "tokenizers or chat templates"), ("options", "options")):
         for folder, manifest in zip(folders, manifests, strict=True):
             if manifest[name] != manifests[0][name]:
                 raise UsageError(f"{folders[0]} and {folder} were made with different {words}", hint=_HINT)
     for folder, manifest in zip(folders, manifests, strict=True):
-        if [entry["file"] for entry in manifest["sources"]] != [entry["file"] for entry in manifests[0]["sources"]]:
-            raise UsageError(f"{folders[0]} and {folder} were made of different files", hint=_HINT)
+        for number, entries in enumerate(zip_longest(manifests[0]["sources"], manifest["sources"]), 1):
+            first, other = (entry and _source(entry) for entry in entries)
+            if first is None or other is None or not _is_same_source(first, other):
+                raise UsageError(
+                    f"{folders[0]} and {folder} were made of different data: source {number} "
+                    f"is {_describe(first)} in one and {_describe(other)} in the other",
+                    hint="give every shard the same files in the same order; only the folders they are in may differ",
+                )
 
 
-def _count(manifests: Sequence[dict[str, Any]]) -> int:
-    return len(manifests[0]["sources"])
+def _is_same_source(first: Source, other: Source) -> bool:
+    """Whether two shards may have read the same file, wherever each found it, and read it in the same way."""
+    layouts = [(one.layout.schema, one.layout.columns) for one in (first, other) if one.layout]
+    counts = {one.num_pieces for one in (first, other) if one.num_pieces is not None}
+    files = [replace(one.file, path=name_of(one.file.path)) for one in (first, other)]
+    return files[0] == files[1] and layouts[:1] == layouts[-1:] and len(counts) < 2
+
+
+def _describe(source: Source | None) -> str:
+    if source is None:
+        return "nothing"
+    schema = f", schema {source.layout.schema}" if source.layout else ""
+    size = "" if source.file.num_bytes is None else f" ({source.file.num_bytes:,} bytes{schema})"
+    return f"{source.name}{size}"
 
 
 def _source(entry: dict[str, Any]) -> Source:

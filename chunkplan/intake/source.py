@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from chunkplan.planfile.analysis import record_place
 class Source:
     """Grows while a run goes on. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
 
-    `broken` is what ended a stream early, where the run goes on without the rest of it.
+    `num_left` is how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
+    goes on without the rest of it.
     """
 
     file: SourceFile
@@ -28,6 +30,10 @@ class Source:
     num_cut: int = 0
     num_pieces: int | None = None
     broken: RecordError | None = None
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_left = sys.maxsize if self.file.num_bytes is None else self.file.num_bytes
 
     @property
     def is_complete(self) -> bool:

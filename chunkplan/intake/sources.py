@@ -1,17 +1,24 @@
 """Which files are read: the arguments of `analyze`, folders and patterns among them, as a list of sources in order.
 
 The same arguments give the same list on every machine: what a folder or a pattern stands for is sorted by path.
+
+Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
+and datasets that are known by name (`config.json`, `tokenizer.json`, ...), and folders in which an analysis, a shard, a
+plan or a cache of ours is. What is named itself is read, whatever it is called.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
+from chunkplan.planfile.folder import CACHE_TAG, MANIFEST
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -34,6 +41,34 @@ KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _
 
 #: What `save_to_disk` of Hugging Face datasets writes beside the data: one split, and a folder of splits.
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+#: Files that lie beside data, models and tokenizers, by name, and how the names of some others end.
+_NO_DATA = {
+    _STATE,
+    _INFO,
+    _SPLITS,
+    "dataset_infos.json",
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "trainer_state.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "package.json",
+    "package-lock.json",
+}
+_NO_DATA_ENDS = ".index.json"
+
+#: How the manifest of a folder of ours begins.
+_OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
 
 
 @dataclass(frozen=True)
@@ -69,10 +104,10 @@ def describe(path: str) -> tuple[str, str | None] | None:
 def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
     """The sources that `paths` name, in order; a file that is named twice is two of them.
 
-    A path is a file, a folder (all files of known suffixes in and below it), a pattern with `*`, `?`, `[...]` and `**`
-    (the files of known suffixes and the folders that it matches; `**` matches no folders), "-" for JSONL from the
-    standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote stands for
-    the files its `state.json` lists, a folder of splits for all of these, in the order written there.
+    A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
+    pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
+    JSONL from the standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote
+    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there.
 
     Raises:
         UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access.
@@ -116,14 +151,25 @@ def _in_folder(files: Files, folder: str) -> list[str]:
 
 def _of_pattern(files: Files, pattern: str) -> list[str]:
     found: list[str] = []
+    # What stands before the first sign of a pattern is named; all that is matched is not.
+    named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
+    is_ours = cache(partial(_is_ours, files))
     for path in files.matches(pattern):
         if not files.is_folder(path):
-            found += [path] if _is_data(path) else []
+            found += [path] if _is_data(path) and not any(map(is_ours, _folders_of(path, named))) else []
         elif "**" not in pattern:
             found += _below(files, path)
     if not found:
         raise UsageError(f"no data matches {pattern}", hint=f"suffixes that are read: {KNOWN}")
     return found
+
+
+def _folders_of(path: str, named: int) -> Iterator[str]:
+    """The folders that `path` is in, from the last to those that end in its first `named` characters."""
+    folder = path.rpartition("/")[0]
+    while len(folder) > named:
+        yield folder
+        folder = folder.rpartition("/")[0]
 
 
 def _below(files: Files, folder: str) -> list[str]:
@@ -136,6 +182,8 @@ def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
     """(data file, False) and (folder of `save_to_disk`, True)."""
     inside, folders = files.children(folder)
     names = {name_of(file) for file in inside}
+    if _says_ours(folder, names):
+        return
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
@@ -146,7 +194,20 @@ def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
 
 def _is_data(path: str) -> bool:
     name = name_of(path)
-    return "." in name and name not in (_STATE, _INFO, _SPLITS) and describe(path) is not None
+    is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS)
+    return "." in name and not is_beside and describe(path) is not None
+
+
+def _is_ours(files: Files, folder: str) -> bool:
+    return _says_ours(folder, [name for name in (CACHE_TAG, MANIFEST) if files.exists(join(folder, name))])
+
+
+def _says_ours(folder: str, names: Collection[str]) -> bool:
+    """Whether a folder that holds files of these names is a cache, an analysis, a shard or a plan."""
+    if MANIFEST not in names:
+        return CACHE_TAG in names
+    with open_file(join(folder, MANIFEST)) as file:
+        return _OURS.match(file.read(100)) is not None
 
 
 def _in_dataset(files: Files, folder: str) -> list[str]:

@@ -7,6 +7,7 @@ removed. What an interrupted run leaves behind is kept for a week, to be found b
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,13 +16,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from chunkplan.intake.piece_writer import TOKENS
 from chunkplan.intake.result import PieceResult
-from chunkplan.planfile.folder import remove_left_behind, sync, temporary_folder
+from chunkplan.planfile.folder import CACHE_TAG, remove_left_behind, sync, temporary_folder
 
 _RESULT = "piece.json"
+
+#: What the specification of the tag wants in it.
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# The cache of `chunkplan analyze`, which makes it again.\n"
 
 #: Its presence says that the piece has been in an analysis.
 _USED = "used"
@@ -38,6 +42,7 @@ class Store:
         self.root = root
         self._is_trusted = is_trusted
         self._own: set[str] = set()  # of this process
+        self._lock: TextIO | None = None
 
     def path(self, key: str) -> Path:
         """The folder of a piece."""
@@ -45,8 +50,9 @@ class Store:
 
     def find(self, key: str) -> PieceResult | None:
         """What became of the piece with this key, if it is here."""
-        if not self._is_trusted and key not in self._own:
-            return None
+        return self._stored(key) if self._is_trusted or key in self._own else None
+
+    def _stored(self, key: str) -> PieceResult | None:
         try:
             result = PieceResult(**json.loads((self.path(key) / _RESULT).read_text(encoding="utf-8")))
             sizes = {name: (self.path(key) / name).stat().st_size for name in result.files}
@@ -68,21 +74,43 @@ class Store:
             try:
                 folder.rename(self.path(result.key))
             except OSError:  # another process was faster
-                if self.find(result.key) is None:
+                if self._stored(result.key) is None:
                     raise
         self._own.add(result.key)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Make the cache; until the block ends no other run removes anything from it."""
+        self.clean()
+        with (self.root / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                self._lock = lock
+            except OSError:
+                self._lock = None  # some network file systems have no locks: nothing is ever removed there
+            yield
 
     def clean(self) -> None:
         """Remove what runs that were killed have left half done."""
         for folder in (self.root, self.root / "pieces"):
             folder.mkdir(parents=True, exist_ok=True)
             remove_left_behind(folder)
+        (self.root / CACHE_TAG).write_text(_TAG, encoding="utf-8")
 
     def prune(self, used: Iterable[str]) -> None:
-        """Note that an analysis has the pieces that are `used`, and remove what none has any more."""
+        """Note that an analysis has the pieces that are `used`, and remove what none has any more.
+
+        While other runs use the cache nothing is removed; a later run will.
+        """
         keep = set(used)
         for key in keep:
             (self.path(key) / _USED).touch()
+        if self._lock is None:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         for folder in (self.root / "pieces").iterdir():
             if folder.name not in keep and not folder.name.startswith(".") and _is_released(folder):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -20,14 +20,17 @@ from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES
 from chunkplan.planfile.token_file import TokenFile
 from chunkplan.version import __version__
 
-#: A file of this many tokens stands for itself; smaller ones are copied together, up to `_PART_TOKENS`.
-_OWN_FILE_TOKENS = 4 << 20
+#: A file of this many tokens stands for itself: what 8 MiB of text become. Smaller ones are copied together, up to
+#: `_PART_TOKENS`.
+_OWN_FILE_TOKENS = 1 << 20
 _PART_TOKENS = 64 << 20
 
 #: What is added one by one waits for as many sequences or tokens.
 _WAITING_SEQUENCES, _WAITING_TOKENS = 1 << 10, 1 << 20
 #: Sequences that a row group of sequences.parquet has at least.
 _ROW_GROUP = 1 << 17
+#: Ids and records go up one by one: as differences they take a quarter of the room, and of the time to read and write.
+_ENCODING = {name: "DELTA_BINARY_PACKED" for name in SEQUENCES.names if name != "source"}
 
 
 class AnalysisWriter:
@@ -155,7 +158,7 @@ class _SequenceTable:
     """Writes sequences.parquet row group by row group."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = pq.ParquetWriter(str(path), SEQUENCES)
+        self._writer = pq.ParquetWriter(str(path), SEQUENCES, use_dictionary=["source"], column_encoding=_ENCODING)
         self._hasher = ContentHasher(SEQUENCES)
         self._waiting: list[pa.RecordBatch] = []
         self._num_waiting = self._num_sequences = 0

@@ -15,6 +15,9 @@ from chunkplan.errors import UsageError
 
 MANIFEST = "manifest.json"
 
+#: Says that a folder is a cache, to whatever reads or backs up folders (https://bford.info/cachedir/).
+CACHE_TAG = "CACHEDIR.TAG"
+
 #: What each kind of folder holds. One that holds anything else, such as a run's weights, is never replaced.
 _CONTENTS = {
     "analysis": {MANIFEST, "sequences.parquet", "tokens", "rejected.jsonl"},
@@ -102,7 +105,11 @@ def _is_running(process: int) -> bool:
         return False
     except (PermissionError, OverflowError):
         pass
-    return True
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] != "Z"  # it has ended, and nobody asks for its exit code
 
 
 def _umask() -> int:

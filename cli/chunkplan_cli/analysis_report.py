@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
 
 #: Sources that are listed one by one.
 _LISTED = 20
+
+#: The path of what was read from the standard input.
+_STDIN = "-"
+
+_INDENT = 5 * " "
 
 _KEPT = (
     "content_hash",
@@ -47,7 +53,7 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None) -
         print_length_report(stdout(), report, manifest)
         if gain:
             print_headline(stdout(), gain)
-    _say_what_was_read(manifest)
+    _say_what_was_read(analysis.path, manifest)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
 
@@ -74,13 +80,14 @@ def describe_old(target: Path) -> str | None:
         return "something that is no analysis this version can read"
 
 
-def _say_what_was_read(manifest: dict[str, Any]) -> None:
+def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
     sources = manifest["sources"]
     for source in sources[:_LISTED]:
-        counts = f"{source['records']:,} records"
+        counts = f"{source['records']:,} record{'' if source['records'] == 1 else 's'}"
         if source["rejected"]:
             counts += f", {source['rejected']:,} rejected"
-        note(f"read {source['path']}: {source['schema'] or 'nothing'}, {counts} ({source['evidence']})")
+        name = "the standard input" if source["path"] == _STDIN else source["path"]
+        note(_beside(f"read {name}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
     records, rejected, left_out = (
@@ -92,7 +99,16 @@ def _say_what_was_read(manifest: dict[str, Any]) -> None:
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
         note(f"{records:,} records = {' + '.join(parts)}")
     if rejected:
-        note("rejected records are listed in rejected.jsonl of the analysis")
+        note(f"rejected records are listed in {folder / 'rejected.jsonl'}")
+
+
+def _beside(text: str, more: str) -> str:
+    """`more` beside `text` where the terminal has room for it, else below."""
+    width = stderr().width
+    if len(text) + 1 + len(more) <= width:
+        return f"{text} {more}"
+    lines = wrap(more, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
+    return "\n".join([text, *lines])
 
 
 def _say_what_it_is_good_for(analysis: Analysis) -> None:

@@ -12,6 +12,8 @@ from chunkplan_cli.analysis_report import describe_old, print_analysis, print_ne
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
+_TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
+
 
 def analyze(
     data: Annotated[
@@ -23,14 +25,18 @@ def analyze(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|FOLDER|NAME",
-            help="tokenizer.json, a folder with one, a model's name on the Hugging Face Hub, or tiktoken:NAME. "
+            metavar="NAME",
+            help="A tokenizer.json, a folder with one, the name of a model on the Hugging Face Hub, or tiktoken:NAME. "
             "Default: CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
             "from bytes.",
+            rich_help_panel=_TOKENS,
         ),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Jinja chat template in place of the tokenizer's.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A Jinja chat template in place of the tokenizer's.", rich_help_panel=_TOKENS
+        ),
     ] = None,
     schema: Annotated[
         str | None,
@@ -39,52 +45,87 @@ def analyze(
             metavar="NAME",
             help="How records are laid out: text, messages, conversations, prompt+completion, instruction, "
             "question+answer, input_ids or length. Default: found out for each source.",
+            rich_help_panel=_TOKENS,
         ),
     ] = None,
     columns: Annotated[
         list[str] | None,
-        typer.Option("--column", metavar="ROLE=KEY", help="A key that is not named like its role: text=body."),
+        typer.Option(
+            "--column",
+            metavar="ROLE=KEY",
+            help="A key that is not named like its role: text=body. Repeatable.",
+            rich_help_panel=_TOKENS,
+        ),
     ] = None,
     length_column: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Read lengths only, from this key or column.")
+        str | None,
+        typer.Option(metavar="KEY", help="Read lengths only, from this key or column.", rich_help_panel=_TOKENS),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a sequence at most. Default: all are kept.")
+        int | None,
+        typer.Option(metavar="N", help="Tokens of a sequence at most. Default: all are kept.", rich_help_panel=_TOKENS),
     ] = None,
     long: Annotated[
-        str, typer.Option(metavar="error|drop|truncate", help="What becomes of sequences over --max-length.")
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="What becomes of sequences over --max-length: error, drop or truncate.",
+            rich_help_panel=_TOKENS,
+        ),
     ] = "truncate",
     on_error: Annotated[
         str,
         typer.Option(
-            metavar="stop|skip", help="At a record that cannot be read: stop, or count it, list it and go on."
+            metavar="WHAT",
+            help="At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on.",
+            rich_help_panel=_DATA,
         ),
     ] = "stop",
-    tokens: Annotated[
-        bool, typer.Option(" /--no-tokens", help="Store lengths only: enough to plan, not to train.")
-    ] = True,
+    no_tokens: Annotated[
+        bool,
+        typer.Option("--no-tokens", help="Store lengths only: enough to plan, not to train.", rich_help_panel=_DATA),
+    ] = False,
     sample: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Read this share of the records, such as 0.01: enough to plan roughly."),
+        typer.Option(
+            metavar="SHARE",
+            help="Read this share of the records, such as 0.01: enough to plan roughly.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
     max_record_mb: Annotated[
-        float, typer.Option(metavar="MB", help="Larger records are errors; each MB takes about 65 MB of memory.")
+        float,
+        typer.Option(
+            metavar="MB",
+            help="Larger records are errors; each MB may take 65 MB of memory in each process.",
+            rich_help_panel=_DATA,
+        ),
     ] = 16,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.")] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Have a Ray cluster do the work; `local` starts one on this machine."),
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.", rich_help_panel=_WORK)
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Do one of N shares, for `chunkplan merge` to put together."),
+        typer.Option(
+            metavar="I/N",
+            help="Do one of N shares, for `chunkplan merge` to put together.",
+            rich_help_panel=_WORK,
+        ),
     ] = None,
-    use_cache: Annotated[
-        bool, typer.Option(" /--no-cache", help="Do everything anew, whatever was done before.")
-    ] = True,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Have a Ray cluster do the work; `local` starts one on this machine.",
+            rich_help_panel=_WORK,
+        ),
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Do everything anew, whatever was done before.", rich_help_panel=_WORK)
+    ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to write. Default: WORKSPACE/analysis or WORKSPACE/shard-I-of-N."),
+        typer.Option(metavar="DIR", help="Where to write. Default: analysis, or shard-I-of-N, of the workspace."),
     ] = None,
     workspace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
@@ -93,20 +134,21 @@ def analyze(
 ) -> None:
     """Measure the lengths of a dataset and store its tokens for the trainer.
 
-    Reads .jsonl, .json, .parquet, .arrow, .txt and .npy, compressed or not, and folders that Hugging Face datasets
-    saved. Records have `text`, `messages`, ShareGPT `conversations`, `prompt` and `completion`, `instruction`,
-    `question` and `answer`, `input_ids`, or a bare `length`; which of them is found out for each source.
+    Reads .jsonl, .json, .parquet, .arrow, .txt and .npy; text also in .gz, .zst
+    and .bz2. Records have `text`, `messages`, ShareGPT `conversations`, `prompt`
+    and `completion`, `instruction` and `output`, `question` and `answer`,
+    `input_ids`, or a bare `length`: found out for each source, and shown.
 
-    What was done before is not done again: unchanged files cost nothing, interrupted runs go on.
+    Unchanged files cost nothing the next time, and interrupted runs go on.
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
     from chunkplan.intake.analyze import analyze as run
     from chunkplan.intake.options import IntakeOptions
-    from chunkplan.intake.reading import Request
+    from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.shard import write_shard
     from chunkplan.workspace import Workspace, find_tokenizer
-    from chunkplan_cli.intake_options import parse_columns, parse_shard
+    from chunkplan_cli.intake_options import parse_columns, parse_megabytes, parse_shard
 
     place = Workspace.find(workspace)
     options = IntakeOptions(
@@ -115,21 +157,31 @@ def analyze(
         max_length=max_length,
         long=long,
         on_error=on_error,
-        tokens=tokens,
+        tokens=not no_tokens,
         sample=sample,
-        max_record_bytes=round(max_record_mb * 1_000_000),
+        max_record_bytes=parse_megabytes(max_record_mb),
     )
     chosen = find_tokenizer(tokenizer, place)
     if shard is not None:
         index, count = parse_shard(shard)
         target = output or place.root / f"shard-{index}-of-{count}"
         with reading_progress() as progress:
-            request = Request(data, options, chosen, chat_template, place.cache, use_cache, workers, ray, progress)
+            request = IntakeRequest(
+                paths=data,
+                cache=place.cache,
+                options=options,
+                tokenizer=chosen,
+                chat_template=chat_template,
+                use_cache=not no_cache,
+                workers=workers,
+                ray=ray,
+                progress=progress,
+            )
             write_shard(request, target, (index, count))
         note(f"shard {index} of {count} in {target}")
-        note(
-            "next, with all of them: " + shlex.join(["chunkplan", "merge", str(target.parent / f"shard-*-of-{count}")])
-        )
+        merge = shlex.join(["chunkplan", "merge", *(["--workspace", str(workspace)] if workspace else [])])
+        folders = "the folders of all shards" if output else f"{shlex.quote(str(place.root))}/shard-*-of-{count}"
+        note(f"next, once all {count} are done: {merge} {folders}")
         return
     target = output or place.analysis
     replaced = describe_old(target)
@@ -143,7 +195,7 @@ def analyze(
             workers=workers,
             ray=ray,
             cache=place.cache,
-            use_cache=use_cache,
+            use_cache=not no_cache,
             progress=progress,
         )
     print_analysis(analysis, as_json=as_json, replaced=replaced)

@@ -35,3 +35,14 @@ def parse_shard(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--shard {text!r}, expected I/N", hint="for example --shard 1/8 to --shard 8/8")
     return int(match[1]), int(match[2])
+
+
+def parse_megabytes(number: float) -> int:
+    """Bytes.
+
+    Raises:
+        UsageError: it is no number of megabytes that there could be.
+    """
+    if not 1e-6 <= number < 1e9:
+        raise UsageError(f"--max-record-mb {number:g}", hint="give megabytes, such as 16")
+    return round(number * 1_000_000)

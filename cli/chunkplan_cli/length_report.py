@@ -43,8 +43,9 @@ def _totals(report: LengthReport, manifest: dict[str, Any]) -> Table:
         "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, manifest))
     )
     table.add_row("tokens", f"{report.num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
-    targets = report.num_target_tokens / report.num_tokens
-    table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{_share(targets)} of the tokens")
+    if manifest.get("tokens") or not report.exact:
+        targets = _share(report.num_target_tokens / report.num_tokens)
+        table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{targets} of the tokens")
     table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
     return table
 
@@ -60,7 +61,9 @@ def _join(*notes: str) -> str:
 
 def _dropped(report: LengthReport, manifest: dict[str, Any]) -> str:
     """What a reader should know before trusting the number of sequences."""
-    notes = [f"{count:,} rejected: {reason}" for reason, count in manifest.get("rejected", {}).items()]
+    rejected = manifest.get("rejected", {})
+    reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
+    notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
     truncated = manifest.get("truncated", {"num_sequences": 0})
     if truncated["num_sequences"]:
         notes.append(f"{truncated['num_sequences']:,} cut by {truncated['num_tokens']:,} tokens")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chunkplan.intake.options import MAX_RECORD_BYTES
 from chunkplan.intake.pieces import Batch, Piece
 from chunkplan.intake.readers import json_files, lines, numpy_files, table, text
 from chunkplan.intake.schemas import Layout
@@ -22,7 +23,7 @@ class _Reader(NamedTuple):
     """Reads pieces."""
 
     read: Callable[..., Iterator[Batch]]
-    first_records: Callable[[Piece, int], list[dict[str, Any]]]
+    first_records: Callable[[Piece, int, int], list[dict[str, Any]]]
     digest: Callable[[Piece], str]
 
 
@@ -83,14 +84,14 @@ def default_columns(file: SourceFile) -> dict[str, str]:
     return {"length": name} if name is not None else {}
 
 
-def first_records(piece: Piece, count: int = 100) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX_RECORD_BYTES) -> list[dict[str, Any]]:
     """The first `count` records of a piece that can be read, as they are: to find out how they are laid out.
 
     Raises:
         RecordError: unreadable.
         UsageError: the file cannot be opened.
     """
-    return _READERS[piece.reader].first_records(piece, count)
+    return _READERS[piece.reader].first_records(piece, count, max_record_bytes)
 
 
 def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
 from chunkplan.intake.readers.json_array import elements
-from chunkplan.intake.readers.stream import chunks, spool, unreadable
+from chunkplan.intake.readers.stream import Taken, chunks, spool, unreadable
 from chunkplan.intake.sources import SourceFile
 
 _BOM = b"\xef\xbb\xbf"
@@ -29,7 +29,8 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         RecordError: unreadable.
         UsageError: the file cannot be read.
     """
-    data = chunks(file.path, file.compression)
+    taken = Taken()
+    data = chunks(file.path, file.compression, taken)
     start, is_array = b"", False
     if file.kind == "json":
         start = _start(data)
@@ -42,7 +43,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     elif not is_spooled(file):
         start = next(data)  # refuses what is no data at all
     if is_array or is_spooled(file):
-        yield from spool(chain([start], data), source, folder)
+        yield from spool(chain([start], data), taken, source, folder)
     else:
         assert file.num_bytes is not None
         yield from lines.cut(file.path, source, file.num_bytes)

@@ -25,8 +25,8 @@ _BOM = b"\xef\xbb\xbf"
 
 _SPACES = b" \t\r"
 
-#: Detection reads no further than this, and no longer lines.
-_FIRST_BYTES = 64 << 20
+#: Detection reads no further than this: a list of numbers takes ten times its bytes when it is decoded.
+_FIRST_BYTES = 8 << 20
 
 
 class _Lines(NamedTuple):
@@ -47,7 +47,7 @@ def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
     """The pieces of a local file."""
     for index, start in enumerate(range(0, num_bytes, sizes.PIECE_BYTES)):
         stop = min(start + sizes.PIECE_BYTES, num_bytes)
-        yield Piece(source, index, path, "lines", start, stop, origin=start, num_bytes=stop - start)
+        yield Piece(source, index, path, "lines", start, stop, origin=start, num_bytes=stop - start, share=stop - start)
 
 
 def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
@@ -73,12 +73,12 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         row += lines.num_rows
 
 
-def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
-    """The first `count` objects of a piece, fewer if they are large; lines that are none are passed over."""
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
+    """The first `count` objects of a piece, fewer if they are large; passes over lines that are none, or too large."""
     found: list[dict[str, Any]] = []
     num_bytes = 0
-    for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=_FIRST_BYTES, max_lines=count):
-        lines = _choose(piece, block, 0, _FIRST_BYTES, None)
+    for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=count):
+        lines = _choose(piece, block, 0, max_record_bytes, None)
         found += [row for row in _decode(block, lines.starts, lines.stops) if isinstance(row, dict)]
         num_bytes += len(block.data)
         if len(found) >= count or num_bytes >= _FIRST_BYTES:

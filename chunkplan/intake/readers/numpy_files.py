@@ -39,7 +39,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     for index, start in enumerate(range(0, len(values), rows)):
         stop = min(start + rows, len(values))
         num_bytes = (stop - start) * values.itemsize
-        yield Piece(source, index, path, "npy", start, stop, start, is_temporary=is_copy, num_bytes=num_bytes)
+        yield Piece(source, index, path, "npy", start, stop, start, is_copy, num_bytes, share=num_bytes)
 
 
 def is_spooled(file: SourceFile) -> bool:
@@ -64,7 +64,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         yield Batch(numbers, lengths, len(some), len(some), some.nbytes, rejected)
 
 
-def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
     """The first `count` lengths."""
     values = _open(piece.path, piece.path)[piece.start : min(piece.start + count, piece.stop)]
     return [{KEY: value} for value in values.tolist()]

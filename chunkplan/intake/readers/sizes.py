@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: What one process reads of a source before it hands on what came of it.
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 8 << 20
 
 #: Whole lines are read together up to this many bytes; a longer line is read alone.
 BLOCK_BYTES = 1 << 20

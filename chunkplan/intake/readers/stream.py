@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,23 +24,37 @@ _NOT_UTF8 = b"\xff"
 _LF = b"\n"
 
 
-def chunks(path: str, compression: str | None) -> Iterator[bytes]:
+@dataclass
+class Taken:
+    """How many bytes of a file, as it is stored, have been read so far."""
+
+    num_bytes: int = 0
+
+
+def chunks(path: str, compression: str | None, taken: Taken | None = None) -> Iterator[bytes]:
     """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
+
+    `taken` is kept up to date.
 
     Raises:
         RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way.
         UsageError: it cannot be opened or read.
     """
+    taken = taken or Taken()
     with reading(path), open_file(path) as file:
         head = file.read(len(_LFS_POINTER))
         check_head(head, path)
         if compression is None:
+            taken.num_bytes = len(head)
             yield head
             while data := file.read(sizes.BLOCK_BYTES):
+                taken.num_bytes += len(data)
                 yield data
         else:
             file.seek(0)
-            yield from _decompressed(file, path, compression)
+            for data in _decompressed(file, path, compression):
+                taken.num_bytes = file.tell()
+                yield data
 
 
 def fetch(path: str, target: Path) -> str:
@@ -74,7 +89,7 @@ def unreadable(message: str, path: str, *, hint: str) -> RecordError:
     return RecordError(message, reason="unreadable", where=path, hint=hint)
 
 
-def spool(data: Iterator[bytes], source: int, folder: Path) -> Iterator[Piece]:
+def spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path) -> Iterator[Piece]:
     """Write lines into files of `folder`, and yield each as a piece once it is whole; the next when it is asked for.
 
     A piece ends with the first line that brings it to `PIECE_BYTES`. Where `data` ends in an error, that is raised
@@ -84,7 +99,7 @@ def spool(data: Iterator[bytes], source: int, folder: Path) -> Iterator[Piece]:
         RecordError, UsageError: as `data`; or there is no room on the disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    index, origin, rest = 0, 0, b""
+    index, origin, rest, before = 0, 0, b"", 0
     ending: ChunkplanError | None = None
     is_more = True
     while is_more and ending is None:
@@ -96,7 +111,8 @@ def spool(data: Iterator[bytes], source: int, folder: Path) -> Iterator[Piece]:
             except ChunkplanError as error:
                 size, ending = file.tell(), error
         if size:
-            yield Piece(source, index, str(path), "lines", 0, size, origin, is_temporary=True, num_bytes=size)
+            share, before = taken.num_bytes - before, taken.num_bytes
+            yield Piece(source, index, str(path), "lines", 0, size, origin, True, num_bytes=size, share=share)
         else:
             path.unlink()
         index, origin = index + 1, origin + size

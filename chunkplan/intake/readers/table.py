@@ -47,9 +47,10 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
                 if num_rows and piece.num_bytes + part.num_bytes > sizes.PIECE_BYTES and not is_copy:
                     yield piece
                     index, origin = piece.index + 1, piece.origin + num_rows
-                    piece = replace(piece, index=index, start=piece.stop, origin=origin, num_bytes=0)
+                    piece = replace(piece, index=index, start=piece.stop, origin=origin, num_bytes=0, share=0)
                     num_rows = 0
-                piece = replace(piece, stop=piece.stop + 1, num_bytes=piece.num_bytes + part.num_bytes)
+                num_bytes, share = piece.num_bytes + part.num_bytes, piece.share + part.stored
+                piece = replace(piece, stop=piece.stop + 1, num_bytes=num_bytes, share=share)
                 num_rows += part.num_rows
     except RecordError as error:
         error.where = file.path
@@ -101,7 +102,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         yield Batch(np.empty(0, np.int64), [], 1, max(total - row, 0), piece.num_bytes - num_bytes, rest)
 
 
-def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
     """The first `count` rows that can be read, with all their columns.
 
     Raises:

@@ -23,10 +23,11 @@ _HEAD_BYTES = 64
 
 
 class Part(NamedTuple):
-    """A row group or a record batch."""
+    """A row group or a record batch: `num_bytes` of data in `stored` bytes of the file, as far as that is known."""
 
     num_rows: int
     num_bytes: int
+    stored: int
 
 
 class TableFile(Protocol):
@@ -80,7 +81,9 @@ class _Parquet:
 
     def parts(self) -> Iterator[Part]:
         for group in self._groups(0, self._table.metadata.num_row_groups):
-            yield Part(group.num_rows, group.total_byte_size)
+            yield Part(
+                group.num_rows, group.total_byte_size, sum(chunk.total_compressed_size for chunk in _chunks(group))
+            )
 
     def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         for index, group in enumerate(self._groups(start, stop), start):
@@ -123,7 +126,7 @@ class _Arrow:
 
     def parts(self) -> Iterator[Part]:
         for batch in self._read(0, sys.maxsize):
-            yield Part(batch.num_rows, batch.nbytes)
+            yield Part(batch.num_rows, batch.nbytes, batch.nbytes)
 
     def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         for batch in self._read(start, stop):

@@ -21,7 +21,8 @@ _BOM = b"\xef\xbb\xbf"
 
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     """The file as one piece."""
-    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=file.num_bytes or 0)
+    num_bytes = file.num_bytes or 0
+    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes)
 
 
 def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
@@ -37,7 +38,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
     yield Batch(np.array(kept, np.int64), records, 1, 1, piece.num_bytes, rejected)
 
 
-def first_records(piece: Piece, count: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
     """What all text files are, whatever is in this one."""
     return [{"text": piece.path}]
 

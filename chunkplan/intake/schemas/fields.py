@@ -41,7 +41,7 @@ def unsupported(message: str, hint: str = HINT) -> NoReturn:
 
 def empty(message: str) -> NoReturn:
     """Raises RecordError: there is nothing to train on."""
-    raise RecordError(message, reason="empty", hint="leave this record out, or say --on-error skip")
+    raise RecordError(message, reason="empty", hint="leave this record out")
 
 
 def field(record: dict[str, Any], key: str, kind: type[T], inside: str = "") -> T:
