@@ -286,6 +286,31 @@ def test_a_file_that_cannot_be_read_is_counted_as_one_rejected_record(data: Path
     assert validate(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "0 bytes"), (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS")],
+)
+def test_where_nothing_is_left_the_reason_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=f"no sequence in .*1 unreadable: .*{reason}"):
+        analyze(tmp_path / "x.jsonl", tmp_path / "out", SKIP)
+
+
+def test_lines_under_a_json_name_have_their_line_and_elements_their_index(tmp_path: Path) -> None:
+    lines, array = tmp_path / "lines.json", tmp_path / "array.json"
+    lines.write_text('{"text": "a"}\n\n\nxx\n{"text": "b"}\n')
+    array.write_text('[{"text": "a"}, {"text": 5}]')
+    for path, place in ((lines, f"{lines}:4"), (array, f"{array}, record 1")):
+        with pytest.raises(DataError) as caught:
+            analyze(path, tmp_path / "out")
+        assert caught.value.where == place
+    analysis = analyze([lines, array], tmp_path / "out", SKIP)
+    assert [source["format"] for source in analysis.manifest["sources"]] == ["jsonl", "json"]
+    entries = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert [(entry.get("line"), entry.get("record")) for entry in entries] == [(4, None), (None, 1)]
+    assert analysis.place(1) == f"{lines}:5"
+
+
 def test_a_source_without_any_target_fails_loudly(tmp_path: Path) -> None:
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]}
     file = _write(tmp_path / "x.jsonl", [record] * 3)

@@ -107,6 +107,15 @@ def test_a_name_on_the_hub_is_the_same_tokenizer_as_its_files(tmp_path: Path) ->
     assert "HF_HOME" in missing["hint"]
 
 
+def test_a_slip_in_a_path_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # nobody asks it
+    with pytest.raises(UsageError, match="there is no tokenizer at models/qwn") as caught:
+        load_tokenizer("models/qwn")
+    assert "folder" in caught.value.hint
+
+
 def test_without_their_libraries_names_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match="no tokenizer at some/one") as caught:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkplan import IntakeOptions, analyze
+from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.errors import DataError
 from chunkplan.intake import process, store
 from chunkplan.intake.readers import sizes
@@ -136,6 +136,16 @@ def test_a_tokenizer_in_another_place_is_the_same(tmp_path: Path, work: list[str
     assert work == []
 
 
+def test_the_same_bytes_are_other_records_under_another_name(tmp_path: Path) -> None:
+    lines = make(tmp_path / "a.jsonl", "a", count=3)
+    text = tmp_path / "a.txt"
+    shutil.copy(lines, text)
+    analysis = analyze([lines, text], tmp_path / "out")
+    assert [source["records"] for source in analysis.manifest["sources"]] == [3, 1]
+    text.rename(tmp_path / "b.jsonl")
+    assert analyze(tmp_path / "b.jsonl", tmp_path / "out").num_sequences == 3
+
+
 def test_no_cache_does_everything_anew(tmp_path: Path, work: list[str]) -> None:
     file = make(tmp_path / "a.jsonl", "a")
     first = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
@@ -160,7 +170,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, work: list[str]
     work.clear()
     analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert not set(finished) & set(work)
-    assert len(work) + 2 == len(list(file.open())) * file.stat().st_size // file.stat().st_size // 57 or work
+    assert len(work) == -(-file.stat().st_size // 4_000) - 2
 
 
 def test_the_cache_holds_what_an_analysis_holds_and_nothing_else(
@@ -199,3 +209,36 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(DataError, match="changed while it was read"):
         analyze(file, tmp_path / "out", progress=change)
+
+
+@pytest.mark.parametrize("name", ["lengths.arrow", "digests.bin", "tokens.arrow", "piece.json"])
+def test_a_file_that_was_damaged_in_place_is_made_again(tmp_path: Path, work: list[str], name: str) -> None:
+    file = make(tmp_path / "a.jsonl", "a")
+    first = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+    for path in (tmp_path / "cache" / "pieces").rglob(name):
+        with path.open("r+b") as opened:
+            opened.write(b'{"key": 1, "digest": 2}' if name == "piece.json" else bytes(path.stat().st_size))
+            opened.truncate()
+    for note in (tmp_path / "cache" / "files").iterdir():
+        entry = json.loads(note.read_text())
+        note.write_text(json.dumps(entry | {"known": {}}))
+    work.clear()
+    again = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+    assert len(work) == 2
+    assert again.content_hash == first.content_hash
+    assert validate(tmp_path / "out").ok
+
+
+def test_tokens_that_were_damaged_in_the_analysis_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the same files."""
+    monkeypatch.setattr("chunkplan.planfile.analysis_writer._OWN_FILE_TOKENS", 10)
+    file = make(tmp_path / "a.jsonl", "a")
+    analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+    with (tmp_path / "out" / "tokens" / "part-00000.arrow").open("r+b") as opened:
+        opened.seek(1000)
+        opened.write(b"\xff" * 8)
+    assert not validate(tmp_path / "out").ok
+    analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+    assert validate(tmp_path / "out").ok

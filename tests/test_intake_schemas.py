@@ -333,3 +333,33 @@ def test_what_has_nothing_to_train_on_is_empty(schema: str, record: dict[str, An
 def test_a_call_of_a_tool_is_something_to_train_on() -> None:
     calls = [{"function": {"name": "f", "arguments": {}}}]
     assert len(_messages("messages", _chat({"role": "assistant", "content": None, "tool_calls": calls}))) == 1
+
+
+def test_records_of_one_source_may_name_a_role_differently() -> None:
+    """Unless the user has said what its key is."""
+    one = _parse("instruction", {"instruction": "a", "output": "b"})
+    assert _parse("instruction", {"instruction": "a", "response": "b"}) == one
+    assert _parse("instruction", {"instruction": "a", "response": "b", "output": None}, output="output") == one
+    assert _parse("length", {"num_tokens": 5}, length="length") == _parse("length", {"length": 5})
+    with pytest.raises(RecordError, match="`said` is missing"):
+        _parse("instruction", {"instruction": "a", "response": "b"}, output="said")
+
+
+def test_what_dolly_calls_context_is_part_of_the_prompt() -> None:
+    record = {"instruction": "a", "context": "c", "response": "b", "category": "qa"}
+    assert _parse("instruction", record) == _parse("instruction", {"instruction": "a", "input": "c", "output": "b"})
+
+
+def test_media_in_a_message_are_refused_by_name() -> None:
+    with pytest.raises(RecordError, match=r"`messages\[0\]\.images`") as caught:
+        _parse("messages", _chat({"role": "user", "content": "x", "images": ["a.png"]}))
+    assert caught.value.reason == "unsupported"
+
+
+def test_a_call_nested_too_deeply_to_be_written_is_rejected() -> None:
+    value: Any = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(RecordError) as caught:
+        _parse("conversations", {"conversations": [{"from": "function_call", "value": value}]})
+    assert caught.value.reason == "too-deep"

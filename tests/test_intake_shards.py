@@ -231,7 +231,7 @@ def test_shards_of_other_data_are_refused_with_what_differs(data: Path, tmp_path
     other.parent.mkdir()
     content = (data / "a.jsonl").read_text()
     for changed, message in (
-        (content + "\n", rf"{data}/a\.jsonl \(.* bytes, schema text\) in one and {other} \("),
+        (content + "\n", rf"{data}/a\.jsonl \(.* bytes, schema text, .*\) in one and {other} \("),
         (content.replace('"text"', '"body"'), "schema text"),
     ):
         other.write_text(changed)
@@ -263,3 +263,26 @@ def test_an_old_shard_is_replaced_and_nothing_else_is(data: Path, tmp_path: Path
     (path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="not just a shard"):
         write_shard(request(one, tmp_path / "cache-1"), path, (1, 1))
+
+
+def test_files_of_one_name_and_size_but_other_content_are_told_apart(tmp_path: Path) -> None:
+    for index, word in ((1, "aaaa"), (2, "bbbb")):
+        folder = tmp_path / f"data-{index}"
+        folder.mkdir()
+        for name in ("x", "y"):
+            (folder / f"{name}.jsonl").write_text(json.dumps({"text": word}) + "\n")
+        write_shard(request(folder, tmp_path / f"cache-{index}"), tmp_path / f"shard-{index}", (index, 2))
+    with pytest.raises(UsageError, match="different data"):
+        merge([tmp_path / "shard-1", tmp_path / "shard-2"], tmp_path / "out")
+
+
+def test_a_damaged_piece_of_a_shard_is_named(data: Path, tmp_path: Path) -> None:
+    made = shards(data / "a.jsonl", tmp_path, 2)
+    for name in ("lengths.arrow", "tokens.arrow"):
+        file = next(path for path in sorted((made[0] / "pieces").rglob(name)))
+        content = file.read_bytes()
+        file.write_bytes(bytes(len(content)))
+        with pytest.raises(DataError, match="damaged") as caught:
+            merge(made, tmp_path / "out")
+        assert caught.value.where == str(file.parent)
+        file.write_bytes(content)

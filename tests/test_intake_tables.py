@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pyarrow.parquet import encryption
 
 from chunkplan.intake.pieces import LengthColumn, TokenColumns
 from chunkplan.intake.readers import cut, default_columns, digest, first_records, read, sizes
-from chunkplan.intake.records import Conversation
+from chunkplan.intake.records import Conversation, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import Layout, detect
+from chunkplan.intake.schemas import Layout, detect, parse
 from chunkplan.intake.sources import find_sources
 from tests.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
 
@@ -215,18 +219,164 @@ def test_of_an_arrow_stream_cut_short_the_rows_before_are_read(tmp_path: Path) -
     assert [record.text for record in records.values()] == [str(number) for number in range(len(records))]
 
 
-def test_rows_behind_damage_are_one_rejection(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sample", [None, 0.5])
+def test_every_row_of_a_damaged_row_group_is_rejected_and_the_others_are_read(
+    tmp_path: Path, sample: float | None
+) -> None:
     texts = [f"{number} {number * 7919}" * 50 for number in range(2000)]
     path = _write(tmp_path / "x", pa.table({"text": texts}), "parquet", rows=500)
+    whole, _ = rows_of(batches_of(path, TEXT, tmp_path, sample=sample))
     data = bytearray(path.read_bytes())
-    (piece,) = pieces_of(path, tmp_path)
-    at = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    at = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
     data[at : at + 40] = b"\xff" * 40
     path.write_bytes(data)
-    *batches, last = read(piece, TEXT, max_record_bytes=LARGE)
-    assert sum(len(batch.numbers) for batch in batches) == 1000
-    assert [(one.number, one.reason) for one in last.rejected] == [(-1, "unreadable")]
-    assert (last.num_records, last.num_rows) == (1, 1000)
+    batches = batches_of(path, TEXT, tmp_path, sample=sample)
+    records, rejected = rows_of(batches)
+    assert records == {row: record for row, record in whole.items() if not 500 <= row < 1000}
+    assert set(records) | set(rejected) == set(whole)
+    assert {(one.reason, one.message[:21]) for one in rejected.values()} == {("unreadable", "row group 1 cannot be")}
+    for count in ("num_records", "num_rows"):
+        assert sum(getattr(batch, count) for piece in batches for batch in piece) == 2000
+    assert sum(batch.num_bytes for piece in batches for batch in piece) == pieces_of(path, tmp_path)[0].num_bytes
+
+
+def test_the_first_records_of_a_piece_that_is_lost_are_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number} {number * 7919}" for number in range(200)]
+    path = _write(tmp_path / "x", pa.table({"text": texts}), "parquet", rows=100)
+    data = bytearray(path.read_bytes())
+    at = pq.ParquetFile(path).metadata.row_group(0).column(0).dictionary_page_offset
+    data[at : at + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    monkeypatch.setattr(sizes, "PIECE_BYTES", 1)
+    first, _ = pieces_of(path, tmp_path)
+    assert first_records(first, 2) == [{"text": text} for text in texts[100:102]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [pa.int32(), pa.int64()])
+def test_categories_that_are_not_utf8_are_rejected_for_that(tmp_path: Path, kind: str, index: pa.DataType) -> None:
+    good = pa.array([b"a", b"\xff\xfe"])
+    values = pa.Array.from_buffers(pa.string(), 2, good.buffers())
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], index), values)
+    path = _write(tmp_path / "x", pa.table({"text": column}), kind)
+    records, rejected = rows_of(batches_of(path, TEXT, tmp_path))
+    is_cast = kind == "parquet" and index == pa.int64()  # of which Arrow does not say what row it is in
+    assert set(rejected) == ({0, 1, 2} if is_cast else {1})
+    assert {one.reason for one in rejected.values()} == {"not-utf8"}
+    assert len(records) == 3 - len(rejected)
+
+
+class _Keys(encryption.KmsClient):  # type: ignore[misc]
+    """Leaves keys as they are."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        return base64.b64encode(key_bytes).decode()
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        return base64.b64decode(wrapped_key)
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_an_encrypted_file_is_unreadable(tmp_path: Path, plaintext_footer: bool) -> None:
+    table = pa.table({"text": ["a", "b"], "other": ["c", "d"]})
+    properties = encryption.CryptoFactory(_Keys).file_encryption_properties(
+        encryption.KmsConnectionConfig(),
+        encryption.EncryptionConfiguration(
+            footer_key="k1", column_keys={"k2": ["other"]}, plaintext_footer=plaintext_footer
+        ),
+    )
+    path = tmp_path / "x.parquet"
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(RecordError, match="encrypted") as caught:
+        pieces_of(path, tmp_path)
+    assert (caught.value.reason, caught.value.where) == ("unreadable", str(path))
+
+
+_MEDIA = [
+    pa.array([["a.png"], None, [], ["b.png", "c.png"], None]),
+    pa.array(["a.png", None, "", "b.png", None]).dictionary_encode(),
+    pa.array([b"\x89PNG\xff", None, b"", b"\xff", None], pa.large_binary()),
+    pa.array([{"bytes": b"\xff", "path": None}, None, {"bytes": None, "path": None}, {"bytes": b"", "path": ""}, None]),
+    pa.array([[{"bytes": b"\xff", "path": "x"}], None, [], [None], None]),
+    pa.array([[0.0, 1.0], None, None, [2.0, 3.0], None], pa.list_(pa.float32(), 2)),
+    pa.array([7, None, 0, 8, None]),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("media", _MEDIA, ids=lambda media: str(media.type)[:12])
+def test_rows_with_media_are_refused_and_those_without_are_read(tmp_path: Path, kind: str, media: pa.Array) -> None:
+    messages = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{row}"}] for row in range(5)]
+    columns = {"messages": messages, "text": ["t"] * 5, "length": range(1, 6), "input_ids": [[1, 2]] * 5}
+    path = _write(tmp_path / "x", pa.table({**columns, "image": media}), kind)
+    layouts = [Layout("messages", {"messages": "messages", "tools": "tools"}, ""), TEXT, LENGTH, TOKENS]
+    for layout in layouts:
+        records, rejected = rows_of(batches_of(path, layout, tmp_path))
+        assert {row: one.reason for row, one in rejected.items()} == {0: "unsupported", 3: "unsupported"}
+        assert list(records) == [1, 2, 4]
+    first = first_records(pieces_of(path, tmp_path)[0])
+    assert [bool(record.get("image")) for record in first] == [True, False, False, True, False]
+
+
+def test_rows_with_a_preference_pair_are_refused_as_lines_are(tmp_path: Path) -> None:
+    columns = {"chosen": ["a", None, "", "a", None], "rejected": ["b", "b", "", None, None]}
+    for layout, column in ((LENGTH, LengthColumn), (TEXT, list)):
+        table = pa.table({**columns, "length": range(1, 6), "text": ["t"] * 5})
+        _, rejected = _same_as_lines(tmp_path, table, "parquet", layout, column)
+        assert {row: one.reason for row, one in rejected.items()} == {0: "unsupported", 2: "unsupported"}
+
+
+def test_media_that_are_large_do_not_make_a_row_too_large(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x", pa.table({"text": ["a", "b"], "image": [b"\xff" * 5000, None]}), "parquet")
+    records, rejected = rows_of(batches_of(path, TEXT, tmp_path, limit=1000))
+    assert list(records) == [1]
+    assert rejected[0].reason == "unsupported"
+
+
+_ids = st.lists(st.integers(-1, 9) | st.integers(0, 9), max_size=4)
+
+
+@st.composite
+def _token_rows(draw: st.DrawFn) -> dict[str, list[int]]:
+    """A row whose labels and mask fit its tokens, or do not."""
+    row: dict[str, list[int]] = {"input_ids": draw(_ids)} if draw(st.integers(0, 9)) else {}
+    ids = row.get("input_ids", [])
+    fitting = st.tuples(*(st.sampled_from([one, -100]) for one in ids)).map(list)
+    masks = st.tuples(*(st.just(1) for _ in ids)).map(list) | st.lists(st.integers(0, 2), max_size=4)
+    for key, values in {"labels": fitting | fitting | _ids, "attention_mask": masks}.items():
+        if draw(st.booleans()):
+            row[key] = draw(values)
+    return row
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.lists(_token_rows(), min_size=1, max_size=8))
+@example([{"input_ids": [], "labels": [9, -100, -100, -100, 9, 9]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6]}])
+def test_columns_of_tokens_are_what_parse_makes_of_every_record(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, list[int]]]
+) -> None:
+    records: dict[int, Any] = {}
+    for number, row in enumerate(rows):
+        try:
+            record = parse(TOKENS, row)
+        except RecordError:
+            continue
+        assert isinstance(record, TokensRecord)
+        records[number] = (record.input_ids.tolist(), record.target.tolist())
+    folder = tmp_path_factory.getbasetemp()
+    lines = folder / "tokens.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema = pa.schema([(key, pa.list_(pa.int32())) for key in ("input_ids", "labels", "attention_mask")])
+    for path in (lines, _write(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")):
+        found, rejected = rows_of(batches_of(path, TOKENS, folder))
+        assert found == records
+        assert set(rejected) == set(range(len(rows))) - set(records)
 
 
 def test_tables_behind_urls_are_read_as_files_are(tmp_path: Path) -> None:
@@ -292,7 +442,14 @@ def test_other_arrays_are_unreadable(tmp_path: Path, values: np.ndarray[Any, Any
     with pytest.raises(RecordError) as caught:
         pieces_of(tmp_path / "x.npy", tmp_path)
     assert caught.value.reason == "unreadable"
-    for content in (b"", b"nonsense", b"\x93NUMPY\x01\x00"):
+    header = b"\x93NUMPY\x01\x00\x16\x00"
+    for content in (
+        b"",
+        b"nonsense",
+        b"PK\x03\x04xxxxxxxx",
+        b"\x93NUMPY\x01\x00",
+        header + b"{'descr': '<i8', ((((\n" + b"x" * 8,
+    ):
         (tmp_path / "x.npy").write_bytes(content)
         with pytest.raises(RecordError) as caught:
             pieces_of(tmp_path / "x.npy", tmp_path)

@@ -8,6 +8,7 @@ processes or machines did the work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from chunkplan.intake.assemble import assemble
@@ -69,5 +70,6 @@ def analyze(
     with read_all(request) as done:
         with replace_folder(output, "analysis") as folder:
             assemble(folder, done.sources, done.store.path, done.job.options, done.tokenizer)
+            analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)
-    return load_analysis(output)
+    return replace(analysis, path=output)

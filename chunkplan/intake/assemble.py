@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.disk import check_room
 from chunkplan.intake.options import IntakeOptions
@@ -83,7 +86,10 @@ def _check_any(sources: Sequence[Source]) -> None:
     counts: Counter[str] = Counter()
     for piece in pieces:
         counts.update(piece.rejected)
+    counts.update(source.broken.reason for source in sources if source.broken)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    if broken := next((source.broken for source in sources if source.broken), None):
+        reasons += f": {broken.message}"
     if sum(piece.num_not_sampled for piece in pieces):
         reasons = ", ".join(filter(None, [reasons, "none in the sample"]))
     names = [source.name for source in sources]
@@ -95,7 +101,26 @@ def _check_any(sources: Sequence[Source]) -> None:
 
 
 def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
+    try:
+        _add_piece(writer, source, first_row, piece, folder, tokens)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of writing
+        raise _damaged(folder) from error
+
+
+def _damaged(folder: Path) -> DataError:
+    return DataError("damaged: it is not what was written", where=str(folder), hint="analyze again with --no-cache")
+
+
+def _add_piece(
+    writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool
+) -> None:
     numbers, num_tokens, num_targets = read_lengths(folder)
+    if (len(numbers), int(num_tokens.sum(dtype=np.int64))) != (piece.num_sequences, piece.num_tokens):
+        raise _damaged(folder)
     records = numbers + first_row
     if not tokens:
         writer.add_lengths(source, records, num_tokens, num_tokens - 1)
@@ -122,7 +147,7 @@ def _write_rejected(path: Path, sources: Sequence[Source], locate: Callable[[str
     with path.open("w", encoding="utf-8") as file:
 
         def write(source: Source, row: int | None, reason: str, message: str) -> None:
-            is_line = source.file.kind == "jsonl"
+            is_line = source.format == "jsonl"
             place = {"line" if is_line else "record": row if row is None else row + is_line}
             entry = {"file": source.name, **place, "reason": reason, "message": message}
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")

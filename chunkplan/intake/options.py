@@ -11,8 +11,8 @@ from chunkplan.errors import UsageError
 LONG = ("error", "drop", "truncate")
 ON_ERROR = ("stop", "skip")
 
-#: What is read of one record at most. Encoding takes up to 65 times as much memory.
-MAX_RECORD_BYTES = 16_000_000
+#: What is read of one record at most. Encoding takes up to 130 times as much memory.
+MAX_RECORD_BYTES = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
     """
     store = Store(job.store, is_trusted=job.use_cache)
     found = digest(piece)
-    result = PieceResult(piece_key(job, layout, found, piece.origin), found)
+    result = PieceResult(piece_key(job, layout, found, piece.reader, piece.origin), found, piece.reader)
     if (known := find(job, store, result.key)) is not None:
         report(piece.share, known.num_tokens)
         return known
@@ -99,12 +99,13 @@ def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
     return reasons <= ({"too-long"} if options.long == "drop" else set())
 
 
-def piece_key(job: Job, layout: Layout, found: str, origin: int) -> str:
+def piece_key(job: Job, layout: Layout, found: str, reader: str, origin: int) -> str:
     """The name of a piece in the store: a hash of everything that what becomes of it depends on."""
     options = job.options
     parts = {
         "version": _VERSION,
         "digest": found,
+        "reader": reader,  # the same bytes are other records as lines than as one text
         "schema": layout.schema,
         "columns": layout.columns,
         "tokenizer": job.identity,

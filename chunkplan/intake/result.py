@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass
 class PieceResult:
-    """Counts of a piece that was read to its end. `key` names it in the store, `digest` is that of what was read.
+    """Counts of a piece that was read to its end.
+
+    `key` names it in the store, `digest` is that of what was read, and `reader` what read it.
 
     `num_rows` are its lines or rows, `num_records` those that are not blank: sequences, rejected and left out of the
     sample. `rows` are the sequences of the record batches of its file of tokens, if `has_tokens`. `is_estimated` says
@@ -17,6 +19,7 @@ class PieceResult:
 
     key: str
     digest: str
+    reader: str
     num_rows: int = 0
     num_records: int = 0
     num_sequences: int = 0
@@ -30,7 +33,7 @@ class PieceResult:
     has_tokens: bool = False
     is_estimated: bool = False
     rows: list[int] = field(default_factory=list)
-    files: dict[str, int] = field(default_factory=dict)  # of the store, with their sizes
+    files: dict[str, list[int]] = field(default_factory=dict)  # of the store: size and time of the content
 
     @property
     def num_rejected(self) -> int:

@@ -109,6 +109,7 @@ class Run:
             if source.layout is None:
                 source.layout = self._layout(source, piece)
             source.num_cut += 1
+            source.reader = piece.reader
             share = min(piece.share, source.num_left)
             if is_stream(file) or self._is_mine():
                 source.num_left -= share
@@ -151,7 +152,9 @@ class Run:
             return
         assert source.layout is not None
         layouts = (self._store.recall(opened.path) or {"layouts": {}})["layouts"]
-        pieces = [[piece.digest, origin] for piece, origin in zip(source.pieces, opened.origins, strict=True)]
+        pieces = [
+            [piece.digest, piece.reader, origin] for piece, origin in zip(source.pieces, opened.origins, strict=True)
+        ]
         known = {"layouts": layouts | {opened.wanted: asdict(source.layout)}, "pieces": pieces}
         self._store.remember(opened.path, opened.stat, opened.looked, known)
 

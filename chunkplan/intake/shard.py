@@ -6,6 +6,7 @@ list of sources and their sizes alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -33,6 +34,9 @@ from chunkplan.planfile.schema import SCHEMA_VERSION
 from chunkplan.version import __version__
 
 _AGAIN = "copy the shard here again, or analyze it again"
+#: How much of the beginning and of the end of sources is compared.
+_END_BYTES = 1 << 20
+
 _HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of one run"
 
 
@@ -92,7 +96,8 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
     options = IntakeOptions(**manifests[0]["options"])
     with writing(output), replace_folder(output, "analysis") as folder:
         assemble(folder, sources, locate, options, manifests[0]["tokenizer"])
-    return load_analysis(output)
+        analysis = load_analysis(folder)
+    return replace(analysis, path=output)
 
 
 def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
@@ -108,6 +113,7 @@ def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
             {
                 "file": asdict(source.file),
                 "layout": source.layout and asdict(source.layout),
+                "ends": _ends(source.file),
                 "num_pieces": source.num_pieces,
                 "results": {str(index): result.to_dict() for index, result in source.results.items()},
                 "broken": source.broken
@@ -139,7 +145,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, piece: PieceResult) -> None:
-    for name, num_bytes in piece.files.items():
+    for name, (num_bytes, _) in piece.files.items():
         path = folder / name
         if not path.is_file():
             raise DataError("is missing", where=str(path), hint=_AGAIN)
@@ -181,14 +187,27 @@ def _is_same_source(first: Source, other: Source) -> bool:
     layouts = [(one.layout.schema, one.layout.columns) for one in (first, other) if one.layout]
     counts = {one.num_pieces for one in (first, other) if one.num_pieces is not None}
     files = [replace(one.file, path=name_of(one.file.path)) for one in (first, other)]
-    return files[0] == files[1] and layouts[:1] == layouts[-1:] and len(counts) < 2
+    ends = {one.ends for one in (first, other) if one.ends}
+    return files[0] == files[1] and layouts[:1] == layouts[-1:] and len(counts) < 2 and len(ends) < 2
+
+
+def _ends(file: SourceFile) -> str | None:
+    """A hash of how a file of this machine begins and ends: so much of all sources every shard can look at."""
+    path = Path(file.path)
+    if file.num_bytes is None or not path.is_file():
+        return None
+    with path.open("rb") as opened:
+        content = opened.read(_END_BYTES)
+        opened.seek(max(0, file.num_bytes - _END_BYTES))
+        return hashlib.sha256(content + opened.read(_END_BYTES)).hexdigest()
 
 
 def _describe(source: Source | None) -> str:
     if source is None:
         return "nothing"
     schema = f", schema {source.layout.schema}" if source.layout else ""
-    size = "" if source.file.num_bytes is None else f" ({source.file.num_bytes:,} bytes{schema})"
+    ends = f", beginning and end {source.ends[:8]}" if source.ends else ""
+    size = "" if source.file.num_bytes is None else f" ({source.file.num_bytes:,} bytes{schema}{ends})"
     return f"{source.name}{size}"
 
 
@@ -199,6 +218,7 @@ def _source(entry: dict[str, Any]) -> Source:
         layout=Layout(**entry["layout"]) if entry["layout"] else None,
         results={int(index): PieceResult(**result) for index, result in entry["results"].items()},
         num_pieces=entry["num_pieces"],
+        ends=entry["ends"],
         broken=RecordError(**broken) if broken else None,
     )
 

@@ -20,16 +20,19 @@ from chunkplan.planfile.analysis import record_place
 class Source:
     """Grows while a run goes on. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
 
-    `num_left` is how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
-    goes on without the rest of it.
+    `reader` is that of its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a
+    stream early, where the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards
+    to be compared.
     """
 
     file: SourceFile
     layout: Layout | None = None
+    reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)
     num_cut: int = 0
     num_pieces: int | None = None
     broken: RecordError | None = None
+    ends: str | None = None
     num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,12 +52,18 @@ class Source:
         """Where a record is: file:line, or the record of a file that has no lines; all pieces before have ended."""
         if number is None or number < 0:
             return self.name
-        return record_place(self.name, self.file.kind, sum(one.num_rows for one in self.pieces[:piece]) + number)
+        return record_place(self.name, self.format, sum(one.num_rows for one in self.pieces[:piece]) + number)
 
     @property
     def name(self) -> str:
         """The path as it is shown and stored; names may be any bytes."""
         return os.fsencode(self.file.path).decode("utf-8", "backslashreplace")
+
+    @property
+    def format(self) -> str:
+        """What it turned out to be: its kind, or jsonl where a name says JSON and there are lines."""
+        readers = {self.reader, *(piece.reader for piece in self.results.values())}
+        return "jsonl" if "lines" in readers else self.file.kind
 
     def describe(self, first_sequence_id: int) -> dict[str, Any]:
         """The entry of the manifest."""
@@ -63,11 +72,11 @@ class Source:
         rejected = sum(piece.num_rejected for piece in pieces) + (self.broken is not None)
         return {
             "path": self.name,
-            "format": self.file.kind,
+            "format": self.format,
             "compression": self.file.compression,
             "schema": self.layout and self.layout.schema,
             "columns": self.layout and self.layout.columns,
-            "evidence": self.layout and self.layout.evidence,
+            "evidence": self.layout.evidence if self.layout else self.broken and self.broken.message,
             "bytes": self.file.num_bytes,
             "records": sum(piece.num_records for piece in pieces) + (self.broken is not None),
             "rejected": rejected,
@@ -85,13 +94,15 @@ class Source:
             DataError: no token of its sequences counts in the loss.
         """
         num_sequences = sum(piece.num_sequences for piece in self.pieces)
-        if not num_sequences or self.layout is None or self.layout.schema in ("text", "length"):
+        if not num_sequences or self.layout is None or self.layout.schema == "length":
             return
         if any(piece.num_target_tokens or piece.is_estimated for piece in self.pieces):
             return
         raise DataError(
             f"no token of its {num_sequences:,} sequences counts in the loss (schema {self.layout.schema})",
             where=self.name,
-            hint="check the roles, `loss` and `weight` of its messages, its completions or labels, the chat template"
+            hint="its texts are of one token each: is it the right key?"
+            if self.layout.schema == "text"
+            else "check the roles, `loss` and `weight` of its messages, its completions or labels, the chat template"
             + (", and --max-length" if max_length else ""),
         )

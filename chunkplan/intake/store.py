@@ -55,17 +55,18 @@ class Store:
     def _stored(self, key: str) -> PieceResult | None:
         try:
             result = PieceResult(**json.loads((self.path(key) / _RESULT).read_text(encoding="utf-8")))
-            sizes = {name: (self.path(key) / name).stat().st_size for name in result.files}
-        except (OSError, ValueError, TypeError):
+            files = {name: _look(self.path(key) / name) for name in result.files}
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
-        return result if sizes == result.files else None
+        # A file that was damaged since, here or in an analysis that has it too, is none.
+        return result if files == result.files and result.key == key else None
 
     @contextmanager
     def adding(self, result: PieceResult) -> Iterator[Path]:
         """Yield a folder for the files of a piece, which is in the store once the block ends without an error."""
         with temporary_folder(self.root / "pieces", result.key) as folder:
             yield folder
-            result.files = {path.name: path.stat().st_size for path in folder.iterdir()}
+            result.files = {path.name: _look(path) for path in folder.iterdir()}
             (folder / _RESULT).write_text(json.dumps(result.to_dict()), encoding="utf-8")
             for path in folder.iterdir():
                 sync(path)
@@ -119,13 +120,13 @@ class Store:
         """What `remember` was told of a file, if the file has not changed since."""
         try:
             entry: dict[str, Any] = json.loads(self._note(path).read_text(encoding="utf-8"))
-            stat, looked = entry["stat"], entry["looked"]
+            stat, looked, known = entry["stat"], entry["looked"], entry["known"]
+            _ = known["layouts"], known["pieces"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
         # As git's index does: a change within the clock's grain of being looked at might not show in the times.
         is_settled = max(stat[3:]) + _SETTLED_NS < looked
-        known: dict[str, Any] = entry["known"]
-        return known if self._is_trusted and is_settled and stat == describe(path) else None
+        return dict(known) if self._is_trusted and is_settled and stat == describe(path) else None
 
     def remember(self, path: Path, stat: list[int], looked: int, known: dict[str, Any]) -> None:
         """Note what is `known` of a file whose `describe` was `stat` at the time `looked`, before it was read."""
@@ -149,6 +150,11 @@ def describe(path: Path) -> list[int]:
 def now_ns() -> int:
     """The clock that files get their times from."""
     return time.time_ns()
+
+
+def _look(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _is_released(folder: Path) -> bool:

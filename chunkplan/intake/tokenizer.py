@@ -20,7 +20,7 @@ from chunkplan.intake.template_spans import Span
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
 
-#: What is encoded in one call, in bytes: a tokenizer needs up to 65 bytes of memory for every byte of text,
+#: What is encoded in one call, in bytes: a tokenizer needs up to 130 bytes of memory for every byte of text,
 #: and is a little faster where these stay in the caches of the processor.
 _CALL = 1 << 16
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from types import ModuleType
@@ -80,6 +81,7 @@ def start(do: Do) -> Worker:
     try:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, do), daemon=True)
+        resource_tracker.ensure_running()  # it would make processes hear again when it is started
         with _deaf(), _without_main():
             process.start()
     except OSError as error:
@@ -103,6 +105,8 @@ def _work(connection: Connection, do: Do) -> None:
             return
         try:
             message = do(task, connection.send)
+        except BrokenPipeError:  # the program is gone
+            os._exit(1)
         except Exception as error:
             error.add_note(f"in a worker process:\n{traceback.format_exc()}")
             message = _Raised(error)

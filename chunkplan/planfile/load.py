@@ -7,12 +7,11 @@ from pathlib import Path
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import MANIFEST
-from chunkplan.planfile.hashing import content_hash
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
-from chunkplan.planfile.tables import read_table
+from chunkplan.planfile.tables import read_columns
 
 
 def load_analysis(path: str | Path) -> Analysis:
@@ -26,8 +25,9 @@ def load_analysis(path: str | Path) -> Analysis:
     if path.is_file() or (not path.exists() and path.suffix in (".npy", ".parquet")):
         return load_lengths(path)
     manifest = read_manifest(path, "analysis")
-    table = read_table(path / "sequences.parquet", SEQUENCES)
-    if manifest["content_hashes"]["sequences"] != content_hash(table, SEQUENCES):
+    columns, found = read_columns(path / "sequences.parquet", SEQUENCES)
+    del columns["sequence_id"]
+    if manifest["content_hashes"]["sequences"] != found:
         raise DataError(
             "the lengths are not those the manifest was written for (content hash differs)",
             where=str(path / "sequences.parquet"),
@@ -43,7 +43,7 @@ def load_analysis(path: str | Path) -> Analysis:
         path=path,
         content_hash=manifest["content_hash"],
         manifest=manifest,
-        **{name: table.column(name).to_numpy() for name in SEQUENCES.names[1:]},
+        **columns,
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
+from chunkplan.planfile.hashing import ContentHasher
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 
@@ -28,6 +31,32 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     if not table.num_rows:
         raise DataError("has no rows", where=str(path), hint=_HINT)
     return conform(table, schema, path)
+
+
+def read_columns(path: Path, schema: pa.Schema) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The columns of numbers of a file as `read_table` reads it, and its content hash, in hardly more memory than that.
+
+    Raises:
+        DataError: as `read_table`.
+    """
+    hasher = ContentHasher(schema)
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = {field.name: np.empty(file.metadata.num_rows, field.type.to_pandas_dtype()) for field in schema}
+            row = 0
+            for group in range(file.num_row_groups):
+                table = conform(file.read_row_group(group), schema, path)
+                hasher.update(table)
+                for name, values in columns.items():
+                    values[row : row + table.num_rows] = table.column(name).to_numpy()
+                row += table.num_rows
+    except PermissionError:
+        raise
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    if not row:
+        raise DataError("has no rows", where=str(path), hint=_HINT)
+    return columns, hasher.hexdigest()
 
 
 def conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:

@@ -97,10 +97,10 @@ def analyze(
         float,
         typer.Option(
             metavar="MB",
-            help="Larger records are errors; each MB may take 65 MB of memory in each process.",
+            help="Larger records are errors; each MB may take 130 MB of memory in each process.",
             rich_help_panel=_DATA,
         ),
-    ] = 16,
+    ] = 8,
     workers: Annotated[
         int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.", rich_help_panel=_WORK)
     ] = None,

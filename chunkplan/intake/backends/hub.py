@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -26,6 +27,8 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         UsageError: transformers is not installed, there is no such tokenizer, or it is not one of `tokenizers`.
         DataError: its chat template is not one.
     """
+    if len(Path(name).parts) > 1 and Path(name).parent.is_dir():  # a path with a slip of the pen
+        raise UsageError(f"there is no tokenizer at {name}", hint="give a tokenizer.json or a folder with one")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

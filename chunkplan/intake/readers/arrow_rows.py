@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import Layout
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.intake.schemas.refused import SUSPECT
+from chunkplan.planfile.arrow import to_arrow, to_numpy
 
 _INT32 = np.iinfo(np.int32)
+
+#: Types whose values have a length that is known without looking at them.
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 
 
 def rows(batch: pa.RecordBatch) -> list[Row]:
@@ -27,23 +34,56 @@ def rows(batch: pa.RecordBatch) -> list[Row]:
         return [RecordError(message, reason="not-utf8", hint="write the file again, with text as UTF-8")]
 
 
+def mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:
+    """`batch` with true or false in place of what only has to be there for a record to be refused, but for `keys`.
+
+    Null stays null, and what is empty is false: images are not decoded only to see that there are some.
+    """
+    columns = [
+        _mark(column) if name in SUSPECT and name not in keys else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names) if columns else batch
+
+
 def plain_batch(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
     """The columns of those rows of a batch that are plain; None where the types are not those of numbers.
 
-    For schemas of `COLUMN_ROLES`.
+    For schemas of `COLUMN_ROLES`. Rows that may be refused for their other columns are not plain.
     """
+    usable = np.ones(len(batch), np.bool_)
+    for key in SUSPECT.intersection(batch.schema.names).difference(layout.columns.values()):
+        usable &= ~_valid(batch.column(key))
     if layout.schema == "length":
         column = _column(batch, layout.columns["length"])
         if column is None or not pa.types.is_integer(column.type):
             return None
-        return plain_lengths(to_numpy(column).astype(np.int64), _valid(column))
+        return plain_lengths(to_numpy(column).astype(np.int64), _valid(column) & usable)
     lists = [_lists(batch, layout.columns.get(role)) for role in ("input_ids", "labels", "attention_mask")]
     input_ids, labels, attention_mask = lists
     if input_ids is None or labels is None or attention_mask is None:
         return None
     from chunkplan.intake.readers.token_columns import plain_tokens  # loads numba
 
+    input_ids = input_ids._replace(present=input_ids.present & usable)
     return plain_tokens(input_ids, labels, attention_mask)
+
+
+def _mark(column: pa.Array) -> pa.Array:
+    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        parts = [to_numpy(part.is_valid()) for part in column.flatten()]
+        says = to_arrow(np.any([np.zeros(len(column), np.bool_), *parts], axis=0))
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        says = pc.greater(pc.list_value_length(column), 0)
+    elif any(is_kind(kind) for is_kind in _TEXTS):
+        says = pc.greater(pc.binary_length(column), 0)
+    elif pa.types.is_dictionary(kind):
+        return _mark(column.dictionary_decode())
+    else:
+        return pa.array([None if value is None else bool(value) for value in column.to_pylist()], pa.bool_())
+    return pc.if_else(column.is_valid(), says, None)
 
 
 def _without_nulls(value: Any) -> Any:

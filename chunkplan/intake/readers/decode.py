@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -52,11 +52,30 @@ def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
         except UnicodeDecodeError as wrong:
             message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
             return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
-        return RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
+        return _not_taken(line) or RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
     if not isinstance(record, dict):
         message = f"found {json_type(record)}, expected one JSON object a line"
         return RecordError(message, reason="not-an-object", hint=_HINT)
     return record
+
+
+def _not_taken(line: bytes) -> RecordError | None:
+    """What the decoder has against a line that other parsers take for JSON, though it is no data; None: it is none."""
+    try:
+        value = json.loads(line, parse_constant=_refuse, parse_int=len)
+    except (ValueError, RecursionError):
+        return None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = f"\\u{ord(error.object[error.start]):04x}"
+        message, hint = f"a lone surrogate, {surrogate}, in a string", "it is half of a character: mend the text"
+        return RecordError(message, reason="not-json", hint=hint)
+    return RecordError("a number beyond 64 bits", reason="not-json", hint="write it as a string, or leave it out")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
 
 
 def _check_keys(

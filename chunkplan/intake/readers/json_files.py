@@ -43,7 +43,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     elif not is_spooled(file):
         start = next(data)  # refuses what is no data at all
     if is_array or is_spooled(file):
-        yield from spool(chain([start], data), taken, source, folder)
+        yield from spool(chain([start], data), taken, source, folder, "elements" if is_array else "lines")
     else:
         assert file.num_bytes is not None
         yield from lines.cut(file.path, source, file.num_bytes)

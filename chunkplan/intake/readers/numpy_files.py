@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from chunkplan.intake.schemas import Layout
 from chunkplan.intake.sources import SourceFile
 
 _HEAD_BYTES = 64
+
+#: What files of numpy begin with.
+_MAGIC = b"\x93NUMPY"
 
 #: What a record of such a file is called.
 KEY = "length"
@@ -80,15 +84,19 @@ def _open(path: str, shown: str) -> npt.NDArray[Any]:
     """The numbers, mapped into memory; errors name the file as `shown`."""
     with reading(path):
         with open_file(path) as file:
-            check_head(file.read(_HEAD_BYTES), shown)
+            head = file.read(_HEAD_BYTES)
+        check_head(head, shown)
+        hint = "save whole numbers with numpy.save"
+        if not head.startswith(_MAGIC):
+            raise unreadable("not a .npy file: it does not begin as these do", shown, hint=hint)
         try:
-            values = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            hint = "save whole numbers with numpy.save"
+            values: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, SyntaxError, TokenError, OverflowError) as error:  # its header is parsed as Python
             raise unreadable(f"not a file of numpy, or it is torn: {error}", shown, hint=hint) from error
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
-        what = f"{values.dtype} of shape {values.shape}" if isinstance(values, np.ndarray) else "several arrays"
+    if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values):
         raise unreadable(
-            f"{what}, expected lengths: whole numbers in one row", shown, hint="save one length for every record"
+            f"{values.dtype} of shape {values.shape}, expected lengths: whole numbers in one row",
+            shown,
+            hint="save one length for every record",
         )
     return values

@@ -89,7 +89,7 @@ def unreadable(message: str, path: str, *, hint: str) -> RecordError:
     return RecordError(message, reason="unreadable", where=path, hint=hint)
 
 
-def spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path) -> Iterator[Piece]:
+def spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reader: str) -> Iterator[Piece]:
     """Write lines into files of `folder`, and yield each as a piece once it is whole; the next when it is asked for.
 
     A piece ends with the first line that brings it to `PIECE_BYTES`. Where `data` ends in an error, that is raised
@@ -112,7 +112,7 @@ def spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path) -> Ite
                 size, ending = file.tell(), error
         if size:
             share, before = taken.num_bytes - before, taken.num_bytes
-            yield Piece(source, index, str(path), "lines", 0, size, origin, True, num_bytes=size, share=share)
+            yield Piece(source, index, str(path), reader, 0, size, origin, True, num_bytes=size, share=share)
         else:
             path.unlink()
         index, origin = index + 1, origin + size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -15,14 +16,15 @@ from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import sizes
-from chunkplan.intake.readers.arrow_rows import plain_batch, rows
+from chunkplan.intake.readers.arrow_rows import mark_suspects, plain_batch, rows
 from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
 from chunkplan.intake.readers.parsing import parse_rows, rejection, sampled, too_large
 from chunkplan.intake.readers.stream import fetch, unreadable
-from chunkplan.intake.readers.table_files import TableFile, open_table
+from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import SCHEMAS, Layout
+from chunkplan.intake.schemas.refused import SUSPECT
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.arrow import to_arrow
 
@@ -81,29 +83,42 @@ def length_column(file: SourceFile) -> str | None:
 
 
 def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """The records of a piece in batches; where the file is damaged on the way, the rest is one that is rejected.
+    """The records of a piece in batches; rows that are lost to damage are rejected each.
+
+    Of a file that cannot even be opened any more, all is one that is rejected.
 
     Raises:
         UsageError: the file cannot be read.
     """
     max_rows = sizes.COLUMN_RECORDS if layout.schema in COLUMN_ROLES else sizes.BATCH_RECORDS
-    row, num_bytes, total = 0, 0, 0
+    row, total = 0, 0
+
+    def batch_of(found: pa.RecordBatch | Lost) -> Batch:
+        is_chosen = sampled(piece.origin + row + np.arange(found.num_rows), sample)
+        numbers: Int64Array = np.empty(0, np.int64)
+        records: list[Record] | LengthColumn | TokenColumns = []
+        if isinstance(found, Lost):
+            rejected = [rejection(number, found.error) for number in (row + np.flatnonzero(is_chosen)).tolist()]
+        else:
+            numbers, records, rejected = _read(found, is_chosen, row, layout, max_record_bytes)
+        before, behind = (piece.num_bytes * rows // total for rows in (row, row + found.num_rows))
+        return Batch(numbers, records, found.num_rows, found.num_rows, behind - before, rejected)
+
     try:
         with open_table(piece.path, piece.reader) as table:
             total = sum(part.num_rows for part in islice(table.parts(), piece.start, piece.stop))
-            for batch in table.batches(piece.start, piece.stop, _wanted(table, layout), max_rows):
-                is_chosen = sampled(piece.origin + row + np.arange(batch.num_rows), sample)
-                numbers, records, rejected = _read(batch, is_chosen, row, layout, max_record_bytes)
-                row += batch.num_rows
-                before, num_bytes = num_bytes, piece.num_bytes * row // total
-                yield Batch(numbers, records, batch.num_rows, batch.num_rows, num_bytes - before, rejected)
+            for found in table.batches(piece.start, piece.stop, _wanted(table, layout), max_rows):
+                yield batch_of(found)
+                row += found.num_rows
     except RecordError as error:
-        rest = [rejection(-1, error)]
-        yield Batch(np.empty(0, np.int64), [], 1, max(total - row, 0), piece.num_bytes - num_bytes, rest)
+        if total:
+            yield batch_of(Lost(total - row, error))
+        else:
+            yield Batch(np.empty(0, np.int64), [], 1, 0, piece.num_bytes, [rejection(-1, error)])
 
 
 def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
-    """The first `count` rows that can be read, with all their columns.
+    """The first `count` rows that can be read, with all their columns; if all are lost, rows behind the piece.
 
     Raises:
         RecordError: unreadable.
@@ -111,9 +126,13 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[
     """
     found: list[dict[str, Any]] = []
     with open_table(piece.path, piece.reader) as table:
-        for batch in table.batches(piece.start, piece.stop, table.schema.names, count):
-            found += [row for row in rows(batch) if isinstance(row, dict)]
-            if len(found) >= count:
+        for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
+            for batch in table.batches(start, stop, table.schema.names, count):
+                if isinstance(batch, pa.RecordBatch):
+                    found += [row for row in rows(mark_suspects(batch, ())) if isinstance(row, dict)]
+                if len(found) >= count:
+                    break
+            if found:
                 break
     return found[:count]
 
@@ -130,9 +149,13 @@ def digest(piece: Piece) -> str:
 
 
 def _wanted(table: TableFile, layout: Layout) -> list[str]:
-    """The columns that the layout names; all if there are none of these, for errors to say what there is."""
-    names = set(table.schema.names)
-    return [key for key in dict.fromkeys(layout.columns.values()) if key in names] or list(table.schema.names)
+    """The columns that records of the layout may have, and those they are refused for.
+
+    All if there are none of the former, for errors to say what there is.
+    """
+    names = list(table.schema.names)
+    keys = SCHEMAS[layout.schema].all_keys(layout.columns)
+    return [name for name in names if name in keys | SUSPECT] if keys.intersection(names) else names
 
 
 def _read(
@@ -140,6 +163,7 @@ def _read(
 ) -> tuple[Int64Array, list[Record] | LengthColumn | TokenColumns, list[Rejected]]:
     """The records of the chosen rows of a batch whose first is `row` of the piece."""
     rejected: list[Rejected] = []
+    batch = mark_suspects(batch, layout.columns.values())
     if batch.nbytes > max_record_bytes:
         for index in np.flatnonzero(is_chosen).tolist():
             num_bytes = batch.slice(index, 1).nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,22 @@ import pyarrow.parquet as pq
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.readers import sizes
 from chunkplan.intake.readers.stream import check_head, unreadable
+from chunkplan.intake.rejection import RecordError
 
 #: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
 _ARROW_FILE = b"ARROW1"
 
 _HEAD_BYTES = 64
+
+#: What Parquet files begin with whose footer is encrypted. If only columns are, the footer is followed by a signature.
+_ENCRYPTED = b"PARE"
+_SIGNATURE_BYTES = 28
+
+#: At the end of a Parquet file: how long its footer is, and the four bytes it began with.
+_END_BYTES = 8
+
+#: What Arrow says of text that it checks.
+_NOT_UTF8 = "Invalid UTF8"
 
 
 class Part(NamedTuple):
@@ -30,6 +42,13 @@ class Part(NamedTuple):
     stored: int
 
 
+class Lost(NamedTuple):
+    """Rows of a part that cannot be read, and why."""
+
+    num_rows: int
+    error: RecordError
+
+
 class TableFile(Protocol):
     """A file that is open."""
 
@@ -38,8 +57,11 @@ class TableFile(Protocol):
     def parts(self) -> Iterator[Part]:
         """The parts in order; of a file that is cut short those before, then the error."""
 
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
-        """Some columns of the rows of parts [start, stop), in order, in batches of about `BLOCK_BYTES`."""
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
+        """Some columns of the rows of parts [start, stop), in order, in batches of about `BLOCK_BYTES`.
+
+        No more than there are; of a part that is damaged, all rows behind the damage are lost.
+        """
 
     def digest(self, start: int, stop: int) -> str:
         """SHA-256 of parts [start, stop)."""
@@ -50,7 +72,8 @@ def open_table(path: str, kind: str) -> Iterator[TableFile]:
     """A Parquet or Arrow file, which may be read as long as the context is.
 
     Raises:
-        RecordError: unreadable: empty, a pointer of Git LFS, torn, or not a file of its kind; also while it is read.
+        RecordError: unreadable: empty, a pointer of Git LFS, torn, encrypted, or not a file of its kind; also while it
+            is read.
         UsageError: the file cannot be read.
     """
     with reading(path), open_file(path) as file:
@@ -58,26 +81,31 @@ def open_table(path: str, kind: str) -> Iterator[TableFile]:
         check_head(head, path)
         file.seek(0)
         try:
-            table = _Parquet(file) if kind == "parquet" else _Arrow(path, file, head)
+            table = _Parquet(path, file, head) if kind == "parquet" else _Arrow(path, file, head)
             names = table.schema.names
             if len(set(names)) < len(names):
                 raise unreadable("several columns of the same name", path, hint="write it again with other names")
             yield table
         except (pa.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            message = str(error).splitlines()[0].rstrip(".")
             raise unreadable(
-                f"not a {kind} file, or it is torn: {message}", path, hint="fetch or write the file again"
+                f"not a {kind} file, or it is torn: {_damage(error)}", path, hint="fetch or write the file again"
             ) from error
 
 
 class _Parquet:
-    def __init__(self, file: Any) -> None:
+    def __init__(self, path: str, file: Any, head: bytes) -> None:
+        self._path = path
         self._file = file
+        if head.startswith(_ENCRYPTED):
+            raise _encrypted(path)
         # Of a row group of any size only a few pages are in memory.
         self._table = pq.ParquetFile(file, buffer_size=sizes.BLOCK_BYTES, pre_buffer=False)
         self.schema = self._table.schema_arrow
+        # To look at a column that is encrypted, even at its metadata, ends the process.
+        file.seek(-_END_BYTES, os.SEEK_END)
+        num_bytes = int.from_bytes(file.read(_END_BYTES)[:4], "little")
+        if num_bytes == self._table.metadata.serialized_size + _SIGNATURE_BYTES:
+            raise _encrypted(path)
 
     def parts(self) -> Iterator[Part]:
         for group in self._groups(0, self._table.metadata.num_row_groups):
@@ -85,16 +113,31 @@ class _Parquet:
                 group.num_rows, group.total_byte_size, sum(chunk.total_compressed_size for chunk in _chunks(group))
             )
 
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
         for index, group in enumerate(self._groups(start, stop), start):
             num_bytes = sum(
                 chunk.total_uncompressed_size
                 for chunk in _chunks(group)
                 if chunk.path_in_schema.split(".")[0] in columns
             )
-            yield from self._table.iter_batches(
-                _rows_in(num_bytes, group.num_rows, max_rows), row_groups=[index], columns=columns, use_threads=False
+            num_rows, num_left = _rows_in(num_bytes, group.num_rows, max_rows), group.num_rows
+            message, reason = "it ends too early", "unreadable"
+            try:
+                for batch in self._table.iter_batches(num_rows, row_groups=[index], columns=columns, use_threads=False):
+                    num_left -= batch.num_rows
+                    yield batch
+            except (pa.ArrowException, OSError) as error:
+                message = _damage(error)
+                reason = "not-utf8" if _NOT_UTF8 in message else reason  # of a column whose values are listed once
+            lost = RecordError(
+                f"row group {index} cannot be read to its end: {message}",
+                reason=reason,
+                where=self._path,
+                hint="fetch or write the file again",
             )
+            while num_left > 0:
+                yield Lost(min(num_left, max_rows), lost)
+                num_left -= max_rows
 
     def digest(self, start: int, stop: int) -> str:
         """Of the schema and the raw bytes."""
@@ -113,7 +156,10 @@ class _Parquet:
         return hasher.hexdigest()
 
     def _groups(self, start: int, stop: int) -> Iterator[Any]:
-        return (self._table.metadata.row_group(index) for index in range(start, stop))
+        return (
+            self._table.metadata.row_group(index)
+            for index in range(start, min(stop, self._table.metadata.num_row_groups))
+        )
 
 
 class _Arrow:
@@ -168,6 +214,17 @@ class _Hash:
     def write(self, data: Any) -> int:
         self.hasher.update(data)
         return len(data)
+
+
+def _damage(error: Exception) -> str:
+    """What Arrow says of a file; errors of whoever serves it go on."""
+    if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+        raise error
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _encrypted(path: str) -> RecordError:
+    return unreadable("it is encrypted, or some of its columns are", path, hint="write it again without encryption")
 
 
 def _chunks(group: Any) -> Iterator[Any]:

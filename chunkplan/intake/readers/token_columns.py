@@ -21,7 +21,9 @@ def plain_tokens(input_ids: Lists, labels: Lists, attention_mask: Lists) -> Plai
     taken = end > begin
     lengths = end - begin
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if offsets[-1] == len(input_ids.values) and len(labels.values) in (0, offsets[-1]):  # all of everything
+    # All ids, and for every one of them a label, or none: lists of rows that are not taken would make them differ.
+    are_like_ids = np.array_equal(labels.offsets, input_ids.offsets)
+    if offsets[-1] == len(input_ids.values) and (are_like_ids or not len(labels.values)):
         ids = input_ids.values
         target = labels.values != _NO_TARGET if len(labels.values) else np.ones(len(ids), np.bool_)
     else:

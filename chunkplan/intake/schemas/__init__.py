@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chunkplan.intake.records import Record
+from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.detection import detect
 from chunkplan.intake.schemas.layout import Layout
 from chunkplan.intake.schemas.refused import SUSPECT, refuse
@@ -21,4 +22,7 @@ def parse(layout: Layout, record: dict[str, Any]) -> Record:
     """
     if not SUSPECT.isdisjoint(record):
         refuse(record)
-    return SCHEMAS[layout.schema].parse(record, layout.columns)
+    try:
+        return SCHEMAS[layout.schema].parse(record, layout.columns)
+    except RecursionError as error:  # of what is written as text again
+        raise RecordError("nested too deeply", reason="too-deep", hint="leave this record out") from error

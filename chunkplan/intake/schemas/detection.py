@@ -114,7 +114,8 @@ def _resolve(schema: Schema, columns: Mapping[str, str], records: list[dict[str,
 
 def _fits(name: str, columns: dict[str, str], record: dict[str, Any], *, is_chosen: bool) -> bool:
     """Whether `record` has what a schema requires; for a length, that nothing beside it looks like text or tokens."""
-    if any(record.get(columns[role]) is None for role in SCHEMAS[name].required):
+    keys = SCHEMAS[name].keys_of(record, columns)
+    if any(record.get(keys[role]) is None for role in SCHEMAS[name].required):
         return False
     if name != "length" or is_chosen:
         return True

@@ -16,6 +16,7 @@ def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
             f"`{columns['history']}` has earlier exchanges, which are not planned in this layout",
             hint="write the whole conversation as `messages`",
         )
+    columns = SCHEMA.keys_of(record, columns)
     prompt, output = field(record, columns["instruction"], str), field(record, columns["output"], str)
     addition = optional_text(record, columns["input"])
     if addition is not None:
@@ -28,5 +29,5 @@ def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
 SCHEMA = Schema(
     {"instruction": ("instruction",), "output": ("output", "response")},
     parse,
-    {"input": ("input",), "system": ("system",), "history": ("history",)},
+    {"input": ("input", "context"), "system": ("system",), "history": ("history",)},
 )

@@ -37,3 +37,20 @@ class Schema:
     def roles(self) -> dict[str, tuple[str, ...]]:
         """All roles."""
         return {**self.required, **self.optional}
+
+    def keys_of(self, record: dict[str, Any], columns: dict[str, str]) -> dict[str, str]:
+        """The keys that `record` itself has for the roles: those of `columns`, or others that are usual as well."""
+        return {
+            role: key
+            if record.get(key) is not None
+            else next((usual for usual in self._usual(role, key) if record.get(usual) is not None), key)
+            for role, key in columns.items()
+        }
+
+    def all_keys(self, columns: dict[str, str]) -> set[str]:
+        """The keys that records of this layout may have for their roles."""
+        return {other for role, key in columns.items() for other in (key, *self._usual(role, key))}
+
+    def _usual(self, role: str, key: str) -> tuple[str, ...]:
+        """What else may have a role, unless the user has named its key."""
+        return self.roles[role] if key in self.roles[role] else ()

@@ -13,7 +13,7 @@ _LONGEST = 2**31 - 1
 
 def parse(record: dict[str, Any], columns: dict[str, str]) -> LengthRecord:
     """Raises RecordError where the length is not a whole number of tokens, or 0."""
-    key = columns["length"]
+    key = SCHEMA.keys_of(record, columns)["length"]
     length = record.get(key)
     if type(length) is not int:
         found = json_type(length) if key in record else "missing"

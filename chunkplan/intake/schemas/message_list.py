@@ -10,6 +10,7 @@ import msgspec
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, typed, unsupported, wrong
 from chunkplan.intake.schemas.loss import LOSS_KEYS, stated_loss
+from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 
 #: Who speaks, as ShareGPT names them -> as chat templates do.
 _SPEAKERS = {
@@ -71,6 +72,8 @@ def _message(message: dict[str, Any], path: str) -> Message:
     role = field(message, "role", str, path)
     # Rows of a table have every key of every row: null says nothing.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
+    if not SUSPECT.isdisjoint(fields):
+        refuse_media(fields, path)
     content = message.get("content")
     if isinstance(content, list):
         content = _join_parts(content, fields, f"{path}.content")

@@ -7,7 +7,7 @@ from typing import Any
 from chunkplan.intake.schemas.fields import unsupported
 
 _PREFERENCE = ("chosen", "rejected")
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values", "input_features")
 
 #: A record without these keys is not refused.
 SUSPECT = frozenset(_PREFERENCE) | frozenset(_MEDIA)
@@ -23,6 +23,12 @@ def refuse(record: dict[str, Any]) -> None:
             "a preference pair (`chosen` and `rejected`); one record has to be one sequence",
             hint="keep the chosen answer as a record with `messages` or `prompt` and `completion`",
         )
+    refuse_media(record)
+
+
+def refuse_media(fields: dict[str, Any], path: str = "") -> None:
+    """Raises RecordError where `fields`, of a record or of the message at `path`, have media."""
     for key in _MEDIA:
-        if record.get(key):
-            unsupported(f"`{key}` beside the text: only text is planned", hint="leave records with media out")
+        if fields.get(key):
+            name = f"{path}.{key}" if path else key
+            unsupported(f"`{name}` beside the text: only text is planned", hint="leave records with media out")
