@@ -104,7 +104,7 @@ def test_the_format_names_every_column_op_and_invariant() -> None:
 
 def test_the_format_names_every_entry_of_an_analysis(tmp_path: Path) -> None:
     """Those of its manifest with all that is inside, and of a line of rejected.jsonl."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": ""}\n')
     options = chunkplan.IntakeOptions(on_error="skip")
     tokenizer = ROOT / "sample_data" / "tokenizer"
     analysis = chunkplan.analyze([tmp_path / "a.jsonl"], tmp_path / "analysis", options, tokenizer=tokenizer)

@@ -318,6 +318,10 @@ def test_a_source_without_any_target_fails_loudly(tmp_path: Path) -> None:
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert caught.value.where == str(file)
     assert "roles" in caught.value.hint
+    words = _write(tmp_path / "z.jsonl", [{"text": "a"}] * 2)
+    with pytest.raises(DataError, match="no token of its 2 sequences") as caught:
+        analyze(words, tmp_path / "out", tokenizer=TOKENIZER)
+    assert "one token each" in caught.value.hint
     cut = _write(tmp_path / "y.jsonl", [{"prompt": "a long prompt", "completion": "b"}])
     with pytest.raises(DataError) as caught:
         analyze(cut, tmp_path / "out", IntakeOptions(max_length=1), tokenizer=TOKENIZER)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from chunkplan.intake.piece_writer import TOKENS
 from chunkplan.intake.result import PieceResult
-from chunkplan.planfile.folder import CACHE_TAG, remove_left_behind, sync, temporary_folder
+from chunkplan.planfile.folder import CACHE_TAG, remove_left_behind, temporary_folder
 
 _RESULT = "piece.json"
 
@@ -68,8 +68,8 @@ class Store:
             yield folder
             result.files = {path.name: _look(path) for path in folder.iterdir()}
             (folder / _RESULT).write_text(json.dumps(result.to_dict()), encoding="utf-8")
-            for path in folder.iterdir():
-                sync(path)
+            # Nothing is synced here: what the machine loses as it goes down is missed by the sizes of files, and the
+            # files of an analysis are synced when it is whole.
             if self.find(result.key) is None:
                 shutil.rmtree(self.path(result.key), ignore_errors=True)
             try:
