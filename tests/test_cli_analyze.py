@@ -157,9 +157,9 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
 
 
 def test_records_are_read_as_the_user_says(run: Run) -> None:
-    write("odd.jsonl", {"body": "one two", "n": 7, "text": "t t"}, {"body": "three or four", "n": 9, "text": "t t"})
-    assert (analyzed(run, "odd.jsonl").num_tokens == 2).all()
-    assert (analyzed(run, "odd.jsonl", "--column", "text=body").num_tokens > 2).all()
+    write("odd.jsonl", {"body": "one two " * 5, "n": 7, "text": "t t"}, {"body": "three " * 9, "n": 9, "text": "t t"})
+    by_text = analyzed(run, "odd.jsonl").num_tokens
+    assert (analyzed(run, "odd.jsonl", "--column", "text=body").num_tokens > by_text).all()
     assert list(analyzed(run, "odd.jsonl", "--length-column", "n").num_tokens) == [7, 9]
     assert analyzed(run, "odd.jsonl", "--format", "text").manifest["sources"][0]["evidence"].startswith("--format text")
     write("chat.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]})
