@@ -38,7 +38,12 @@ def assemble(
         UsageError: there is no room for the analysis, or a piece is gone.
     """
     pieces = [piece for source in sources for piece in source.pieces]
-    _check_any(sources)
+    rejected: Counter[str] = Counter()
+    for piece in pieces:
+        rejected.update(piece.rejected)
+    rejected.update(source.broken.reason for source in sources if source.broken)
+    if not any(piece.num_sequences for piece in pieces):
+        raise _nothing(sources, rejected)
     for source in sources:
         source.check_targets(options.max_length)
     has_tokens = all(piece.has_tokens for piece in pieces if piece.num_sequences)
@@ -58,10 +63,6 @@ def assemble(
         raise UsageError(
             f"{error.filename} is gone: something else removed it from the cache", hint="run the command again"
         ) from error
-    rejected: Counter[str] = Counter()
-    for piece in pieces:
-        rejected.update(piece.rejected)
-    rejected.update(source.broken.reason for source in sources if source.broken)
     records, not_sampled = (sum(one[name] for one in described) for name in ("records", "not_sampled"))
     assert records == writer.num_sequences + rejected.total() + not_sampled
     writer.finish(
@@ -79,22 +80,16 @@ def assemble(
     )
 
 
-def _check_any(sources: Sequence[Source]) -> None:
-    pieces = [piece for source in sources for piece in source.pieces]
-    if any(piece.num_sequences for piece in pieces):
-        return
-    counts: Counter[str] = Counter()
-    for piece in pieces:
-        counts.update(piece.rejected)
-    counts.update(source.broken.reason for source in sources if source.broken)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+def _nothing(sources: Sequence[Source], rejected: Counter[str]) -> DataError:
+    """The error of sources without a sequence, with what became of their records."""
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
     if broken := next((source.broken for source in sources if source.broken), None):
         reasons += f": {broken.message}"
-    if sum(piece.num_not_sampled for piece in pieces):
+    if any(piece.num_not_sampled for source in sources for piece in source.pieces):
         reasons = ", ".join(filter(None, [reasons, "none in the sample"]))
     names = [source.name for source in sources]
     several = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    raise DataError(
+    return DataError(
         f"no sequence in {', '.join(names[:8])}{several} ({reasons or 'no records'})",
         hint="give files with at least one record that is not empty",
     )

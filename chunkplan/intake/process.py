@@ -136,7 +136,6 @@ class _Task:
         self._encoder = encoder
         self._options = options
         self._rejected: list[Rejected] = []
-        self._first_row = 0
 
     def add(self, batch: Batch) -> None:
         self._rejected = list(batch.rejected)

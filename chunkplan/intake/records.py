@@ -37,7 +37,7 @@ class Message(NamedTuple):
     role: str
     content: str | None
     loss: bool | None = None
-    fields: dict[str, Any] = {}  # noqa: RUF012
+    fields: dict[str, Any] = {}  # noqa: RUF012 - shared, and so never changed
 
     @property
     def counts_in_loss(self) -> bool:

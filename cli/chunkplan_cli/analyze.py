@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from chunkplan.intake.options import MAX_RECORD_BYTES
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
@@ -100,7 +101,7 @@ def analyze(
             help="Larger records are errors; each MB may take 130 MB of memory in each process.",
             rich_help_panel=_DATA,
         ),
-    ] = 8,
+    ] = MAX_RECORD_BYTES // 1_000_000,
     workers: Annotated[
         int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.", rich_help_panel=_WORK)
     ] = None,
