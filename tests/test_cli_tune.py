@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +52,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_tuning_begins_with_today_and_ends_with_a_recommendation(data: Path) -> None:
-    """A small model on one GPU is what the runtime can run. Every line fits the terminal."""
-    for columns in (80, 120):
-        ran = run(data, "tune", "lengths.npy", "--model-config", "config.json", *GRID, columns=columns)
+    """On one GPU and on several. Every line fits the terminal."""
+    for gpus, columns in itertools.product(("1", "4"), (80, 120)):
+        ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--gpus", gpus, columns=columns)
         assert ran.returncode == 0, ran.stderr
         assert (
             ran.stdout.index("What people run today") < ran.stdout.index("Chunked") < ran.stdout.index("Recommended:")
         )
         assert "x as fast as one sequence a micro-batch" in " ".join(ran.stdout.split())
         assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
+
+
+def test_what_is_faster_but_plan_only_stands_beside_the_recommendation(data: Path) -> None:
+    options = ("--model-config", ".", "--pp", "4", "--global-batch", "8")
+    ran = run(data, "tune", "lengths.npy", *options, "--chunk-sizes", "8192", "--ks", "1,4", columns=120)
+    rows = [line for line in ran.stdout.splitlines() if re.search("(zero-bubble|1f1b) .* GiB", line)]
+    assert [("zero-bubble" in row, "plan only" in row) for row in rows] == [(True, True)] * 2 + [(False, False)] * 2
+    assert rows[2].startswith(">*")
+    shown = " ".join(ran.stdout.split())
+    assert "Faster, plan only: " in shown
+    assert "The runtime cannot run split backwards yet." in shown
 
 
 def test_one_json_document_says_all_of_it(data: Path) -> None:
@@ -80,7 +93,7 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
     machine = ("--model-config", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
     at_once = run(tmp_path, "build", lengths, "--auto", *machine, "--global-batch", "32", "--output", "one")
     assert at_once.returncode == 0, at_once.stderr
-    assert "plan only: the runtime cannot run more than one GPU yet" in at_once.stderr
+    assert "plan only: the runtime cannot run tensor parallelism" in at_once.stderr
     ran = run(tmp_path, "tune", lengths, *machine, "--global-batch", "32", "--output", "tune.json")
     assert f"next: chunkplan build {lengths} --auto --from tune.json" in ran.stderr
     from_file = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--output", "other")
@@ -95,6 +108,22 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
     cost = CostModel.from_dict(one.manifest["predictions"]["cost_model"], where="plan")
     assert (cost.hardware.name, cost.tp, cost.shape.num_layers) == ("a100", 2, 24)
     assert validate(one.path).ok
+
+
+def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, tmp_path: Path) -> None:
+    """Or are told what it cannot run: of what was asked for here, and not of what was tuned."""
+    lengths = str(data / "lengths.npy")
+    shared = ("--model-config", str(data), "--dp", "4", "--sharding", "weights", *GRID)
+    ran = run(tmp_path, "tune", lengths, *shared, "--output", "tune.json")
+    assert "Recommended: " in ran.stdout, ran.stderr
+    ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json")
+    assert ran.returncode == 0, ran.stderr
+    assert "plan only" not in ran.stderr
+    plan = load_plan(tmp_path / "chunkplan-out" / "plan")
+    assert (plan.config["k"], plan.config["equal_chunks"]) == (1, True)
+    assert validate(plan.path).ok
+    ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--k", "2", "--dry-run", columns=200)
+    assert "plan only: the runtime cannot run sharded weights with K above 1 yet" in ran.stderr
 
 
 def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.memory import Sharding
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planning.config import PlanConfig
+from chunkplan.schedule.families import SCHEDULES
 from chunkplan.tuning.baselines import baselines
 from chunkplan.tuning.document import read_tuning, tuned, tuning_document, write_tuning
 from chunkplan.tuning.drift import find_drift
 from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
@@ -195,12 +198,62 @@ def test_the_front_is_what_nothing_beats_in_time_and_memory(tuning: Tuning) -> N
 
 def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Path, tuning: Tuning) -> None:
     assert tuning.recommended is None
-    assert all(str(choice.plan_only).startswith("more than one GPU") for choice in tuning.choices)
-    huge = options_with(tp=1, pp=1, gpu_memory=400 * GIB, schedules=None)
-    alone = tune(lengths, huge)
-    assert alone.recommended is not None
-    assert alone.recommended.plan_only is None
-    assert alone.recommended.layout.gpus == 1
+    assert {choice.plan_only for choice in tuning.choices} == {"tensor parallelism"}
+    for pp in (1, 2):
+        found = tune(lengths, options_with(tp=1, dp=2, pp=pp, gpu_memory=400 * GIB, schedules=None))
+        assert found.recommended is not None and found.best is found.recommended
+        assert {choice.plan_only for choice in found.choices} == ({None} if pp == 1 else {None, "split backwards"})
+        runnable = [choice for choice in found.choices if choice.fits and choice.plan_only is None]
+        assert found.recommended.step_ns <= 1.005 * runnable[0].step_ns
+        assert all(found.choices[place].plan_only is None for place in found.pareto)
+    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "1f1b")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_plan_only_is_every_schedule_with_more_than_one_model_part_a_stage_or_split_backwards(
+    schedule: str, lengths: Path, tmp_path: Path
+) -> None:
+    config = PlanConfig(
+        chunk_size=16384, k=1, global_batch=8, pp=1 if schedule == "algorithm2" else 2, schedule=schedule
+    )
+    np.save(tmp_path / "few.npy", np.load(lengths)[:16])
+    plan = chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config)
+    actions = [action for step in plan.iter_steps() for of_stage in step.actions.values() for action in of_stage]
+    is_interleaved = any(action.virtual_stage > 0 for action in actions)
+    is_split = any(action.op == "backward_input" for action in actions)
+    expected = "interleaved stages" if is_interleaved else "split backwards" if is_split else None
+    assert why_plan_only(config, CostModel(), "optimizer") == expected
+
+
+@pytest.mark.parametrize(
+    ("sharding", "changes", "expected"),
+    [
+        ("none", {}, None),
+        ("optimizer", {"pp": 2}, None),
+        ("gradients", {}, "sharded gradients"),
+        ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "split backwards and sharded gradients"),
+        ("weights", {"equal_chunks": True}, None),
+        ("weights", {}, "sharded weights with unequal chunk counts"),
+        ("weights", {"equal_chunks": True, "k": 2}, "sharded weights with K above 1"),
+        ("weights", {"equal_chunks": True, "k_by_length": ((5000, 2),)}, "sharded weights with K above 1"),
+        ("weights", {"equal_chunks": True, "pp": 2}, "sharded weights on a pipeline"),
+    ],
+)
+def test_what_is_sharded_is_plan_only_where_the_runtime_cannot(
+    sharding: Sharding, changes: dict[str, Any], expected: str | None
+) -> None:
+    """On one data-parallel rank there is nothing to shard."""
+    config = PlanConfig(**({"chunk_size": 1024, "k": 1, "dp": 2} | changes))
+    assert why_plan_only(config, CostModel(), sharding) == expected
+    alone = str(why_plan_only(replace(config, dp=1), CostModel(), sharding))
+    assert "sharded" not in alone
+
+
+def test_ranks_that_share_weights_get_equal_chunks_and_k_1(lengths: Path) -> None:
+    found = tune(lengths, options_with(tp=1, dp=4, pp=1, gpu_memory=400 * GIB, sharding="weights", schedules=None))
+    assert found.recommended is not None
+    assert (found.recommended.config.k, found.recommended.config.equal_chunks) == (1, True)
+    assert tuned(found).settings["equal_chunks"]
 
 
 def test_less_memory_means_checkpointing_then_nothing(lengths: Path) -> None:
@@ -233,13 +286,19 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     assert chunkplan.validate(plan.path).ok
 
 
-def test_gpus_are_laid_out_whole_and_the_fastest_layout_is_chosen(lengths: Path) -> None:
+def test_gpus_are_laid_out_whole_and_of_the_fastest_layouts_one_can_be_run(lengths: Path) -> None:
+    """The two fastest ones share layers here: looked at as well is the fastest that the runtime can run."""
     found = tune(lengths, options_with(gpus=8, tp=1, pp=1))
-    assert {layout.gpus for layout, _ in found.layouts} == {8}
+    assert {look.layout.gpus for look in found.layouts} == {8}
     assert found.chosen.layout.gpus == 8
-    times = [step_ns for _, step_ns in found.layouts if step_ns is not None]
+    times = [look.step_ns for look in found.layouts if look.step_ns is not None]
     assert times == sorted(times)
-    assert found.chosen.layout in [layout for layout, _ in found.layouts[:2]]
+    assert found.chosen.layout in [look.layout for look in found.layouts[:2]]
+    assert all(look.layout.tp > 1 and look.runnable_ns is None for look in found.layouts[:2])
+    runnable = [look for look in found.layouts if look.runnable_ns is not None]
+    assert found.recommended is not None
+    assert found.recommended.layout == min(runnable, key=lambda look: look.runnable_ns or 0).layout
+    assert {look.layout.tp for look in runnable} == {1}
 
 
 def test_the_same_data_and_options_make_the_same_document(lengths: Path, tuning: Tuning) -> None:

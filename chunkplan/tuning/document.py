@@ -36,7 +36,7 @@ _VERSION = 1
 _HINT = "write it again with `chunkplan tune --output FILE`"
 
 #: Entries of a choice that a plan is built with.
-PLAN_ENTRIES = ("chunk_size", "k", "k_by_length", "dp", "pp", "schedule", "virtual_stages")
+PLAN_ENTRIES = ("chunk_size", "k", "k_by_length", "dp", "pp", "schedule", "virtual_stages", "equal_chunks")
 
 _SHARES = (
     lambda value: (
@@ -64,7 +64,7 @@ _EXPECTED: dict[str, Any] = {
         "pp": whole(1, MAX_PP),
         "schedule": TEXT,
         "virtual_stages": whole(1, MAX_VIRTUAL),
-        "plan_only": or_null(TEXT),
+        "equal_chunks": FLAG,
         "step_seconds": NUMBER,
     },
     "cost_model": {},
@@ -76,29 +76,27 @@ _EXPECTED: dict[str, Any] = {
 class Tuned:
     """What a plan takes from a tuning.
 
-    `settings`: entries of a `PlanConfig`, `PLAN_ENTRIES` and global_batch and seed. `plan_only`: why the runtime cannot
-    run it, or None. `token_histogram` and `longest_sequence`: of the data that it was found for.
+    `settings`: entries of a `PlanConfig`, `PLAN_ENTRIES` and global_batch and seed. `token_histogram` and
+    `longest_sequence`: of the data that it was found for.
     """
 
     settings: dict[str, Any]
     cost: CostModel
     sharding: Sharding
     gpu_memory: int
-    plan_only: str | None
     token_histogram: dict[int, float]
     longest_sequence: int
 
 
 def tuned(tuning: Tuning) -> Tuned:
     """What a plan takes: the recommended choice, or where there is none, the fastest."""
-    choice = tuning.recommended or tuning.chosen
+    choice = tuning.best
     settings = {name: getattr(choice.config, name) for name in PLAN_ENTRIES}
     return Tuned(
         settings={**settings, "global_batch": tuning.options.global_batch, "seed": tuning.options.seed},
         cost=choice.cost,
         sharding=tuning.options.sharding,
         gpu_memory=tuning.options.gpu_memory,
-        plan_only=choice.plan_only,
         token_histogram=tuning.token_histogram,
         longest_sequence=tuning.longest_sequence,
     )
@@ -110,7 +108,7 @@ def tuning_document(tuning: Tuning) -> dict[str, Any]:
     `chosen` is what a plan is built with: the recommended choice, where there is one, else the fastest.
     """
     options = tuning.options
-    chosen = tuning.recommended or tuning.chosen
+    chosen = tuning.best
     today, best = tuning.baselines[0].step_ns, tuning.best_of_today
     return {
         "kind": "tuning",
@@ -129,8 +127,8 @@ def tuning_document(tuning: Tuning) -> dict[str, Any]:
         },
         "baselines": [_baseline(row, tuning.tokens_per_step) for row in tuning.baselines],
         "layouts": [
-            {**layout._asdict(), "step_seconds": None if step_ns is None else step_ns / 1e9}
-            for layout, step_ns in tuning.layouts
+            {**layout._asdict(), "step_seconds": _seconds(step_ns), "runnable_seconds": _seconds(runnable_ns)}
+            for layout, step_ns, runnable_ns in tuning.layouts
         ],
         "choices": [choice_document(choice) for choice in tuning.choices],
         "pareto": list(tuning.pareto),
@@ -159,6 +157,10 @@ def choice_document(choice: Choice) -> dict[str, Any]:
         "fits": choice.fits,
         "plan_only": choice.plan_only,
     }
+
+
+def _seconds(ns: float | None) -> float | None:
+    return None if ns is None else ns / 1e9
 
 
 def _baseline(row: Baseline, tokens_per_step: float) -> dict[str, Any]:
@@ -215,7 +217,6 @@ def read_tuning(path: Path) -> Tuned:
         cost=CostModel.from_dict(document["cost_model"], where=str(path)),
         sharding=options["sharding"],
         gpu_memory=options["gpu_memory"],
-        plan_only=chosen["plan_only"],
         token_histogram={int(length): share for length, share in data["token_histogram"].items()},
         longest_sequence=data["longest_sequence"],
     )

@@ -135,7 +135,7 @@ def _choice(outcome: Outcome, memory: Memory, options: TuneOptions, sample: Samp
         recompute_share=outcome.recompute_share,
         memory=needed,
         fits=needed.total <= options.gpu_memory,
-        plan_only=why_plan_only(outcome.config, cost),
+        plan_only=why_plan_only(outcome.config, cost, options.sharding),
     )
 
 

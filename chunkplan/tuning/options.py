@@ -122,7 +122,7 @@ class TuneOptions:
         schedule: str,
         k_by_length: tuple[tuple[int, int], ...] | None = None,
     ) -> PlanConfig:
-        """A plan's configuration."""
+        """A plan's configuration; ranks that share the weights fetch them together, and so have equally many chunks."""
         return PlanConfig(
             chunk_size=chunk_size,
             k=k,
@@ -132,6 +132,7 @@ class TuneOptions:
             pp=layout.pp,
             schedule=schedule,
             seed=self.seed,
+            equal_chunks=self.sharding == "weights" and layout.dp > 1,
         )
 
     def cost(self, layout: Layout, memory: Memory) -> CostModel:

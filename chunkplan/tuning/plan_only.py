@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from chunkplan.cost.memory import Sharding
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.config import PlanConfig
 
 
-def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
-    """Why the runtime cannot run a plan as it was timed; None if it can."""
-    return "more than one GPU" if config.dp * config.pp * cost.tp > 1 else None
+def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> str | None:
+    """What the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
+
+    The runtime shards optimizer states, or with them weights. On one data-parallel rank there is nothing to shard, and
+    "none" is run as "optimizer", which takes less than was predicted.
+    """
+    reasons = ["tensor parallelism"] if cost.tp > 1 else []
+    reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
+    reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
+    if config.dp > 1 and sharding == "gradients":
+        reasons.append("sharded gradients")
+    if config.dp > 1 and sharding == "weights":
+        reasons += _of_sharded_weights(config)
+    return " and ".join(reasons) or None
+
+
+def _of_sharded_weights(config: PlanConfig) -> list[str]:
+    """Ranks fetch weights together, for every chunk as often."""
+    largest_k = max([config.k, *(k for _, k in config.k_by_length or ())])
+    reasons = ["sharded weights on a pipeline"] if config.pp > 1 else []
+    reasons += ["sharded weights with K above 1"] if largest_k > 1 else []
+    return reasons + ([] if config.equal_chunks else ["sharded weights with unequal chunk counts"])

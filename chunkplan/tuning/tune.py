@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.model import CostModel
@@ -29,7 +30,7 @@ _COARSE, _STRATA, _MOST_SEQUENCES = 12, 48, 1 << 16
 #: Sequences of the heaviest steps, on which the memory of what is chosen is checked.
 _HEAVIEST_SEQUENCES = 1 << 17
 
-#: What layouts are compared with, and how many of them are looked at closely.
+#: What layouts are compared with, and how many of them are looked at closely, beside the best that the runtime can run.
 _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 
 #: Times this close are the same: of these the choice is the one that takes least memory.
@@ -39,6 +40,14 @@ _SAME = 1.005
 Progress = Callable[[int, int], None]
 
 
+class FirstLook(NamedTuple):
+    """A layout, and by a first look at it the time of a step, and of one that the runtime can run; None: none fits."""
+
+    layout: Layout
+    step_ns: float | None
+    runnable_ns: float | None
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What was found for `options`.
@@ -46,8 +55,8 @@ class Tuning:
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
     as fast within 0.5 %, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
-    both time and memory. `layouts`: those compared, with the time of a step by a first look, None where nothing fits.
-    `token_histogram`: of the data.
+    both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
+    compared. `baselines` are on the layout of `chosen`. `token_histogram`: of the data.
     """
 
     options: TuneOptions
@@ -56,11 +65,16 @@ class Tuning:
     chosen: Choice
     recommended: Choice | None
     pareto: tuple[int, ...]
-    layouts: tuple[tuple[Layout, float | None], ...]
+    layouts: tuple[FirstLook, ...]
     num_sequences: int
     longest_sequence: int
     tokens_per_step: float
     token_histogram: dict[int, float]
+
+    @property
+    def best(self) -> Choice:
+        """What a plan is built with: the recommended choice, or where there is none, the fastest."""
+        return self.recommended or self.chosen
 
     @property
     def best_of_today(self) -> Baseline | None:
@@ -80,9 +94,9 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         analysis = load_analysis(analysis)
     num_tokens = analysis.num_tokens
     layouts = options.layouts()
-    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts) if len(layouts) > 1 else ()
+    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts) if len(layouts) > 1 else []
     if compared:
-        layouts = [layout for layout, _ in compared[:_LAYOUTS]]
+        layouts = _worth_a_closer_look(compared)
     sample = _sample(num_tokens, options, _STRATA)
     runs = sum(
         len(options.schedules_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout))
@@ -109,14 +123,13 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     if chosen is None:
         raise _nothing_fits(choices[0], options)
-    fitting = [choice for choice in choices if choice.fits]
     return Tuning(
         options=options,
         baselines=tuple(baselines(sample, options, chosen.layout)),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
-        pareto=_pareto(fitting),
+        pareto=_pareto(choices, runnable=recommended is not None),
         layouts=tuple(compared),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
@@ -132,15 +145,26 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     return sample_steps(num_tokens, config, options.cost(layout, LADDER[0]), min(num_strata, most))
 
 
-def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> list[tuple[Layout, float | None]]:
+def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> list[FirstLook]:
     """Layouts by a first look at each: fastest first, and last those in which nothing fits."""
     found = []
     for layout in layouts:
         choices = try_grid(sample, options, layout, _COARSE_CHUNK_SIZES, _COARSE_KS, _ignore)
         times = [choice.step_ns for choice in choices if choice.fits]
-        found.append((min(times, default=None), min(choice.memory.total for choice in choices), layout))
-    found.sort(key=lambda each: (each[0] is None, each[0] or each[1]))
-    return [(layout, step_ns) for step_ns, _, layout in found]
+        runnable = [choice.step_ns for choice in choices if choice.fits and choice.plan_only is None]
+        look = FirstLook(layout, min(times, default=None), min(runnable, default=None))
+        found.append((look, min(choice.memory.total for choice in choices)))
+    found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
+    return [look for look, _ in found]
+
+
+def _worth_a_closer_look(compared: list[FirstLook]) -> list[Layout]:
+    """The best, and the best that the runtime can run, which need not be among them."""
+    layouts = [look.layout for look in compared[:_LAYOUTS]]
+    runnable = [(look.runnable_ns, look.layout) for look in compared if look.runnable_ns is not None]
+    if runnable and min(runnable)[1] not in layouts:
+        layouts.append(min(runnable)[1])
+    return layouts
 
 
 def _ignore() -> None:
@@ -177,10 +201,13 @@ def _best(choices: list[Choice]) -> Choice:
     return min((choice for choice in choices if choice.step_ns <= _SAME * fastest), key=lambda each: each.memory.total)
 
 
-def _pareto(choices: list[Choice]) -> tuple[int, ...]:
-    """Places of those that need less memory than all faster ones; `choices` ascend by time."""
+def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
+    """Places of those that fit and need less memory than all faster ones, if `runnable` of those that the runtime can
+    run; what fits ascends by time."""
     front, least = [], None
     for place, choice in enumerate(choices):
+        if not choice.fits or (runnable and choice.plan_only is not None):
+            continue
         if least is None or choice.memory.total < least:
             front.append(place)
             least = choice.memory.total

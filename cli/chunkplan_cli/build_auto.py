@@ -24,6 +24,7 @@ def choose(
     """
     from chunkplan.errors import UsageError
     from chunkplan.tuning.document import read_tuning, tuned
+    from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.tuning.tune import tune
     from chunkplan_cli.build_options import plan_config
     from chunkplan_cli.machine_options import tune_options
@@ -51,10 +52,11 @@ def choose(
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
-    if found.plan_only:
-        warn(f"plan only: the runtime cannot run {found.plan_only} yet")
+    config = plan_config(settings)
+    if plan_only := why_plan_only(config, found.cost, found.sharding):
+        warn(f"plan only: the runtime cannot run {plan_only} yet")
     if file is not None:
-        _compare(analysis, found, plan_config(settings))
+        _compare(analysis, found, config)
     return settings, found.cost
 
 

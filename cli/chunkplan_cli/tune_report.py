@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice
     from chunkplan.tuning.tune import Tuning
 
-#: Choices that are shown: the fastest, and the others that need less memory than all faster ones.
-_MOST_FASTEST, _MOST_PARETO = 12, 8
+#: Choices that are shown: the fastest, others that need less memory than all faster ones, and beside what the runtime
+#: can run, the fastest that it cannot.
+_MOST_FASTEST, _MOST_PARETO, _MOST_PLAN_ONLY = 12, 8, 4
+
+#: On narrower screens the columns of the choices lie closer together, so that fewer rows are broken.
+_WIDE = 116
 
 
 def print_tuning(console: Console, tuning: Tuning) -> None:
     """Print `tuning`."""
     options = tuning.options
-    layout = tuning.chosen.layout
+    gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
     console.print(
-        f"{options.shape.name} on {layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}: "
-        f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}; {options.global_batch} sequences a step, "
-        f"{tuning.tokens_per_step:,.0f} tokens on average, the longest {tuning.longest_sequence:,}"
-        + _uneven(options.shape.num_layers, layout.pp)
+        f"{options.shape.name} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
+        f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "
+        f"the longest {tuning.longest_sequence:,}"
     )
     console.print()
     if tuning.layouts:
@@ -34,30 +37,35 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
         console.print()
     console.print(_baselines(tuning))
     console.print()
-    console.print(_choices(tuning))
+    console.print(_choices(tuning, gap=2 if console.width >= _WIDE else 1))
     console.print()
     for line in _verdict(tuning):
         console.print(line)
 
 
-def _uneven(num_layers: int, pp: int) -> str:
-    """Where stages have more and fewer layers, say so."""
+def _layout_words(choice: Choice) -> str:
+    """How GPUs are used, and where stages have more and fewer layers, that."""
     from chunkplan.cost.durations import split_layers
 
-    layers = split_layers(num_layers, pp)
-    return f"; {layers[0]} to {layers[-1]} layers a stage" if layers[0] != layers[-1] else ""
+    dp, tp, pp = choice.layout
+    layers = split_layers(choice.cost.shape.num_layers, pp)
+    uneven = f" ({layers[0]} to {layers[-1]} layers a stage)" if layers[0] != layers[-1] else ""
+    return f"dp {dp}, tp {tp}, pp {pp}{uneven}"
 
 
 def _layouts(tuning: Tuning) -> Table:
-    table = _table("Layouts, by a first look", "dp", "tp", "pp", "step")
-    for layout, step_ns in tuning.layouts:
+    table = _table("Layouts, by a first look", "dp", "tp", "pp", "step", "runnable")
+    for layout, step_ns, runnable_ns in tuning.layouts:
         time = "does not fit" if step_ns is None else seconds(step_ns / 1e3)
-        table.add_row(str(layout.dp), str(layout.tp), str(layout.pp), time)
+        runnable = "" if runnable_ns is None else seconds(runnable_ns / 1e3)
+        table.add_row(str(layout.dp), str(layout.tp), str(layout.pp), time, runnable)
     return table
 
 
 def _baselines(tuning: Tuning) -> Table:
-    table = _table("What people run today", "step", "tokens/s", "memory", "checkpoints", "tokens lost", first="way")
+    where = f" on {_layout_words(tuning.chosen)}" if tuning.layouts else ""
+    columns = ("step", "tokens/s", "memory", "checkpoints", "tokens lost")
+    table = _table(f"What people run today{where}", *columns, first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
         table.add_row(
@@ -72,18 +80,21 @@ def _baselines(tuning: Tuning) -> Table:
     return table
 
 
-def _choices(tuning: Tuning) -> Table:
+def _choices(tuning: Tuning, gap: int) -> Table:
     table = _table("Chunked", "chunk", "K", "schedule", "step", "MFU", "bubble", "again", "memory", "notes", first="")
+    table.padding = (0, gap, 0, 0)
     fitting = [choice for choice in tuning.choices if choice.fits]
-    shown = set(range(min(_MOST_FASTEST, len(fitting))))
+    others = [place for place, choice in enumerate(fitting) if choice.plan_only and tuning.recommended]
+    shown = set([place for place in range(len(fitting)) if place not in others][:_MOST_FASTEST])
     shown |= set([place for place in tuning.pareto if place not in shown][:_MOST_PARETO])
+    shown |= set(others[:_MOST_PLAN_ONLY])
     shown |= {place for place, choice in enumerate(fitting) if choice in (tuning.chosen, tuning.recommended)}
     with_layout = len({choice.layout for choice in fitting}) > 1
     for place in sorted(shown):
         choice = fitting[place]
-        is_the_one = choice is (tuning.recommended or tuning.chosen)
+        is_the_one = choice is tuning.best
         notes = [f"{choice.layout.dp}x{choice.layout.tp}x{choice.layout.pp}"] if with_layout else []
-        notes += ["plan only"] if choice.plan_only and tuning.recommended else []
+        notes += ["plan only"] if place in others else []
         notes += memory_words(choice)
         table.add_row(
             (">" if is_the_one else " ") + ("*" if place in tuning.pareto else " "),
@@ -102,24 +113,20 @@ def _choices(tuning: Tuning) -> Table:
 
 
 def _verdict(tuning: Tuning) -> list[Text]:
-    fitting = sum(choice.fits for choice in tuning.choices)
+    fitting = [choice for choice in tuning.choices if choice.fits]
+    rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
+    faster = "faster ones" if len(rivals) == len(fitting) else "faster runnable ones"
     lines = [
         Text(
-            "* needs less memory than all faster ones   again: forwarded twice   memory: of the fullest stage\n"
-            f"{fitting} of {len(tuning.choices)} choices fit",
+            f"* needs less memory than all {faster}   again: forwarded twice   memory: of the fullest stage\n"
+            f"{len(fitting)} of {len(tuning.choices)} choices fit",
             style="dim",
         ),
         Text(),
     ]
-    choice = tuning.recommended or tuning.chosen
-    words = [
-        f"ChunkSize {choice.config.chunk_size:,}",
-        f"K {k_words(choice.config.k, choice.config.k_by_length)}",
-        str(choice.config.schedule),
-    ]
-    words += memory_words(choice)
+    choice = tuning.best
     title = "Recommended: " if tuning.recommended else "Fastest, plan only: "
-    lines.append(Text.assemble((title, "bold"), ", ".join(words)))
+    lines.append(Text.assemble((title, "bold"), _words(choice, tuning)))
     today = tuning.baselines[0]
     gain = f"{today.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
     gain += "" if today.fits else f" (which would need {gibibytes(today.memory.total)} a GPU)"
@@ -127,17 +134,29 @@ def _verdict(tuning: Tuning) -> list[Text]:
     if best is not None and best is not today:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
-    equals = [each for each in tuning.choices if each.fits and not (tuning.recommended and each.plan_only)]
-    if choice is not equals[0]:
+    if choice is not rivals[0]:
         lines.append(Text("Of those as fast within 0.5 %, it takes least memory."))
     if not tuning.recommended:
         lines.append(
             Text(f"Not recommended: the runtime cannot run {choice.plan_only} yet. Other trainers can follow its plan.")
         )
-    elif tuning.chosen is not choice:
-        faster = f"{seconds(tuning.chosen.step_ns / 1e3)} a step with {', '.join(memory_words(tuning.chosen))}"
-        lines.append(Text(f"Plan only, faster: {faster}, which the runtime cannot run yet."))
+    elif tuning.chosen.step_ns < choice.step_ns:
+        time = seconds(tuning.chosen.step_ns / 1e3)
+        words = f"Faster, plan only: {time} a step with {_words(tuning.chosen, tuning)}"
+        lines.append(Text(f"{words}. The runtime cannot run {tuning.chosen.plan_only} yet."))
     return lines
+
+
+def _words(choice: Choice, tuning: Tuning) -> str:
+    """What a choice is, with its layout where others were compared."""
+    words = [
+        f"ChunkSize {choice.config.chunk_size:,}",
+        f"K {k_words(choice.config.k, choice.config.k_by_length)}",
+        str(choice.config.schedule),
+        *memory_words(choice),
+    ]
+    words += [_layout_words(choice)] if tuning.layouts else []
+    return ", ".join(words)
 
 
 def print_headline(console: Console, tuning: Tuning) -> None:
