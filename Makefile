@@ -4,21 +4,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-oldest check format clean
+.PHONY: demo test soak test-oldest check format clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
 
 # One thread each: two processes share two cores better than four threads do.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak'
+
+# The slow hardening that `make test` leaves out: sweeps of which it has a few cases.
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak
 
 # The runtime with the oldest versions it promises to run with. This torch comes with CUDA libraries: several GB.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 pytest pytest-xdist hypothesis \
 		--editable '.[hf,lora]'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile tests/test_runtime*.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not soak' tests/test_runtime*.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

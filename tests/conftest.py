@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import typer.main
 from hypothesis import settings
 
 from chunkplan.cost.model import CostModel
@@ -23,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The first example of a test may have to compile what it calls.
 settings.register_profile("chunkplan", deadline=None)
 settings.load_profile("chunkplan")
+
+# A command line in this process builds its parser anew for every call, which takes longer than most of the calls.
+typer.main.get_command = cache(typer.main.get_command)
 
 #: (sequence_id, start, end)
 Piece = tuple[int, int, int]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from chunkplan_cli.main import main
 from chunkplan_runtime.attention.kernel import KERNELS
 from chunkplan_runtime.model_checks import MODEL_TYPES
 
@@ -24,11 +25,11 @@ def test_it_names_the_models_there_are():
     assert tuple(re.split(r",\s+", listed)) == MODEL_TYPES
 
 
-def test_its_command_runs_as_written():
+def test_its_command_runs_as_written(monkeypatch, capsys):
     (command,) = re.findall(r"```sh\n(chunkplan .*)\n```", DOCUMENT)
-    code = "import sys; from chunkplan_cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *shlex.split(command)[1:]], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "exact: worst relative error" in done.stdout
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with pytest.raises(SystemExit) as end:
+        main()
+    shown = capsys.readouterr()
+    assert not end.value.code, shown.err
+    assert "exact: worst relative error" in shown.out

@@ -135,7 +135,13 @@ def assert_exact(report):
 
 
 @pytest.mark.parametrize(
-    ("k", "kv_offload", "checkpointing"), [(1, True, False), (2, False, True), (2, True, True), (5, False, False)]
+    ("k", "kv_offload", "checkpointing"),
+    [
+        pytest.param(1, True, False, marks=pytest.mark.soak),
+        pytest.param(2, False, True, marks=pytest.mark.soak),
+        (2, True, True),
+        (5, False, False),
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_mixed_and_packed_and_dependent_chunks_are_exact_for_every_model(

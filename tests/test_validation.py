@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -996,20 +997,30 @@ def damage(document: Any, path: tuple[Any, ...], value: Any) -> None:
         document[path[-1]] = value
 
 
+@pytest.mark.parametrize("values_each", [1, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", ["plan", "analysis"])
 def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
-    plan: Path, analysis: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: Path,
+    analysis: Path,
+    kind: str,
+    values_each: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever entry is missing or of another type: `inspect` and `validate` say so, with their exit codes."""
+    """Whatever entry is missing or of another type: `inspect` and `validate` say so, with their exit codes.
+
+    Each entry is damaged in one of four ways, in turn, or in all of them.
+    """
     from chunkplan_cli.main import main
 
     file = {"plan": plan, "analysis": analysis}[kind] / "manifest.json"
     whole = file.read_text()
     accepted = []
+    ways = cycle([..., "x", 2**70, []])
     for path in entries(json.loads(whole)):
         if path[:2] == ("predictions", "cost_model") and len(path) > 3 and path[3] not in ("name", "num_layers"):
             continue  # read by `simulate` alone: tests/test_cost_model.py damages these
-        for value in (..., "x", 2**70, []):
+        for value in islice(ways, values_each):
             document = json.loads(whole)
             damage(document, path, value)
             if document == json.loads(whole):
