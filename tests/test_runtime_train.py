@@ -177,18 +177,23 @@ def test_a_mistake_exits_2_with_a_hint(made, tmp_path, capsys, more, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pipeline_plan_and_more_processes_are_refused(made, tmp_path, capsys, monkeypatch):
+def test_what_does_not_fit_one_process_is_refused(made, tmp_path, capsys, monkeypatch):
     assert main(options(made, tmp_path, plan="pp")) == 2
-    assert "hint: build the plan with `--pp 1`" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert main(options(made, tmp_path, plan="dp")) == 2
-    assert "--nproc-per-node 1" in capsys.readouterr().err
-    for plan, world_size in (("dp", "2"), ("plan", "2"), ("dp", "x")):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert main(options(made, tmp_path, plan=plan)) == 2
-        error = capsys.readouterr().err
-        assert f"one process, found WORLD_SIZE={world_size}" in error
-        assert ("could not even share" in error) == (world_size == "2")
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "for 2 pipeline stages, one is there" in error and "--nproc-per-node 2" in hint
+    for more, message in (
+        (("--stage-layers", "1,1"), "--stage-layers with one stage"),
+        (("--reshard",), "--reshard with one process"),
+    ):
+        assert main(options(made, tmp_path, *more)) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert main(options(made, tmp_path)) == 2
+    assert "WORLD_SIZE is 'x'" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(options(made, tmp_path)) == 2
+    assert "RANK, MASTER_ADDR, MASTER_PORT is not set" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["final", "metrics.jsonl", "checkpoints"])

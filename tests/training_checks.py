@@ -19,7 +19,7 @@ from chunkplan_runtime.training.screen import Screen
 SOURCES = ("short.jsonl", "long.jsonl")
 
 #: What two runs of the same may differ in.
-TIMES = {"seconds", "tokens_per_second", "mfu", "wait_seconds", "peak_memory_bytes"}
+TIMES = {"seconds", "tokens_per_second", "mfu", "wait_seconds", "peak_memory_bytes", "processes"}
 
 
 def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]) -> Path:
@@ -64,8 +64,8 @@ def learning(output: Path) -> list[dict[str, Any]]:
 
 def same_weights(one: Path, other: Path) -> bool:
     """Whether two folders hold the same safetensors, bit for bit."""
-    files = sorted(path.name for path in one.glob("*.safetensors"))
-    assert files and files == sorted(path.name for path in other.glob("*.safetensors"))
+    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert files and files == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
     for name in files:
         mine, others = load_file(one / name), load_file(other / name)
         if mine.keys() != others.keys() or not all(bool((mine[key] == others[key]).all()) for key in mine):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Action
+from chunkplan_runtime.distributed.links import Links
+from chunkplan_runtime.dropout import mixed_seed
 from chunkplan_runtime.loss import NO_TARGET, losses_and_gradient, token_losses
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.offload import HostMemory
@@ -52,21 +55,29 @@ class RankLoss:
 
 
 class Executor:
-    """Runs chunks through a model on one process and one pipeline stage. Gradients are added to `.grad`.
+    """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
 
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
-    gradients of split sequences lie in host memory.
+    gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
+    needs to run a chunk forward again is its own input, which it keeps.
     """
 
-    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False) -> None:
+    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, links: Links | None = None) -> None:
         self._model = model
         self._seed = seed
         self._kv_offload = kv_offload
+        self._links = links
         self._memory: Memory | None = None
         self.store = StateStore(page_tokens=1)
+        #: Of chunks in flight: what came from the stage before, and where their backward begins.
+        self._inputs: dict[int, Tensor] = {}
+        self._in_flight: dict[int, Tensor | GradientEdge | None] = {}
 
     def run(self, work: RankWork, num_target_tokens: int, around: Around = lambda action: nullcontext()) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
+
+        `around` is entered around every action, after what it waits for from other stages has come. Only the last stage
+        knows losses; on others there are none.
 
         Raises:
             UsageError: an op is not known here.
@@ -75,21 +86,28 @@ class Executor:
         self._open(work)
         where = f"step {work.step}, rank {work.dp_rank}"
         done: dict[int, str | None] = dict.fromkeys(work.chunks)
-        in_flight: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
         for action in work.actions:
             _check(action, done, where)
             chunk_id = action.chunk_id
-            with around(action):
-                if action.op == "forward_kv":
-                    with torch.no_grad():
-                        self._forward(work, chunk_id)
-                elif action.op == "backward":
-                    hidden = in_flight.pop(chunk_id)
-                    losses[chunk_id] = self._backward(hidden, work.tensors[chunk_id], 1 / max(num_target_tokens, 1))
-                else:
-                    in_flight[chunk_id] = self._forward(work, chunk_id)
+            if action.op == "backward":
+                gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
+                with around(action):
+                    found = self._backward(work.tensors[chunk_id], chunk_id, gradient, 1 / max(num_target_tokens, 1))
+                if found is not None:
+                    losses[chunk_id] = found
+            else:
+                if action.op != "recompute" and not self._model.is_first:
+                    self._inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
+                with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
+                    hidden = self._forward(work, chunk_id)
+                if action.op != "forward_kv":
+                    self._in_flight[chunk_id] = self._backward_from(hidden)
+                if action.op != "recompute" and not self._model.is_last:
+                    self._connected.send_output(hidden.detach())
+                del hidden  # a graph that outlived its backward
             done[chunk_id] = action.op
+        self._close()
         left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
         if left:
             raise _broken(f"no backward of chunk {left[0]}", where)
@@ -103,57 +121,87 @@ class Executor:
         Raises:
             DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
-        self._open(work)
+        forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
+        if {action.chunk_id for action in forwards} != work.chunks.keys():
+            raise _broken("a chunk has no forward", f"step {work.step}, rank {work.dp_rank}")
+        self._open(replace(work, actions=forwards))
         losses: dict[int, Tensor] = {}
         with torch.no_grad():
-            for action in work.actions:
-                if action.op in ("forward", "forward_kv") and action.chunk_id in work.tensors:
-                    tensors = work.tensors[action.chunk_id]
-                    hidden = self._forward(work, action.chunk_id)
-                    losses[action.chunk_id] = token_losses(
-                        self._model.head, hidden, tensors.labels, self._model.vocab_size
-                    )
-                    for span in tensors.spans:
-                        if span.is_split and span.end == span.length:
-                            self.store.drop(span)
-        if losses.keys() != work.chunks.keys():
-            raise _broken("a chunk has no forward", f"step {work.step}, rank {work.dp_rank}")
+            for action in forwards:
+                chunk_id, tensors = action.chunk_id, work.tensors[action.chunk_id]
+                if not self._model.is_first:
+                    self._inputs[chunk_id] = self._connected.receive_input(chunk_id)
+                hidden = self._forward(work, chunk_id)
+                self._inputs.pop(chunk_id, None)
+                if self._model.is_last:
+                    losses[chunk_id] = token_losses(self._model.head, hidden, tensors.labels, self._model.vocab_size)
+                else:
+                    self._connected.send_output(hidden)
+                for span in tensors.spans:
+                    if span.is_split and span.end == span.length:
+                        self.store.drop(span)
+        self._close()
         return _collect(work, losses, num_target_tokens)
 
+    @property
+    def _connected(self) -> Links:
+        assert self._links is not None, "a stage of several has links"
+        return self._links
+
     def _open(self, work: RankWork) -> None:
-        """Begin with an empty store: what a run that raised left behind must not reach this one."""
+        """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
         page_tokens = _PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1)
         if self._memory is None:
             self._memory = HostMemory(self._model.device) if self._kv_offload else DeviceMemory()
         self.store = StateStore(max(page_tokens, 1), self._memory)
+        self._inputs, self._in_flight = {}, {}
+        if self._links is not None:
+            self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
+
+    def _close(self) -> None:
+        if self._links is not None:
+            self._links.close()
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
-        """Final hidden states [num_tokens, hidden_size]."""
+        """Hidden states [num_tokens, hidden_size]."""
         tensors = work.tensors[chunk_id]
         for span in tensors.spans:
             if span.is_split:
                 self.store.start_forward(span)
         device = self._model.device
+        seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(_chunk_seed(self._seed, work.step, work.dp_rank, chunk_id))
-            return self._model.hidden_states(tensors, self.store)
+            torch.manual_seed(seed)
+            return self._model.hidden_states(tensors, self.store, self._inputs.get(chunk_id), seed)
 
-    def _backward(self, hidden: Tensor, tensors: ChunkTensors, scale: float) -> Tensor:
-        """Losses [num_tokens], computed only now."""
+    def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
+        """What a backward needs of hidden states: the last stage themselves, others only where they came from."""
+        if self._model.is_last:
+            return hidden
+        return get_gradient_edge(hidden) if hidden.requires_grad else None
+
+    def _backward(self, tensors: ChunkTensors, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
+        """On the last stage, losses [num_tokens], computed only now; `gradient` is that from the stage behind."""
         split = [span for span in tensors.spans if span.is_split]
         for span in split:
             self.store.start_backward(span)
-        losses, gradient = losses_and_gradient(self._model.head, hidden, tensors.labels, self._model.vocab_size, scale)
-        if hidden.requires_grad:  # not where all that is trained is the head
-            torch.autograd.backward(hidden, gradient)
+        begin = self._in_flight.pop(chunk_id)
+        losses = None
+        if isinstance(begin, Tensor):
+            model = self._model
+            losses, gradient = losses_and_gradient(model.head, begin, tensors.labels, model.vocab_size, scale)
+            if not begin.requires_grad:  # all that is trained is the head
+                begin = None
+        if begin is not None:
+            assert gradient is not None
+            torch.autograd.backward(begin, gradient)
         for span in split:
             self.store.finish_backward(span)
+        if not self._model.is_first:
+            inputs = self._inputs.pop(chunk_id)
+            assert inputs.grad is not None
+            self._connected.send_input_gradient(inputs.grad)
         return losses
-
-
-def _chunk_seed(*identity: int) -> int:
-    """The same for a chunk of a step whatever K, and whatever ran before."""
-    return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _collect(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) -> RankLoss:
@@ -178,7 +226,9 @@ def _collect(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) 
 def _check(action: Action, done: dict[int, str | None], where: str) -> None:
     if action.op not in _BEFORE or action.virtual_stage != 0:
         what = action.op if action.op not in _BEFORE else f"virtual stage {action.virtual_stage}"
-        raise UsageError(f"{what} is not supported by this runtime", where=where, hint="build the plan with `--pp 1`")
+        raise UsageError(
+            f"{what} is not supported by this runtime", where=where, hint="build the plan with `--schedule 1f1b`"
+        )
     if action.chunk_id not in done:
         raise _broken(f"{action.op} of chunk {action.chunk_id}, which does not exist", where)
     before = done[action.chunk_id]

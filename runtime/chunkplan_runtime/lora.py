@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.dropout import seed_layers
 from chunkplan_runtime.models import CausalLM
 
 #: Stands for every linear layer but the head.
@@ -66,4 +67,6 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         raise UsageError(
             f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
         ) from error
-    return replace(model, model=adapted)
+    model = replace(model, model=adapted)
+    seed_layers(model.model)
+    return model

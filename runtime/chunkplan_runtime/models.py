@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.errors import DataError, UsageError
@@ -19,6 +21,7 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.dropout import seed_layers
 from chunkplan_runtime.loss import Head
 from chunkplan_runtime.model_checks import (
     check_config,
@@ -48,15 +51,26 @@ _CONFIG_HINT = "take the config.json that came with a model"
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
 
+def _call(do: Callable[..., Any], *arguments: Any) -> Any:
+    return do(*arguments)
+
+
 @dataclass(frozen=True)
 class CausalLM:
     """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
 
-    `model` may be one with adapters of peft around it.
+    `model` may be one with adapters of peft around it. Where it is one stage of a pipeline, only the first embeds
+    tokens (`is_first`) and only the last has final hidden states and a head (`is_last`). `call` runs everything that
+    uses weights; where these are sharded it gathers them. `compute_dtype`: of weights when they are used, if not their
+    own.
     """
 
     model: Any
     kernels: Kernels = field(default_factory=Kernels)
+    is_first: bool = True
+    is_last: bool = True
+    call: Callable[..., Any] = _call
+    compute_dtype: torch.dtype | None = None
 
     @property
     def config(self) -> Any:
@@ -71,9 +85,9 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Of the weights when they are used, and of hidden states."""
         dtype: torch.dtype = next(iter(self.model.parameters())).dtype
-        return dtype
+        return self.compute_dtype or dtype
 
     @property
     def vocab_size(self) -> int:
@@ -89,12 +103,16 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """Hidden states [n, hidden_size] -> logits [n, vocab_size]."""
-        head: nn.Module = self.model.get_output_embeddings()
+        head = partial(self.call, self.model.get_output_embeddings())
         cap = final_softcap(self.config)
         return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
 
-    def hidden_states(self, tensors: ChunkTensors, store: StateStore) -> Tensor:
-        """Final hidden states [num_tokens, hidden_size] of a chunk.
+    def hidden_states(
+        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+    ) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
+
+        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`.
 
         Raises:
             UsageError: the model attends as something else does, which would leave out the prefix without a word.
@@ -104,14 +122,23 @@ class CausalLM:
                 f"the model's attention is {self.config._attn_implementation!r}, not {ATTENTION!r}",
                 hint="a model shares its config with those made from the same one; give each a copy",
             )
+        context = ChunkContext(tensors.spans, store, self.kernels, self.is_causal, windows(self.config), seed)
+        hidden: Tensor = self.call(self._decode, tensors, context, inputs)
+        return hidden[0]
+
+    def _decode(self, tensors: ChunkTensors, context: ChunkContext, inputs: Tensor | None) -> Tensor:
         device = self.device
+        if inputs is None:
+            tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
+        else:
+            tokens = {"inputs_embeds": inputs[None]}
         hidden: Tensor = self.model.get_decoder()(
-            input_ids=tensors.input_ids.to(device, non_blocking=True),
+            **tokens,
             position_ids=tensors.position_ids.to(device, non_blocking=True),
             use_cache=False,
-            chunk_context=ChunkContext(tensors.spans, store, self.kernels, self.is_causal, windows(self.config)),
+            chunk_context=context,
         ).last_hidden_state
-        return hidden[0]
+        return hidden
 
     def attention_kernels(self) -> dict[str, str]:
         """The kernel of each kind of layer: "full", "sliding window" -> its name.
@@ -264,6 +291,7 @@ def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def _checked(model: CausalLM) -> CausalLM:
     model.attention_kernels()
+    seed_layers(model.model)
     return model
 
 

@@ -155,7 +155,8 @@ class Run:
 class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
-    `windows`: the sliding window of each layer, None for full attention; empty where no layer has one.
+    `windows`: the sliding window of each layer, None for full attention; empty where no layer has one. `seed`: of its
+    dropout.
     """
 
     spans: Sequence[Span]
@@ -163,6 +164,7 @@ class ChunkContext:
     kernels: Kernels
     causal: bool = True
     windows: Sequence[int | None] = ()
+    seed: int | None = None
 
     @cached_property
     def runs(self) -> list[Run]:

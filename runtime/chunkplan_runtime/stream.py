@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.ahead import ReadAhead
+from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.loss import NO_TARGET
 from chunkplan_runtime.state import Span
 from chunkplan_runtime.token_gather import TokenGather
@@ -37,7 +39,7 @@ class ChunkTensors:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one data-parallel rank does in one step; `chunks` and their `tensors` by chunk_id."""
+    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
 
     step: int
     dp_rank: int
@@ -48,24 +50,26 @@ class RankWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: its row of the plan, and the work of every data-parallel rank in order of dp_rank."""
+    """One optimizer step: its row of the plan, and the work of data-parallel ranks in order of dp_rank."""
 
     step: PlanStep
     ranks: list[RankWork]
 
 
-def open_plan(plan: str | Path, analysis: str | Path | None = None) -> tuple[Plan, Analysis]:
-    """Open a plan and the analysis it was built from: at `analysis`, or where the plan says it was.
+def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1) -> tuple[Plan, Analysis]:
+    """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
 
     Raises:
-        UsageError: one is not there, or the plan is for a pipeline of several stages.
+        UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
         DataError: one is damaged, or the analysis is not the plan's.
     """
     opened = load_plan(plan)
-    if opened.config["pp"] != 1:
+    check_runnable(opened)
+    if opened.config["pp"] != pp:
         raise UsageError(
-            f"the plan {opened.path} is for {opened.config['pp']} pipeline stages; this runtime has one",
-            hint="build the plan with `--pp 1`",
+            f"the plan is for {opened.config['pp']} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
+            where=str(opened.path),
+            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config['pp']}`",
         )
     found = load_plan_analysis(opened, analysis)
     expected = opened.manifest["analysis"]["content_hash"]
@@ -86,6 +90,8 @@ class PlanStream(IterableDataset[StepWork]):
     is none. With `pin_memory` tensors lie in page-locked memory where there is CUDA. In a DataLoader with workers one
     of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`.
 
+    `layout`: of several processes each has a stream of its own, of the work of its stage and data-parallel ranks.
+
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
             `max_positions`.
@@ -100,6 +106,7 @@ class PlanStream(IterableDataset[StepWork]):
         max_positions: int,
         prefetch: int = 2,
         pin_memory: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         if prefetch < 0:
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
@@ -109,6 +116,8 @@ class PlanStream(IterableDataset[StepWork]):
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
+        self._stage = layout.stage if layout else 0
+        self._dp_ranks = layout.dp_ranks(plan.config["dp"]) if layout else range(plan.config["dp"])
         self._next = 0
 
     @property
@@ -174,8 +183,26 @@ class PlanStream(IterableDataset[StepWork]):
     def _read(self, pin_memory: bool) -> Iterator[StepWork]:
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
-            ranks = sorted(step.chunks.keys() | {dp_rank for dp_rank, _ in step.actions})
-            yield StepWork(step, [_rank_work(step, dp_rank, gather, pin_memory) for dp_rank in ranks])
+            ranks = [dp_rank for dp_rank in self._dp_ranks if dp_rank in step.chunks or (dp_rank, 0) in step.actions]
+            for dp_rank in ranks:
+                _check_links(step, dp_rank, self._plan.config["pp"])
+            yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather, pin_memory) for dp_rank in ranks])
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse a plan for what the runtime does not do.
+
+    Raises:
+        UsageError: naming it.
+    """
+    config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
+    for found, what, hint in (
+        (config["schedule"] == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
+        (config["schedule"] == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
+        (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
+    ):
+        if found:
+            raise UsageError(f"the plan is for {what}, which the runtime does not do", where=str(plan.path), hint=hint)
 
 
 def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
@@ -201,10 +228,24 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
         )
 
 
-def _rank_work(step: PlanStep, dp_rank: int, gather: TokenGather, pin_memory: bool) -> RankWork:
+def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
+    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
+    for ops, what in ((("forward", "forward_kv"), "activations"), (("backward",), "gradients")):
+        stages = [step.actions.get((dp_rank, stage), []) for stage in range(pp)]
+        orders = [[action.chunk_id for action in actions if action.op in ops] for actions in stages]
+        for stage, (order, after) in enumerate(pairwise(orders)):
+            if order != after:
+                raise DataError(
+                    f"stages {stage} and {stage + 1} exchange {what} in different orders",
+                    where=f"step {step.step}, rank {dp_rank}",
+                    hint="`chunkplan validate` names what is wrong with the plan; build it again",
+                )
+
+
+def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather, pin_memory: bool) -> RankWork:
     chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
     filled = [chunk for chunk in chunks.values() if chunk.segments]
-    tensors = {chunk.chunk_id: _padding() for chunk in chunks.values() if not chunk.segments}
+    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks.values() if not chunk.segments}
     if filled:
         gathered = gather(filled)
         # Each chunk's tensors are views of one for all chunks of the rank.
@@ -214,11 +255,11 @@ def _rank_work(step: PlanStep, dp_rank: int, gather: TokenGather, pin_memory: bo
         input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
         parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
         tensors |= {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
-    return RankWork(step.step, dp_rank, step.actions.get((dp_rank, 0), []), chunks, tensors)
+    return RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, tensors)
 
 
-def _padding() -> ChunkTensors:
-    """A zero-loss chunk."""
+def padding_tensors() -> ChunkTensors:
+    """Those of a zero-loss chunk."""
     token = torch.zeros(1, 1, dtype=torch.int32)
     label = torch.tensor([NO_TARGET], dtype=torch.int32)
     return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, first=0),))

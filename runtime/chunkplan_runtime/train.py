@@ -10,31 +10,31 @@ import signal
 import sys
 from types import FrameType
 
-from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.planfile.load import load_plan
+from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.requirements import require_torch
-from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run."""
     config = None
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         config = read_options(arguments, _fail)
-        _check_processes(config)
         require_torch()
-        from chunkplan_runtime.training.trainer import train
+        from chunkplan_runtime.distributed.launch import world_size
+        from chunkplan_runtime.training.processes import train_alone, train_together
 
-        train(config)
+        (train_alone if world_size() == 1 else train_together)(config)
     except KeyboardInterrupt as interrupt:
-        left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
-        print(f"stopped; {left}", file=sys.stderr)
+        if _is_main():
+            left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
+            print(f"stopped; {left}", file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
     except ChunkplanError as error:
-        return _fail(error)
+        # All processes have the same options; of what comes later one speaks for all.
+        return _fail(error) if config is not None or _is_main() else error.exit_code
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         message = f"{place}{error.strerror or error}"
@@ -42,6 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Terminated(KeyboardInterrupt):
@@ -55,20 +59,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _fail(error: ChunkplanError) -> int:
     print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
     return error.exit_code
-
-
-def _check_processes(config: TrainConfig) -> None:
-    """Refuse more processes than this runtime runs on; first, more or other than the plan has work for."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size == "1":
-        return
-    dp = load_plan(config.plan).config["dp"]
-    uneven = world_size.isdecimal() and int(world_size) > 0 and dp % int(world_size)
-    shares = f", which could not even share the plan's {dp} data-parallel ranks evenly" if uneven else ""
-    raise UsageError(
-        f"this runtime runs on one process, found WORLD_SIZE={world_size}{shares}",
-        hint="`torchrun --nproc-per-node 1`; a plan for several data-parallel ranks runs on one process too",
-    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ clipping, optimizers, schedules, callbacks, logging, checkpoints. What could onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,10 +30,8 @@ from chunkplan_runtime.hf.arguments import (
 )
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
-from chunkplan_runtime.loss import Head
 from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.state import StateStore
-from chunkplan_runtime.stream import ChunkTensors, StepWork, open_plan
+from chunkplan_runtime.stream import StepWork, open_plan
 
 
 class ChunkTrainer(Trainer):
@@ -94,7 +91,7 @@ class ChunkTrainer(Trainer):
         self._base = base
         self._plan_hash = opened.content_hash
         self._executor = Executor(
-            _AutocastLM(base, autocast=self.accelerator.autocast), seed=self.args.seed, kv_offload=kv_offload
+            CausalLM(base, call=_in_autocast(self.accelerator.autocast)), seed=self.args.seed, kv_offload=kv_offload
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -211,26 +208,15 @@ class ChunkTrainer(Trainer):
             config._attn_implementation = before
 
 
-@dataclass(frozen=True)
-class _AutocastLM(CausalLM):
-    """Forwards of decoder and head, each in an autocast of its own.
+def _in_autocast(autocast: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """Runs forwards of decoder and head, each in an autocast of its own.
 
     Backwards have to be outside of it; and autocast keeps cast weights while it lasts, of which those of a forward
     without gradients must not serve one with.
     """
 
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    def call(do: Callable[..., Any], *arguments: Any) -> Any:
+        with autocast():
+            return do(*arguments)
 
-    @property
-    def head(self) -> Head:
-        head = super().head
-
-        def cast(hidden: Tensor) -> Tensor:
-            with self.autocast():
-                return head(hidden)
-
-        return cast
-
-    def hidden_states(self, tensors: ChunkTensors, store: StateStore) -> Tensor:
-        with self.autocast():
-            return super().hidden_states(tensors, store)
+    return call

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on as if it had not been stopped, on disk whole or not at all.
 
-`model.safetensors` holds the trained weights (their float32 masters where there are such), `optimizer.safetensors` what
-AdamW remembers, `state.json` the rest: the position in the plan, random states, and what the run must not change.
+`weights` holds the trained weights (their float32 masters where there are such), `optimizer` what AdamW remembers, each
+a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not change.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.folder import sync
-from chunkplan_runtime.training.run_folder import RunFolder
-from chunkplan_runtime.training.save import remove_folder, whole_folder
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.run_folder import RunFolder, shorten
+from chunkplan_runtime.training.save import remove_folder, shared_folder
+from chunkplan_runtime.training.tensor_files import HINT, read_tensors, stored_tensors, write_tensors
 
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_WEIGHTS, _OPTIMIZER, _STATE = "weights", "optimizer", "state.json"
 #: Entries of the state, and whether a value is one.
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and value >= 0,
+    "processes": lambda value: type(value) is int and value >= 1,
     "random": lambda value: isinstance(value, list) and all(_is_hex(text) for text in value) and len(value) > 0,
     "stream": lambda value: isinstance(value, dict),
     "losses": lambda value: isinstance(value, list) and all(type(loss) in (int, float) for loss in value),
     "fixed": lambda value: isinstance(value, dict),
 }
-
-_HINT = "remove this checkpoint to go on from the one before"
 
 
 def write_checkpoint(
@@ -43,6 +42,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     keep_last: int,
     device: torch.device,
+    job: Job,
 ) -> None:
     """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last`.
 
@@ -50,15 +50,16 @@ def write_checkpoint(
         ChunkplanError: it cannot be written; those that were there still are.
     """
     for lines in (folder.metrics, folder.evaluations, folder.sequences):
-        if lines.exists():
+        if job.is_main and lines.exists():
             sync(lines)  # a checkpoint must not outlive the lines before it
-    with whole_folder(folder.checkpoint(step)) as temporary:
-        for name, tensors in ((_MODEL, weights), (_OPTIMIZER, optimizer)):
-            whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, temporary / name, metadata={"step": str(step)})
-        document = {**state, "step": step, "random": _random_states(device)}
-        (temporary / _STATE).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-    for old in folder.checkpoints()[:-keep_last]:
+    target = folder.checkpoint(step)
+    with shared_folder(target, job, _WEIGHTS, _OPTIMIZER) as temporary:
+        for name, tensors in ((_WEIGHTS, weights), (_OPTIMIZER, optimizer)):
+            write_tensors(temporary / name, tensors, step, job, target)
+        if job.is_main:
+            rest = {"step": step, "processes": job.layout.world_size, "random": _random_states(device)}
+            (temporary / _STATE).write_text(json.dumps({**state, **rest}, allow_nan=False) + "\n", encoding="utf-8")
+    for old in folder.checkpoints()[:-keep_last] if job.is_main else ():
         remove_folder(old)
 
 
@@ -72,16 +73,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
     if not isinstance(state, dict):
-        raise DataError("not the state of a run", where=str(path), hint=_HINT)
+        raise DataError("not the state of a run", where=str(path), hint=HINT)
     for name, is_right in _ENTRIES.items():
         if name not in state:
-            raise DataError(f"`{name}` is missing", where=str(path), hint=_HINT)
+            raise DataError(f"`{name}` is missing", where=str(path), hint=HINT)
         if not is_right(state[name]):
-            raise DataError(f"`{name}` is not what a run writes", where=str(path), hint=_HINT)
+            raise DataError(f"`{name}` is not what a run writes", where=str(path), hint=HINT)
     if checkpoint.name != f"step-{state['step']:08d}" or state["stream"].get("step") != state["step"]:
-        raise DataError(f"the state of step {state['step']}", where=str(path), hint=_HINT)
+        raise DataError(f"the state of step {state['step']}", where=str(path), hint=HINT)
     return state
 
 
@@ -95,7 +96,7 @@ def refuse_other_run(state: Mapping[str, Any], fixed: Mapping[str, Any], checkpo
     before = state["fixed"]
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differ:
-        changes = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in differ)
+        changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)
         raise UsageError(
             f"{checkpoint} is of another run: {changes}",
             hint="resume with what it was started with, or start anew in another --output",
@@ -103,29 +104,42 @@ def refuse_other_run(state: Mapping[str, Any], fixed: Mapping[str, Any], checkpo
 
 
 @torch.no_grad()
-def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill `weights` with those of a checkpoint.
+def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], job: Job) -> None:
+    """Fill `weights`, all that the model has on this process, with those of a checkpoint.
 
     Raises:
         DataError: they cannot be read, or are others.
     """
-    stored = _load(checkpoint / _MODEL)
-    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    stored = stored_tensors(checkpoint / _WEIGHTS, state["step"], state["processes"])
     expected = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    if shapes != expected:
-        name = min(name for name in {**shapes, **expected} if shapes.get(name) != expected.get(name))
-        raise DataError(f"the weight {name} is not the model's", where=str(checkpoint / _MODEL), hint=_HINT)
+    found = {name: stored.get(name) for name in expected} if job.layout.pp > 1 else stored
+    if found != expected:
+        name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+        raise DataError(f"the weight {name} is not the model's", where=str(checkpoint / _WEIGHTS), hint=HINT)
+    read = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    read_tensors(checkpoint / _WEIGHTS, read, job)
     for name, tensor in weights.items():
-        tensor.copy_(stored[name])
+        tensor.copy_(read[name])
 
 
-def read_optimizer(checkpoint: Path) -> dict[str, Tensor]:
-    """What the optimizer remembered.
+def read_optimizer(
+    checkpoint: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], job: Job
+) -> dict[str, Tensor]:
+    """What the optimizer remembered of `weights`, by `NAME:ENTRY`: numbers, or tensors like the weight.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or is of others.
     """
-    return _load(checkpoint / _OPTIMIZER)
+    read: dict[str, Tensor] = {}
+    for key, (dtype, shape) in stored_tensors(checkpoint / _OPTIMIZER, state["step"], state["processes"]).items():
+        weight = weights.get(key.rpartition(":")[0])
+        if weight is None and job.layout.pp > 1:
+            continue  # of another stage
+        if weight is None or (shape and shape != weight.shape):
+            raise DataError(f"no such weight: {key} {tuple(shape)}", where=str(checkpoint / _OPTIMIZER), hint=HINT)
+        read[key] = torch.empty_like(weight, dtype=dtype) if shape else torch.empty((), dtype=dtype)
+    read_tensors(checkpoint / _OPTIMIZER, read, job)
+    return read
 
 
 def restore_random_states(state: Mapping[str, Any], device: torch.device) -> None:
@@ -141,24 +155,8 @@ def _random_states(device: torch.device) -> list[str]:
     return [state.numpy().tobytes().hex() for state in states]
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."
-
-
 def _is_hex(text: Any) -> bool:
     try:
         return isinstance(text, str) and len(bytes.fromhex(text)) > 0
     except ValueError:
         return False
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            step = (file.metadata() or {}).get("step")
-        if path.parent.name != f"step-{int(step or 0):08d}":
-            raise DataError(f"of step {step}", where=str(path), hint=_HINT)
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error

@@ -67,6 +67,18 @@ class TrainConfig:
         metadata=_about("model", "recompute layers inside a chunk's backward, for less memory (default: as planned)"),
     )
 
+    stage_layers: tuple[int, ...] | None = field(
+        default=None,
+        metadata=_about("model", "layers of each pipeline stage, with commas (default: as even as it goes)", "N,N,..."),
+    )
+
+    reshard: bool = field(
+        default=False,
+        metadata=_about(
+            "model", "share weights among data-parallel processes also during a step (ZeRO-3); needs K 1, equal chunks"
+        ),
+    )
+
     lora_rank: int = field(
         default=0, metadata=_about("LoRA", "train adapters of this rank in place of the weights, 0: off", "N")
     )
@@ -152,6 +164,10 @@ class TrainConfig:
             self._check(name, value is None or value >= 1, "a whole number from 1")
         for name in ("lora_rank", "eval_every", "save_every"):
             self._check(name, getattr(self, name) >= 0, "a whole number from 0")
+        if self.reshard and self.precision == "bf16-pure":
+            raise UsageError(
+                "--reshard with --precision bf16-pure would sum gradients in bf16", hint="use --precision bf16"
+            )
         self._check_adapters()
 
     def _check_adapters(self) -> None:

@@ -11,6 +11,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.stream import PlanStream, open_plan
 from chunkplan_runtime.training.config import TrainConfig
 
@@ -19,7 +20,7 @@ from chunkplan_runtime.training.config import TrainConfig
 class TrainingData:
     """A plan, the analysis of both plans, and the plan of held-out sequences where there is one.
 
-    `pin_memory`: tensors are on their way to a GPU.
+    `pin_memory`: tensors are on their way to a GPU. `layout`: streams are of this process's work.
     """
 
     plan: Plan
@@ -27,6 +28,7 @@ class TrainingData:
     evaluation: Plan | None
     model_config: Any
     pin_memory: bool
+    layout: Layout
 
     def stream(self, plan: Plan) -> PlanStream:
         """The steps of `plan` for the model.
@@ -40,6 +42,7 @@ class TrainingData:
             vocab_size=self.model_config.vocab_size,
             max_positions=self.model_config.max_position_embeddings,
             pin_memory=self.pin_memory,
+            layout=self.layout,
         )
 
     def num_steps(self, config: TrainConfig) -> int:
@@ -51,14 +54,14 @@ class TrainingData:
         return min(within, config.max_steps or within)
 
 
-def open_data(config: TrainConfig, model_config: Any) -> TrainingData:
+def open_data(config: TrainConfig, model_config: Any, layout: Layout) -> TrainingData:
     """Open the plans that `config` names.
 
     Raises:
-        UsageError: one is not there, or is for more stages than one.
+        UsageError: one is not there, or is not for the processes there are.
         DataError: one is damaged, or not of the same analysis as the other.
     """
-    plan, analysis = open_plan(config.plan, config.analysis)
+    plan, analysis = open_plan(config.plan, config.analysis, pp=layout.pp)
     held_out = load_held_out(plan) if config.eval_plan is None else None
     folder = config.eval_plan if held_out is None else held_out.path
     if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
@@ -66,5 +69,11 @@ def open_data(config: TrainConfig, model_config: Any) -> TrainingData:
             f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
             hint="analyze both together, and build with --holdout",
         )
-    evaluation = None if folder is None else open_plan(folder, analysis.path)[0]
-    return TrainingData(plan, analysis, evaluation, model_config, pin_memory=config.device != "cpu")
+    evaluation = None if folder is None else open_plan(folder, analysis.path, pp=layout.pp)[0]
+    if evaluation is not None and evaluation.config["dp"] % layout.dp:
+        raise UsageError(
+            f"{layout.dp} pipelines cannot share the {evaluation.config['dp']} data-parallel ranks of the evaluation "
+            f"plan {folder} evenly",
+            hint="build both plans with the same --dp",
+        )
+    return TrainingData(plan, analysis, evaluation, model_config, config.device != "cpu", layout)

@@ -6,23 +6,15 @@ import time
 from typing import Any
 
 from chunkplan.planfile.analysis import Analysis
-from chunkplan_runtime.executor import Executor, SequenceLoss
-from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.stream import PlanStream
+from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import source_losses
 
 
-def evaluate(model: CausalLM, executor: Executor, stream: PlanStream, analysis: Analysis) -> dict[str, Any]:
+def evaluate(learner: Learner, stream: PlanStream, analysis: Analysis) -> dict[str, Any]:
     """The mean loss of a target token over all steps of `stream`, in total and by source, and how long it took."""
     started = time.perf_counter()
-    losses: list[SequenceLoss] = []
-    model.model.eval()  # without dropout
-    try:
-        for work in stream:
-            for rank in work.ranks:
-                losses += executor.evaluate(rank, work.step.num_target_tokens).sequences
-    finally:
-        model.model.train()
+    losses = learner.evaluate(stream)
     num_target_tokens = sum(loss.num_target_tokens for loss in losses)
     return {
         "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,

@@ -8,10 +8,9 @@ recompute, and adapters count as if all weights were trained.
 from __future__ import annotations
 
 from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.model_checks import windows
 from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.stream import StepWork
 
 
 class FlopCounter:
@@ -24,9 +23,9 @@ class FlopCounter:
         self._query_width = config.num_attention_heads * head_dim
         self._weights = _active_weights(model)
 
-    def count(self, work: StepWork) -> float:
-        """Of the forward and backward of a step."""
-        segments = [segment for rank in work.ranks for chunk in rank.chunks.values() for segment in chunk.segments]
+    def count(self, step: PlanStep) -> float:
+        """Of the forward and backward of a step, on all ranks."""
+        segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
         num_tokens = sum(segment.end - segment.start for segment in segments)
         squares = {
             window: sum(_squares(segment.end, window) - _squares(segment.start, window) for segment in segments)

@@ -1,17 +1,27 @@
-"""One model, its optimizer and what an optimizer step does: gradients, then an update."""
+"""One model, its optimizer and what an optimizer step does: gradients, then an update. On several processes each has a
+part of the model and of the step's chunks, and all know the same losses and the same norm."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from chunkplan.planfile.plan import PlanStep
+from chunkplan.planfile.plan import Action, PlanStep
+from chunkplan_runtime.distributed.alignment import Aligned, padding_forwards
+from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.links import Wire
+from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.timeline import ActionClock, Spent, StepTimes
 from chunkplan_runtime.executor import Executor, SequenceLoss
 from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.stream import PlanStream, StepWork
 from chunkplan_runtime.training.checkpoint import read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.master_weights import TrainedWeights
@@ -21,11 +31,16 @@ from chunkplan_runtime.training.schedules import learning_rate_factor
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step's gradients came with: the mean loss of a target token, the norm before clipping, all losses."""
+    """What a step's gradients came with: the mean loss of a target token, the norm before clipping, all losses.
+
+    `spent`: by each process; `times`: of this one, action by action.
+    """
 
     loss: float
     norm: float
     sequences: list[SequenceLoss]
+    spent: list[Spent]
+    times: StepTimes
 
     @property
     def is_finite(self) -> bool:
@@ -34,24 +49,60 @@ class Gradients:
 
 
 class Learner:
-    """A model that learns step by step."""
+    """A model that learns step by step, or this process's stage of it; on several processes all do the same calls."""
 
-    def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int) -> None:
-        self.model = model
-        self.executor = Executor(model, seed=config.seed, kv_offload=bool(config.kv_offload))
+    def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
+        groups, masters = job.groups, config.precision == "bf16"
+        self._shards = (
+            Shards(model, groups.copies, masters=masters, reshard=config.reshard)
+            if groups and job.layout.dp > 1
+            else None
+        )
+        self.model = self._shards.model if self._shards else model
+        wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
+        self.executor = Executor(
+            self.model,
+            seed=config.seed,
+            kv_offload=bool(config.kv_offload),
+            links=groups.links(wire) if groups else None,
+        )
         self._config = config
         self._num_steps = num_steps
-        self._weights = TrainedWeights(model.model, masters=config.precision == "bf16")
+        self._job = job
+        self._clock = ActionClock(self.model.device)
+        # Sharded weights are their own masters.
+        self._weights = TrainedWeights(model.model, masters=masters and self._shards is None)
+        self._tied = tied_weight(self.model, groups)
         self._optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
         """Run a step, rank by rank, and clip."""
-        losses = [self.executor.run(rank, work.step.num_target_tokens) for rank in work.ranks]
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.tensors.values(), self._config.clip or math.inf)
+        weights, job, clock = self._weights.tensors, self._job, self._clock
+        job.wait_for_all()
+        clock.start(work.step.step)
+        if self._shards:
+            self._shards.begin_step()
+        aligned = Aligned(self._paddings(work.step), self._run_padding)
+        mine = [
+            self.executor.run(rank, work.step.num_target_tokens, aligned.around(clock.around(rank.dp_rank)))
+            for rank in work.ranks
+        ]
+        aligned.finish()
+        with clock.reducing():
+            if self._shards:
+                self._shards.reduce_gradients()
+            sum_tied_gradients(weights, self._tied, job.groups)
+            norm = gradient_norm(weights, self._tied, job.groups)
+        clip(weights.values(), norm, self._config.clip or math.inf)
+        times = clock.stop()
+        told = job.tell_all((mine, times.spent))
+        losses = [rank for ranks, _ in told for rank in ranks]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
             norm=norm.item(),
             sequences=[sequence for rank in losses for sequence in rank.sequences],
+            spent=[spent for _, spent in told],
+            times=times,
         )
 
     def update(self, step: PlanStep) -> float:
@@ -68,18 +119,53 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         return rate
 
+    def evaluate(self, stream: PlanStream) -> list[SequenceLoss]:
+        """The losses of all sequences of `stream`, without dropout and by forwards alone."""
+        mine: list[list[SequenceLoss]] = []
+        self.model.model.eval()
+        try:
+            for work in stream:
+                mine += [self.executor.evaluate(rank, work.step.num_target_tokens).sequences for rank in work.ranks]
+                if self._config.reshard:
+                    forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work.step)]
+                    for _ in range(max(forwards) - forwards[self._job.layout.copy]):
+                        self._run_padding()
+        finally:
+            self.model.model.train()
+        if self._shards:
+            self._shards.free()
+        return [loss for told in self._job.tell_all(mine) for sequences in told for loss in sequences]
+
+    def _paddings(self, step: PlanStep) -> Iterable[int]:
+        if not self._config.reshard:
+            return itertools.repeat(0)
+        return padding_forwards(self._by_process(step), f"step {step.step}")[self._job.layout.copy]
+
+    def _run_padding(self) -> None:
+        assert self._shards is not None, "only shards are gathered together"
+        self._shards.run_padding()
+
+    def _by_process(self, step: PlanStep) -> list[list[Action]]:
+        """What each process of a stage does in a step, rank by rank."""
+        layout, plan_dp = self._job.layout, 1 + max(dp_rank for dp_rank, _ in step.actions)
+        copies = [replace(layout, rank=layout.rank_of(layout.stage, copy)) for copy in range(layout.dp)]
+        return [
+            [action for dp_rank in copy.dp_ranks(plan_dp) for action in step.actions.get((dp_rank, layout.stage), ())]
+            for copy in copies
+        ]
+
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """For a checkpoint: `weights` and `optimizer`."""
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self._optimizer, weights)}
 
-    def restore(self, checkpoint: Path) -> None:
-        """Be as when that checkpoint was written.
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Be as when that checkpoint, with its `state`, was written.
 
         Raises:
             DataError: it cannot be read, or is of another model.
         """
         weights = self._weights.tensors
-        read_weights(checkpoint, weights)
-        restore_optimizer(self._optimizer, weights, read_optimizer(checkpoint), str(checkpoint))
+        read_weights(checkpoint, weights, state, self._job)
+        restore_optimizer(self._optimizer, weights, read_optimizer(checkpoint, weights, state, self._job))
         self._weights.publish()

@@ -14,10 +14,10 @@ import transformers
 
 from chunkplan.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
 from chunkplan_runtime.executor import SequenceLoss
-from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.json_lines import append_lines, cut_back
 from chunkplan_runtime.training.learner import Gradients
@@ -79,9 +79,10 @@ class RunLog:
         write_json(self._folder.config, document, indent=2)
 
 
-def step_row(work: StepWork, gradients: Gradients, analysis: Analysis, seconds: float) -> dict[str, Any]:
+def step_row(
+    step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, layout: Layout
+) -> dict[str, Any]:
     """What there is to say of a step that took `seconds`."""
-    step = work.step
     return {
         "step": step.step,
         "epoch": step.epoch,
@@ -91,10 +92,21 @@ def step_row(work: StepWork, gradients: Gradients, analysis: Analysis, seconds: 
         "grad_norm": gradients.norm,
         "tokens_per_second": step.num_tokens / seconds,
         "seconds": seconds,
-        # The ranks of a step run one after another here.
-        "predicted_seconds": sum(step.schedule_us.values()) / 1e6,
+        "predicted_seconds": _predicted_us(step, layout) / 1e6,
         "source_losses": source_losses(gradients.sequences, analysis),
     }
+
+
+def _predicted_us(step: PlanStep, layout: Layout) -> float:
+    """Of the pipeline that is done last. Those ranks of the plan that one pipeline serves run one after another."""
+    ends: dict[int, float] = {}
+    for (dp_rank, _), end in step.schedule_us.items():
+        ends[dp_rank] = max(ends.get(dp_rank, 0.0), end)
+    share = (max(ends) + 1) // layout.dp
+    copies = [0.0] * layout.dp
+    for dp_rank, end in ends.items():
+        copies[dp_rank // share] += end
+    return max(copies)
 
 
 def reset_peak_memory(device: torch.device) -> None:

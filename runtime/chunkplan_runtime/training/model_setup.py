@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from chunkplan.errors import UsageError
 from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.distributed.launch import local_rank
+from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.lora import LoraOptions, add_lora
 from chunkplan_runtime.models import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.training.config import TrainConfig
@@ -18,13 +22,18 @@ _SAMPLES = 256
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
-def choose_device(config: TrainConfig) -> TrainConfig:
-    """`config` with device and precision as they will be.
+def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
+    """`config` with device and precision as they will be; unless it is `alone`, each process has a GPU of its own.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: there is no such device, or several processes would share it.
     """
-    device = str(find_device(config.device))
+    name = config.device
+    if not alone and name.startswith("cuda:"):
+        raise UsageError(f"--device is {name}, for every process", hint="leave it out: each takes a GPU of its own")
+    if not alone and name != "cpu" and torch.cuda.device_count():
+        name = f"cuda:{local_rank()}"
+    device = str(find_device(name))
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
 
@@ -41,15 +50,15 @@ def read_its_config(config: TrainConfig) -> Any:
     return read_config(config.model_config)
 
 
-def build_model(config: TrainConfig, model_config: Any) -> CausalLM:
-    """The model with its weights on the device, after `choose_device`; with adapters where there is a rank.
+def build_model(config: TrainConfig, model_config: Any, device: str) -> CausalLM:
+    """The whole model with its weights on a device, after `choose_device`; with adapters where there is a rank.
 
     Raises:
         UsageError: its weights cannot be loaded, or an option is not one for this model.
         DataError: some of them are missing, or transformers cannot build it.
     """
     assert config.precision is not None
-    dtype, place = _DTYPES[config.precision], {"device": config.device, "attention": config.attention}
+    dtype, place = _DTYPES[config.precision], {"device": device, "attention": config.attention}
     if config.model is not None:
         model = load_model(config.model, model_config, dtype, **place)
     else:
@@ -66,6 +75,23 @@ def build_model(config: TrainConfig, model_config: Any) -> CausalLM:
     if config.checkpointing:
         model.enable_checkpointing()
     return model
+
+
+def own_stage(model: CausalLM, config: TrainConfig, layout: Layout) -> CausalLM:
+    """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit.
+
+    Raises:
+        UsageError: the layers cannot be split over the stages so.
+    """
+    if layout.pp == 1 and config.stage_layers is not None:
+        raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
+    if config.reshard and (layout.dp == 1 or layout.pp > 1):
+        found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
+        raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
+    if layout.pp > 1:
+        layers = split_layers(model.config.num_hidden_layers, layout.pp, config.stage_layers)
+        model = cut_stage(model, layers[layout.stage], layout)
+    return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from chunkplan.errors import DataError
 from chunkplan_runtime.training.config import TrainConfig
 
 
@@ -29,26 +28,18 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What it remembers of every weight that it has changed, by `NAME:ENTRY`."""
+    """What it remembers of every weight that it has changed, by `NAME:ENTRY`, in an order of its own."""
     return {
         f"{name}:{entry}": value
         for name, weight in weights.items()
-        for entry, value in optimizer.state.get(weight, {}).items()
+        for entry, value in sorted(optimizer.state.get(weight, {}).items())
     }
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str
+    optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Have it remember what `optimizer_state` gave.
-
-    Raises:
-        DataError: it is not of these weights.
-    """
+    """Have it remember what `optimizer_state` gave."""
     for key, value in state.items():
         name, _, entry = key.rpartition(":")
-        weight = weights.get(name)
-        if weight is None or (value.ndim and value.shape != weight.shape):
-            raise DataError(f"no such weight: {name} {tuple(value.shape)}", where=where, hint="remove this checkpoint")
-        # A copy: where a tensor that was read from a file lies in memory can change the last bit of a result.
-        optimizer.state[weight][entry] = torch.empty_like(value, device=weight.device).copy_(value)
+        optimizer.state[weights[name]][entry] = value.to(weights[name].device)

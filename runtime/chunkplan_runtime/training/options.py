@@ -24,6 +24,9 @@ _TITLES = {
 }
 
 
+_PLURALS = {str: "list of names", int: "list of whole numbers"}
+
+
 def read_options(arguments: list[str] | None, report: Callable[[ChunkplanError], int]) -> TrainConfig:
     """The configuration that `arguments` (default: those of the process) and the file of their `--config` say.
 
@@ -70,7 +73,7 @@ def _add(group: Any, option: Field[Any]) -> None:
         return
     if option.default not in (MISSING, None):
         words += f" (default: {_in_words(option.default)})"
-    convert = _names if kind is tuple else kind
+    convert = _list_of(_item_kind(option.name)) if kind is tuple else kind
     choices, metavar = metadata["choices"], metadata["metavar"]
     group.add_argument(flag(option.name), type=convert, choices=choices, metavar=metavar, help=words)
 
@@ -84,14 +87,26 @@ def _kind(name: str) -> type:
     return kind
 
 
+def _item_kind(name: str) -> type:
+    """Of a field that is a tuple, the type of what is in it."""
+    hint = get_type_hints(TrainConfig)[name]
+    parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kind: type = next(get_args(part)[0] for part in parts if get_origin(part) is tuple)
+    return kind
+
+
 def _in_words(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(kind(item.strip()) for item in text.split(",") if item.strip())
+
+    parse.__name__ = _PLURALS[kind]  # for argparse: "invalid list of numbers value"
+    return parse
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -111,15 +126,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
                 f"it is spelled {near}" if near in names else "names are those of the flags, without the dashes before"
             )
             raise DataError(f"unknown entry `{entry}`", where=str(path), hint=hint)
-        values[names[entry]] = _from_toml(value, _kind(names[entry]), f"{path}: {entry}")
+        name, where = names[entry], f"{path}: {entry}"
+        kind = _kind(name)
+        is_list = kind is tuple
+        values[name] = _list_from_toml(value, _item_kind(name), where) if is_list else _from_toml(value, kind, where)
     return values
 
 
+def _list_from_toml(value: Any, kind: type, where: str) -> tuple[Any, ...]:
+    if isinstance(value, list) and all(type(item) is kind for item in value):
+        return tuple(value)
+    example = {str: '["q_proj", "v_proj"]', int: "[7, 7, 6]"}[kind]
+    raise DataError(f"found {value!r}, expected a {_PLURALS[kind]}", where=where, hint=f"such as {example}")
+
+
 def _from_toml(value: Any, kind: type, where: str) -> Any:
-    if kind is tuple:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise DataError(f"found {value!r}, expected a list of names", where=where, hint='such as ["q_proj", "v_proj"]')
     if kind is float and type(value) is int:
         return float(value)
     written = str if kind is Path else kind

@@ -40,6 +40,11 @@ class RunFolder:
         return self.path / "sequences.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        """A Chrome trace of the largest step, of a run on several processes."""
+        return self.path / "timeline.json"
+
+    @property
     def final(self) -> Path:
         """The trained model."""
         return self.path / "final"
@@ -88,3 +93,9 @@ class RunFolder:
         there = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UsageError(f"cannot write to {self.path}", hint="give another --output")
+
+
+def shorten(value: object) -> str:
+    """A value in few words: hashes by how they begin."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
@@ -12,7 +13,7 @@ from chunkplan_runtime.training.data import TrainingData
 def describe_run(
     config: TrainConfig, data: TrainingData, model: CausalLM, num_steps: int, tokenizer: list[Path]
 ) -> list[str]:
-    """Lines of a name and what there is to say about it."""
+    """Lines of a name and what there is to say about it; `model` is the whole one."""
     parameters = list(model.model.parameters())
     num_weights = sum(weight.numel() for weight in parameters)
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
@@ -20,7 +21,7 @@ def describe_run(
     plan, hardware = data.plan, data.plan.manifest["predictions"]["cost_model"]["hardware"]
     return [
         f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
-        f"runs on   {config.device} in {config.precision}, attention {kernels}",
+        f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
         f"profile   {hardware['name']}, {hardware['peak_flops'] / 1e12:,.0f} TFLOP/s: MFU is a share of this",
@@ -28,3 +29,12 @@ def describe_run(
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
+
+
+def _devices(config: TrainConfig, layout: Layout) -> str:
+    if layout.world_size == 1:
+        return config.device
+    kind = config.device.partition(":")[0]
+    copies = f"{layout.dp} data parallel" if layout.dp > 1 else ""
+    stages = f"{layout.pp} pipeline stages" if layout.pp > 1 else ""
+    return f"{layout.world_size} processes ({' x '.join(filter(None, (copies, stages)))}), each on {kind},"

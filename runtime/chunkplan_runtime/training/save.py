@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.folder import sync
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models import CausalLM
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
@@ -42,6 +43,25 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
+    """As `whole_folder`, for all processes of a job, which see the same disk; with folders `inside` of it.
+
+    Raises:
+        ChunkplanError: it cannot be written.
+    """
+    if not job.is_main:
+        yield Path(job.ask_main(""))
+        job.wait_for_all()
+        return
+    with whole_folder(target) as temporary:
+        for name in inside:
+            (temporary / name).mkdir()
+        job.ask_main(str(temporary))
+        yield temporary
+        job.wait_for_all()
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a run killed meanwhile leaves nothing under its name."""
     hidden = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
@@ -58,15 +78,11 @@ def remove_left_behind(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def save_model(model: CausalLM, tokenizer: list[Path], target: Path) -> None:
-    """Save weights and config, or adapters, and copies of the files of a tokenizer in `target`, which is not there yet.
+def save_files(model: CausalLM, tokenizer: list[Path], folder: Path) -> None:
+    """Write weights and config, or adapters, and copies of the files of a tokenizer into `folder`.
 
     Copied, so that the tokenizer is to the byte the one whose hash an analysis holds.
-
-    Raises:
-        ChunkplanError: it cannot be written.
     """
-    with whole_folder(target) as folder:
-        model.model.save_pretrained(folder)
-        for file in tokenizer:
-            shutil.copy(file, folder / file.name)
+    model.model.save_pretrained(folder)
+    for file in tokenizer:
+        shutil.copy(file, folder / file.name)

@@ -14,14 +14,15 @@ _COLUMNS = 100
 class Screen:
     """Says lines; within a `with` block on a terminal, and where rich is installed, above a progress bar."""
 
-    def __init__(self, first: int, num_steps: int) -> None:
-        """`first` of `num_steps` comes next."""
+    def __init__(self, first: int, num_steps: int, *, silent: bool = False) -> None:
+        """`first` of `num_steps` comes next. `silent`: another process speaks."""
         self._first = first
         self._num_steps = num_steps
+        self._silent = silent
         self._bar: Any = None
 
     def __enter__(self) -> Screen:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self._silent:
             self._bar = _make_bar(self._first, self._num_steps)
         if self._bar is not None:
             self._bar.start()
@@ -36,6 +37,8 @@ class Screen:
 
     def say(self, line: str) -> None:
         """Print a line."""
+        if self._silent:
+            return
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

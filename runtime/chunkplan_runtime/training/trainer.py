@@ -14,27 +14,34 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.timeline import stage_rows
 from chunkplan_runtime.models import check_plan
 from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
 from chunkplan_runtime.training.config import TrainConfig, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.evaluation import evaluate
+from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.flops import FlopCounter, peak_flops
+from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
 from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
-from chunkplan_runtime.training.model_setup import build_model, choose_device, fingerprint_of_frozen, read_its_config
+from chunkplan_runtime.training.model_setup import build_model, fingerprint_of_frozen, own_stage, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.run_lock import RunLock
 from chunkplan_runtime.training.run_summary import describe_run
-from chunkplan_runtime.training.save import remove_left_behind, save_model
+from chunkplan_runtime.training.save import remove_left_behind
 from chunkplan_runtime.training.screen import Screen
 from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, job: Job) -> None:
     """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
+
+    `config` is as `choose_device` left it. All processes of `job` call this with the same one.
 
     Raises:
         ChunkplanError: loss or gradients are not finite, or the disk is full.
@@ -43,17 +50,17 @@ def train(config: TrainConfig) -> None:
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has one of its own
     folder = RunFolder(config.output)
-    folder.check(config.resume)
     lock = RunLock(config.output)
-    lock.take()
+    if job.is_main:
+        folder.check(config.resume)
+        lock.take()
     try:
-        config = choose_device(config)
         model_config = read_its_config(config)
-        data = open_data(config, model_config)
+        data = open_data(config, model_config, job.layout)
         tokenizer = find_tokenizer(config)
         check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
         config = _resolve(config, data, tokenizer)
-        Run(config, folder, data, tokenizer, lock).finish()
+        Run(config, folder, data, tokenizer, lock, job).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
@@ -65,51 +72,64 @@ def train(config: TrainConfig) -> None:
 
 
 class Run:
-    """A run that can begin: everything is loaded, and it stands where its last checkpoint was written."""
+    """A run that can begin: everything is loaded, and it stands where its last checkpoint was written.
+
+    Of several processes the main one speaks and writes lines; checkpoints are written by all.
+    """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, data: TrainingData, tokenizer: list[Path], lock: RunLock
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        data: TrainingData,
+        tokenizer: list[Path],
+        lock: RunLock,
+        job: Job,
     ) -> None:
         self._config, self._folder, self._data, self._tokenizer = config, folder, data, tokenizer
-        self._lock = lock
+        self._lock, self._job = lock, job
         self._stream = data.stream(data.plan)
         self._num_steps = data.num_steps(config)
-        self._peak_flops = peak_flops(data.plan)
+        self._peak_flops = peak_flops(data.plan) * job.layout.world_size
         #: What may not change when a run is resumed, by the name to tell it by.
         self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
+        refuse_other_processes(self._fixed, data, job)
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if it cannot be used
-        model = build_model(config, model_config=data.model_config)
+        model = build_model(config, data.model_config, config.device if job.groups is None else "cpu")
         self._fixed["frozen weights"] = fingerprint_of_frozen(model)
         self._first, state = 0, None
-        checkpoints = folder.checkpoints()
-        if checkpoints:
-            state = read_state(checkpoints[-1])
-            refuse_other_run(state, self._fixed, checkpoints[-1])
+        checkpoint = job.ask_main(next(reversed(folder.checkpoints()), None))
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            refuse_other_run(state, self._fixed, checkpoint)
             self._stream.load_state_dict(state["stream"])
             self._first = state["step"]
         for plan in (data.plan, data.evaluation):
             if plan is not None:
                 check_plan(model, plan)
-        self._learner = Learner(model, config, self._num_steps)
         self._flops = FlopCounter(model)
+        self._description = describe_run(config, data, model, self._num_steps, tokenizer)
+        self._learner = Learner(own_stage(model, config, job.layout), config, self._num_steps, job)
         self._spikes = SpikeWatch(config.spike, state["losses"] if state else ())
-        if state is not None:
-            self._learner.restore(checkpoints[-1])
-            restore_random_states(state, model.device)
+        if checkpoint is not None and state is not None:
+            self._learner.restore(checkpoint, state)
+            restore_random_states(state, self._learner.model.device)
         self._log = RunLog(folder, config, data.plan)
-        self._screen = Screen(self._first, self._num_steps)
+        self._largest = LargestStep()
+        self._screen = Screen(self._first, self._num_steps, silent=not job.is_main)
 
     def finish(self) -> None:
         """Do the steps that are left and save the model."""
         say = self._screen.say
-        for line in describe_run(self._config, self._data, self._learner.model, self._num_steps, self._tokenizer):
+        for line in self._description:
             say(line)
         if self._config.resume:
             say(f"resumed   at step {self._first}" if self._first else "resumed   from the beginning: no checkpoint")
-            for left in (self._folder.path, self._folder.path / "checkpoints"):
-                remove_left_behind(left)
-            self._log.cut_back(self._first)
+            if self._job.is_main:
+                for left in (self._folder.path, self._folder.path / "checkpoints"):
+                    remove_left_behind(left)
+                self._log.cut_back(self._first)
         with self._screen:
             for work, waited in islice(_timed(self._stream), self._num_steps - self._first):
                 self._do_step(work, waited)
@@ -118,12 +138,17 @@ class Run:
                     self._evaluate(work.step.step)
                 if _is_due(done, self._config.save_every):
                     self._save(done)
-        save_model(self._learner.model, self._tokenizer, self._folder.final)
+        if self._job.groups is not None:
+            for line in self._largest.report(self._data.plan, self._folder.timeline, self._job):
+                say(line)
+            say(f"timeline  {self._folder.timeline}")
+        save_final(self._learner, self._config, self._data.model_config, self._tokenizer, self._folder.final, self._job)
         say(f"saved     {self._folder.final}")
         say(f"metrics   {self._folder.metrics}")
 
     def _do_step(self, work: StepWork, waited: float) -> None:
         device = self._learner.model.device
+        self._job.at_step(work.step.step)
         reset_peak_memory(device)
         started = time.perf_counter()
         gradients = self._learner.compute_gradients(work)
@@ -132,20 +157,24 @@ class Run:
             raise self._not_finite(
                 f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
             )
+        self._largest.look_at(work.step, gradients.times)
         rate = self._learner.update(work.step)
         seconds = time.perf_counter() - started
         spike = work.step.num_target_tokens > 0 and self._spikes.is_spike(gradients.loss)
         worst = describe_worst(gradients.sequences, self._data.analysis) if spike else []
-        row = {
-            **step_row(work, gradients, self._data.analysis, seconds),
+        row: dict[str, Any] = {
+            **step_row(work.step, gradients, self._data.analysis, seconds, self._job.layout),
             "lr": rate,
-            "mfu": self._flops.count(work) / seconds / self._peak_flops,
-            "peak_memory_bytes": peak_memory(device),
+            "mfu": self._flops.count(work.step) / seconds / self._peak_flops,
+            "peak_memory_bytes": max(self._job.tell_all(peak_memory(device))),
             "wait_seconds": waited,
             "spike": worst,
         }
-        self._log.write_step(row, gradients.sequences)
-        self._lock.take()  # now the folder is there
+        if self._job.groups is not None:
+            row["processes"] = stage_rows(gradients.spent, self._job.layout)
+        if self._job.is_main:
+            self._log.write_step(row, gradients.sequences)
+            self._lock.take()  # now the folder is there
         self._screen.show_step(row)
         if worst:
             self._screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
@@ -154,11 +183,12 @@ class Run:
         data = self._data
         if data.evaluation is None:
             return
-        row = evaluate(self._learner.model, self._learner.executor, data.stream(data.evaluation), data.analysis)
+        row = evaluate(self._learner, data.stream(data.evaluation), data.analysis)
         loss = row["eval_loss"]
         if loss is not None and not math.isfinite(loss):
             raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
-        self._log.write_evaluation({"step": step, **row})
+        if self._job.is_main:
+            self._log.write_evaluation({"step": step, **row})
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self._screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
 
@@ -174,6 +204,7 @@ class Run:
             state=state,
             keep_last=self._config.keep_last,
             device=self._learner.model.device,
+            job=self._job,
         )
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:

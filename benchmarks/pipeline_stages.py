@@ -1,0 +1,181 @@
+"""Runs steps on processes that are the stages of a pipeline: of a real model, or of a stand-in that sleeps."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from chunkplan.planfile.plan import Action, Chunk
+from chunkplan.planfile.schema import OPS
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
+from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan_runtime.distributed.gradients import gradient_norm
+from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.links import Wire
+from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.timeline import ActionClock, StepTimes
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.loss import shifted_labels
+from chunkplan_runtime.models import CausalLM, new_model
+from chunkplan_runtime.state import Span, StateStore
+from chunkplan_runtime.stream import ChunkTensors, RankWork
+
+_CPU = torch.device("cpu")
+_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step to run; its segments name `sequences` by their place. `scale`: seconds of sleep for a predicted one."""
+
+    step: Simulation
+    sequences: list[npt.NDArray[np.int32]]
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One stage's times of a step; `loss` on the last stage, elsewhere 0, and `norm` of all gradients, 0 of sleep."""
+
+    times: StepTimes
+    loss: float
+    norm: float
+
+
+def run_stages(jobs: Sequence[Job], pp: int, repeats: int, config: Any = None) -> list[list[list[Ran]]]:
+    """Run every job `repeats` times on `pp` processes, in turn, after one round that does not count.
+
+    Returns [len(jobs)][repeats][pp]. The stages are those of a model of `config`; without one they sleep.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_work, args=(pp, Path(folder), list(jobs), repeats, config), nprocs=pp)
+        by_stage = [pickle.loads((Path(folder) / str(stage)).read_bytes()) for stage in range(pp)]
+    return [[[rounds[repeat][job] for rounds in by_stage] for repeat in range(repeats)] for job in range(len(jobs))]
+
+
+def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int, config: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", _TIMEOUT, world_size=pp, rank=stage)
+    run = _Stage(Layout(pp=pp, rank=stage), config)
+    rounds = [[run(job) for job in jobs] for _ in range(repeats + 1)]
+    (folder / str(stage)).write_bytes(pickle.dumps(rounds[1:]))
+    dist.destroy_process_group()
+
+
+class _Stage:
+    """One stage with its links."""
+
+    def __init__(self, layout: Layout, config: Any) -> None:
+        self._layout = layout
+        self._groups = make_groups(layout, _CPU, _TIMEOUT)
+        self._model: CausalLM | None = None
+        if config is not None:
+            whole = new_model(config, torch.float32, seed=0)
+            self._model = cut_stage(whole, split_layers(config.num_hidden_layers, layout.pp)[layout.stage], layout)
+
+    def __call__(self, job: Job) -> Ran:
+        work = _work_of(job, self._layout.stage)
+        model: Any = self._model or _Sleeper.of(job, work, self._layout)
+        wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
+        executor = Executor(model, links=self._groups.links(wire))
+        clock = ActionClock(_CPU)
+        num_targets = sum(len(sequence) - 1 for sequence in job.sequences)
+        dist.barrier()
+        clock.start(0)
+        loss = executor.run(work, num_targets, clock.around(0)).loss
+        times = clock.stop()
+        if self._model is None:
+            return Ran(times, loss, 0.0)
+        weights = dict(self._model.model.named_parameters())
+        norm = gradient_norm(weights, None, self._groups).item()
+        self._model.model.zero_grad()
+        return Ran(times, loss, norm)
+
+
+@dataclass(frozen=True)
+class _Sleeper:
+    """What the executor needs of a model: its forwards and backwards sleep, its hidden states are a number a token.
+
+    `seconds` of a forward, one that keeps KV alone, and a backward, by the spans of a chunk.
+    """
+
+    seconds: dict[tuple[Span, ...], tuple[float, float, float]]
+    is_first: bool
+    is_last: bool
+    head: nn.Module = field(default_factory=lambda: nn.Linear(1, 2))
+    vocab_size: int = 2
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, job: Job, work: RankWork, layout: Layout) -> _Sleeper:
+        """Sleeps for as long as the step predicts, scaled."""
+        predicted = job.step.timed.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
+        by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
+        seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
+        return cls(seconds, layout.is_first, layout.is_last)
+
+    def hidden_states(
+        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+    ) -> Tensor:
+        """[num_tokens, 1]."""
+        forward, forward_kv, backward = self.seconds[tensors.spans]
+        begin = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
+        hidden: Tensor = _Sleep.apply(begin, forward if torch.is_grad_enabled() else forward_kv, backward)
+        return hidden
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float, backward_seconds: float) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = backward_seconds
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def _work_of(job: Job, stage: int) -> RankWork:
+    """A simulated step as work of one stage; all tokens are targets."""
+    known = [entry.name for entry in fields(SimulatedChunk)]
+    chunks = {
+        each.chunk_id: Chunk(
+            num_target_tokens=each.num_tokens, cost=0.0, **{name: getattr(each, name) for name in known}
+        )
+        for each in job.step.chunks
+    }
+    actions = job.step.actions
+    own = slice(*actions.stages[stage : stage + 2])
+    done = zip(actions.ops[own].tolist(), actions.chunk_ids[own].tolist(), strict=True)
+    tensors = {chunk_id: _tensors(chunk, job.sequences) for chunk_id, chunk in chunks.items()}
+    return RankWork(0, 0, [Action(OPS[op], chunk_id, 0) for op, chunk_id in done], chunks, tensors)
+
+
+def _tensors(chunk: Chunk, sequences: Sequence[npt.NDArray[np.int32]]) -> ChunkTensors:
+    ids, positions, labels, spans, first = [], [], [], [], 0
+    for sequence_id, start, end in ((each.sequence_id, each.start, each.end) for each in chunk.segments):
+        sequence = sequences[sequence_id]
+        with_next = sequence[start : end + 1]
+        ids.append(sequence[start:end])
+        positions.append(np.arange(start, end, dtype=np.int32))
+        labels.append(shifted_labels(with_next, np.ones(len(with_next), np.bool_))[: end - start])
+        spans.append(Span(sequence_id, start, end, len(sequence), first, chunk.group_id))
+        first += end - start
+    input_ids, position_ids, targets = (torch.from_numpy(np.concatenate(each)) for each in (ids, positions, labels))
+    return ChunkTensors(input_ids[None], position_ids[None], targets, tuple(spans))

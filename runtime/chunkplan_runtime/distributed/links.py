@@ -1,0 +1,136 @@
+"""A stage's links to its neighbours: hidden states go down the pipeline, their gradients come up.
+
+What comes in which order, and of which shape, is known from the plan. Receives are posted ahead and nobody ever waits
+for a send, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each direction has a
+group of its own: on a GPU, operations of two processes in one group run in the order they were issued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.plan import Action
+
+#: Receives that are posted at once: what comes next is on its way while the stage is at work.
+_POSTED = 2
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What goes over a link: rows of `hidden_size` numbers of a dtype, on a device."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Links:
+    """Both neighbours of a stage, by rank; None where the pipeline ends.
+
+    `down` and `up` are groups of all stages of the pipeline, for hidden states and for gradients.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        before: int | None,
+        after: int | None,
+        down: dist.ProcessGroup | None,
+        up: dist.ProcessGroup | None,
+    ) -> None:
+        self._inputs = _Inbox(wire, before, down)
+        self._gradients = _Inbox(wire, after, up)
+        self._outputs = _Outbox(after, down)
+        self._input_gradients = _Outbox(before, up)
+
+    def open(self, actions: Iterable[Action], num_tokens: Mapping[int, int]) -> None:
+        """Begin with `actions`, of chunks of so many tokens: from now on what they need is received.
+
+        Of a chunk that is not in `num_tokens` nothing is.
+        """
+        actions = [each for each in actions if each.chunk_id in num_tokens]
+        forwards = [each.chunk_id for each in actions if each.op in ("forward", "forward_kv")]
+        backwards = [each.chunk_id for each in actions if each.op == "backward"]
+        self._inputs.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in forwards])
+        self._gradients.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in backwards])
+
+    def receive_input(self, chunk_id: int) -> Tensor:
+        """Wait for the hidden states [num_tokens, hidden_size] of a chunk after the stage before."""
+        return self._inputs.take(chunk_id)
+
+    def receive_gradient(self, chunk_id: int) -> Tensor:
+        """Wait for the gradient [num_tokens, hidden_size] of what this stage sent on of a chunk."""
+        return self._gradients.take(chunk_id)
+
+    def send_output(self, hidden: Tensor) -> None:
+        """Send hidden states on, without waiting. They are kept until they have arrived; with gloo, until `close`."""
+        self._outputs.put(hidden)
+
+    def send_input_gradient(self, gradient: Tensor) -> None:
+        """Send the gradient of what came from the stage before back to it, without waiting."""
+        self._input_gradients.put(gradient)
+
+    def close(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._outputs.wait()
+        self._input_gradients.wait()
+
+
+class _Inbox:
+    def __init__(self, wire: Wire, source: int | None, group: dist.ProcessGroup | None) -> None:
+        self._wire, self._source, self._group = wire, source, group
+        self._expected: deque[tuple[int, int]] = deque()
+        self._posted: deque[tuple[int, Tensor, dist.Work | None]] = deque()
+
+    def expect(self, chunks: Iterable[tuple[int, int]]) -> None:
+        if self._source is None:
+            return
+        self._expected = deque(chunks)
+        for _ in range(_POSTED):
+            self._post()
+
+    def take(self, chunk_id: int) -> Tensor:
+        if not self._posted or self._posted[0][0] != chunk_id:
+            raise DataError(
+                f"chunk {chunk_id} is not what comes next from rank {self._source}",
+                where="schedule.parquet",
+                hint="`chunkplan validate` names what is wrong with the plan",
+            )
+        _, tensor, work = self._posted.popleft()
+        self._post()
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _post(self) -> None:
+        if self._expected:
+            chunk_id, num_tokens = self._expected.popleft()
+            wire = self._wire
+            tensor = torch.empty(num_tokens, wire.hidden_size, dtype=wire.dtype, device=wire.device)
+            self._posted.append((chunk_id, tensor, dist.irecv(tensor, self._source, self._group)))
+
+
+class _Outbox:
+    def __init__(self, target: int | None, group: dist.ProcessGroup | None) -> None:
+        self._target, self._group = target, group
+        self._sent: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def put(self, tensor: Tensor) -> None:
+        while self._sent and self._sent[0][1].is_completed():  # which gloo says of none before it is waited for
+            self._sent.popleft()
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._target, self._group)
+        if work is not None:
+            self._sent.append((tensor, work))  # which has to stay as it is until it has arrived
+
+    def wait(self) -> None:
+        while self._sent:
+            self._sent.popleft()[1].wait()

@@ -1,0 +1,34 @@
+"""Dropout that a chunk draws alike whenever it runs forward: first or again, and on however many stages.
+
+Every layer draws from a seed of its own, made from the chunk's identity and the layer's index. What it draws then
+depends neither on K nor on which layers ran before it in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed for torch, the same for the same numbers, which are from 0."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def seed_layers(model: Any) -> None:
+    """Let each layer of a transformers model set its seed before it runs. Does nothing without dropout."""
+    if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.register_forward_pre_hook(partial(_set_seed, index), with_kwargs=True)
+
+
+def _set_seed(index: int, layer: nn.Module, arguments: Any, named: Mapping[str, Any]) -> None:
+    seed = named["chunk_context"].seed
+    if seed is not None and layer.training:
+        torch.manual_seed(mixed_seed(seed, index))

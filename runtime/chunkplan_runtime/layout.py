@@ -1,0 +1,81 @@
+"""Which process does what: data-parallel copies of a pipeline, and the rows of a plan that each one serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Plan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A process, by its `rank`, among dp x pp of them.
+
+    Stages are outermost: ranks 0 to dp - 1 are the first stage. What a stage's copies send each other, all weights and
+    gradients, is more than what goes from stage to stage, so they lie side by side, on one machine where they fit.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.dp * self.pp
+
+    @property
+    def stage(self) -> int:
+        """This process's stage of the pipeline."""
+        return self.rank // self.dp
+
+    @property
+    def copy(self) -> int:
+        """Which of the dp pipelines this process is in."""
+        return self.rank % self.dp
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.stage == self.pp - 1
+
+    def rank_of(self, stage: int, copy: int) -> int:
+        """The rank of a stage of a pipeline."""
+        return stage * self.dp + copy
+
+    def dp_ranks(self, plan_dp: int) -> range:
+        """The data-parallel ranks of a plan for `plan_dp` of them whose rows this process runs, one after another."""
+        share = plan_dp // self.dp
+        return range(self.copy * share, (self.copy + 1) * share)
+
+    def describe(self, rank: int | None = None) -> str:
+        """A process, in words."""
+        other = self if rank is None else Layout(self.dp, self.pp, rank)
+        place = f"stage {other.stage} of pipeline {other.copy}" if self.pp > 1 else "data parallel"
+        return f"rank {other.rank} of {self.world_size} ({place})"
+
+
+def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
+    """The layout of `world_size` processes for a plan, as seen from `rank`.
+
+    Raises:
+        UsageError: they cannot share the plan's stages and data-parallel ranks evenly.
+    """
+    pp, plan_dp = plan.config["pp"], plan.config["dp"]
+    fitting = [pp * dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
+    if world_size not in fitting:
+        shape = f"{plan_dp} data-parallel ranks" + (f" of {pp} stages each" if pp > 1 else "")
+        counts = " or ".join(map(str, fitting))
+        raise UsageError(
+            f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
+            where=str(plan.path),
+            hint=f"`torchrun --nproc-per-node N` with {counts} processes in all, or build the plan with another --dp"
+            + (" or --pp" if pp > 1 else ""),
+        )
+    return Layout(world_size // pp, pp, rank)

@@ -1,0 +1,44 @@
+"""All processes of a run have to have been given the same: one that trains on other data would spoil it for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from chunkplan.errors import UsageError
+from chunkplan.version import __version__
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.run_folder import shorten
+
+
+def refuse_other_processes(fixed: Mapping[str, Any], data: TrainingData, job: Job) -> None:
+    """Compare what this process has with what the main one has, before any work is done.
+
+    `fixed`: what may not change when a run is resumed, by the name to tell it by.
+
+    Raises:
+        UsageError: naming a process and what it has of its own. All raise it.
+    """
+    mine = {
+        **fixed,
+        "analysis": data.analysis.content_hash,
+        "evaluation plan": data.evaluation.content_hash if data.evaluation else None,
+        "chunkplan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    main, *others = job.tell_all(json.loads(json.dumps(mine)))
+    for rank, its in enumerate(others, start=1):
+        differ = [name for name in main if its.get(name) != main[name]]
+        if differ:
+            [name, *more] = differ
+            raise UsageError(
+                f"{job.layout.describe(rank)} has {name} {shorten(its.get(name))}, rank 0 has {shorten(main[name])}"
+                + (f"; and {len(more)} more differ" if more else ""),
+                hint="start all processes with the same options, files and versions",
+            )

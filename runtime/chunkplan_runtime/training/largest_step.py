@@ -1,0 +1,45 @@
+"""The largest step of a run on several processes, looked back on at its end: who was busy, who waited, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.timeline import StepTimes
+
+#: Actions of a process: a trace of more takes minutes to write, and nobody could look at it.
+_MOST_ACTIONS = 20_000
+
+
+class LargestStep:
+    """Keeps this process's times of the largest step so far. All processes keep the same step.
+
+    The first one is kept only while there is no other: in it everything is slow.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens = -1
+        self._times: StepTimes | None = None
+
+    def look_at(self, step: PlanStep, times: StepTimes) -> None:
+        """A step is done."""
+        most_actions = max(map(len, step.actions.values()), default=0)
+        if step.num_tokens > self._num_tokens and most_actions <= _MOST_ACTIONS:
+            self._num_tokens = step.num_tokens if self._times is not None else 0
+            self._times = times
+
+    def report(self, plan: Plan, trace: Path, job: Job) -> list[str]:
+        """Write a Chrome trace of it; returns what there is to say, which is nothing where there was no such step.
+
+        Raises:
+            UsageError: the trace cannot be written.
+        """
+        told = [times for times in job.tell_all(self._times) if times is not None]
+        if not told or not job.is_main:
+            return []
+        from chunkplan_runtime.distributed.replay import describe_replays, replay_step, write_timeline
+
+        replays = replay_step(plan, told, job.layout)
+        write_timeline(trace, replays)
+        return describe_replays(replays, job.layout, told[0].step)

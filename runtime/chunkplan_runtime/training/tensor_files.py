@@ -1,0 +1,99 @@
+"""Tensors by name in a folder of safetensors files, a file a process, by torch.distributed.checkpoint.
+
+Each process writes what it has, whole tensors or shards; any number of processes, also one, reads what it needs. Every
+file holds the step that it is of, by its process, so that one which is missing or of another step is noticed.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from chunkplan.errors import ChunkplanError, DataError
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.save import NO_ROOM
+
+HINT = "remove this checkpoint to go on from the one before"
+
+_STEP = re.compile(r"step:(\d+)")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], step: int, job: Job, target: Path) -> None:
+    """Write what this process has of `tensors` into `folder`, which is there already; it is to become (in) `target`.
+
+    Raises:
+        ChunkplanError: a process cannot write, for example because its disk is full; all raise it.
+    """
+    mine = {name: tensor.detach() for name, tensor in tensors.items()}
+    mine[f"step:{job.layout.rank}"] = torch.tensor(step)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _one_or_many(job) as how:
+            save(mine, storage_writer=writer, **how)
+    except CheckpointException as error:
+        raise ChunkplanError(f"cannot be written: {_reason(error)}", where=str(target), hint=NO_ROOM) from error
+
+
+def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Dtype and shape of what is in `folder`, by name, after a check that it is what `num_files` processes wrote.
+
+    Raises:
+        DataError: a file is torn, missing, or of another step.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    ranks: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if _STEP.fullmatch(name)]  # noqa: SIM118  # it is no dict
+                steps = {name: int(file.get_tensor(name)) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
+        if set(steps.values()) != {step}:
+            raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
+        ranks |= steps.keys()
+    if len(ranks) != num_files or len(files) != num_files:
+        raise DataError(f"{len(files)} files of {num_files} processes", where=str(folder), hint=HINT)
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: (entry.properties.dtype, entry.size)  # type: ignore[union-attr]  # there are only tensors
+        for name, entry in found.items()
+        if not _STEP.fullmatch(name)
+    }
+
+
+def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job) -> None:
+    """Fill `tensors`, whole ones or shards, with what `stored_tensors` has found in `folder`.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with _one_or_many(job) as how:
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), **how)
+    except CheckpointException as error:
+        raise DataError(f"cannot be read: {_reason(error)}", where=str(folder), hint=HINT) from error
+
+
+@contextmanager
+def _one_or_many(job: Job) -> Iterator[dict[str, object]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
+        yield {"no_dist": True} if job.groups is None else {"process_group": job.groups.control}
+
+
+def _reason(error: CheckpointException) -> str:
+    rank, (first, _) = min(error.failures.items())
+    text = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
+    return text if len(error.failures) == 1 and rank == 0 else f"{text} (rank {rank})"

@@ -1,0 +1,246 @@
+"""What processes do in tests of distributed training: run steps of a plan, and compare with whole sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
+from chunkplan_runtime.distributed.groups import Groups, make_groups
+from chunkplan_runtime.distributed.links import Wire
+from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.layout import choose_layout
+from chunkplan_runtime.lora import ALL_LINEAR, LoraOptions, add_lora
+from chunkplan_runtime.models import CausalLM, new_model, read_config
+from chunkplan_runtime.parity import _relative_errors, _run_whole, _take_gradients, _vanishing
+from chunkplan_runtime.precise import evaluate_in_float64
+from chunkplan_runtime.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.training.master_weights import TrainedWeights
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One process's part of a step beside the same step of one process running whole sequences."""
+
+    error: float
+    names: list[str]
+    loss: float
+    evaluated_loss: float
+    reference_loss: float
+    norm: float
+    reference_norm: float
+    chunks: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process has of a model, and how it runs it."""
+
+    model: CausalLM
+    groups: Groups
+    shards: Shards | None
+    executor: Executor
+    stream: PlanStream
+
+    def work(self, step: int) -> StepWork:
+        """That of a step, whichever came before."""
+        self.stream.load_state_dict({**self.stream.state_dict(), "step": step})
+        return next(iter(self.stream))
+
+    def evaluate(self, work: StepWork) -> float:
+        """The loss of all processes, without gradients."""
+        loss = sum(self.executor.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks)
+        if self.shards:
+            self.shards.free()
+        return _sum(loss)
+
+    def run(self, work: StepWork) -> float:
+        """The loss of all processes; gradients are left in the weights."""
+        if self.shards:
+            self.shards.begin_step()
+        loss = sum(self.executor.run(each, work.step.num_target_tokens).loss for each in work.ranks)
+        if self.shards:
+            self.shards.reduce_gradients()
+        return _sum(loss)
+
+    def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """Gradients of the stage, whole, and the norm of those of the model."""
+        tied = tied_weight(self.model, self.groups)
+        sum_tied_gradients(weights, tied, self.groups)
+        norm = gradient_norm(weights, tied, self.groups)
+        return {name: _whole(value) for name, value in weights.items()}, norm.item()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained of the stage."""
+        return {name: value for name, value in self.model.model.named_parameters() if value.requires_grad}
+
+
+def compare_steps(
+    rank: int,
+    *,
+    plan: Path,
+    config: Path,
+    lora: bool = False,
+    checkpointing: bool = False,
+    kv_offload: bool = False,
+    stage_layers: tuple[int, ...] | None = None,
+    steps: Sequence[int] = (0,),
+) -> list[Compared]:
+    """Run steps of `plan` as one of all processes, each after an evaluation."""
+    opened, analysis = open_for_its_stages(plan)
+    model = new_model(read_config(config), torch.float64, seed=1)
+    if lora:
+        model = _adapted(model, dropout=0.0)
+    compared = []
+    with evaluate_in_float64(model.model):
+        reference_losses, references = [], []
+        for step in steps:
+            reference_losses.append(_reference_loss(model, opened, analysis, step))
+            references.append(_take_gradients(model))
+        if checkpointing:
+            model.enable_checkpointing()
+        part = make_part(rank, opened, analysis, model, kv_offload=kv_offload, stage_layers=stage_layers)
+        for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
+            work = part.work(step)
+            evaluated = part.evaluate(work)
+            assert all(weight.grad is None for weight in part.weights.values())
+            loss = part.run(work)
+            gradients, norm = part.finish_gradients(part.weights)
+            own = {name: reference[name] for name in gradients}
+            if work.step.num_target_tokens:
+                errors = _relative_errors(gradients, own, _vanishing(own))
+            else:
+                errors = {name: gradient.norm().item() for name, gradient in gradients.items()}
+            norms = [value.norm().item() for value in reference.values()]
+            chunks = [len(each.chunks) for each in work.ranks]
+            compared.append(
+                Compared(
+                    float(np.max(list(errors.values()))),
+                    sorted(gradients),
+                    loss,
+                    evaluated,
+                    reference_loss,
+                    norm,
+                    math.hypot(*norms),
+                    chunks,
+                )
+            )
+            part.model.model.zero_grad()
+    return compared
+
+
+def compare_masters(rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = ()) -> tuple[float, int]:
+    """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
+
+    And of how many weights. With `targets`, of adapters on these.
+    """
+    opened, analysis = open_for_its_stages(plan)
+
+    def make_model() -> CausalLM:
+        model = new_model(read_config(config), torch.bfloat16, seed=1)
+        return _adapted(model, dropout=0.0, targets=targets) if targets else model
+
+    model = make_model()
+    whole = TrainedWeights(model.model, masters=True)
+    stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=10**6)
+    executor, work = Executor(model), next(iter(stream))
+    for each in work.ranks:
+        executor.run(each, work.step.num_target_tokens)
+    reference = {name: value.grad for name, value in whole.tensors.items()}
+    part = make_part(rank, opened, analysis, make_model(), masters=True)
+    weights = part.weights if part.shards else TrainedWeights(part.model.model, masters=True).tensors
+    part.run(part.work(0))
+    gradients, norm = part.finish_gradients(weights)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    reference_norm = torch.nn.utils.get_total_norm(reference.values()).item()
+    errors = _relative_errors(gradients, {name: reference[name] for name in gradients}, [])
+    return max([abs(norm / reference_norm - 1), *errors.values()]), len(gradients)
+
+
+def gradients_with_dropout(
+    rank: int, *, plan: Path, config: Path, checkpointing: bool = False
+) -> dict[str, np.ndarray]:
+    """Those of a stage in the first step."""
+    opened, analysis = open_for_its_stages(plan)
+    model = _adapted(new_model(read_config(config), torch.float64, seed=1), dropout=0.3)
+    if checkpointing:
+        model.enable_checkpointing()
+    with evaluate_in_float64(model.model):
+        part = make_part(rank, opened, analysis, model)
+        part.run(part.work(0))
+        gradients, _ = part.finish_gradients(part.weights)
+    return {name: gradient.numpy() for name, gradient in gradients.items()}
+
+
+def open_for_its_stages(plan: Path) -> tuple[Plan, Analysis]:
+    return open_plan(plan, pp=load_plan(plan).config["pp"])
+
+
+def make_part(
+    rank: int,
+    plan: Plan,
+    analysis: Analysis,
+    model: CausalLM,
+    *,
+    kv_offload: bool = False,
+    masters: bool = False,
+    stage_layers: tuple[int, ...] | None = None,
+) -> Part:
+    layout = choose_layout(plan, dist.get_world_size(), rank)
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
+    layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
+    model = cut_stage(model, layers, layout)
+    shards = Shards(model, groups.copies, masters=masters) if layout.dp > 1 else None
+    model = shards.model if shards else model
+    links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
+    executor = Executor(model, kv_offload=kv_offload, links=links)
+    stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
+    return Part(model, groups, shards, executor, stream)
+
+
+def _sum(loss: float) -> float:
+    losses = torch.tensor([loss], dtype=torch.float64)
+    dist.all_reduce(losses)
+    return losses.item()
+
+
+def _whole(weight: Tensor) -> Tensor:
+    gradient = weight.grad
+    if gradient is None:
+        return torch.zeros_like(weight)
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def _reference_loss(model: CausalLM, plan: Plan, analysis: Analysis, step: int) -> float:
+    """Of the step's sequences run whole; gradients are left in the model."""
+    found = next(plan.iter_steps(step))
+    if not found.num_target_tokens:
+        return 0.0
+    chunks = [chunk for chunks in found.chunks.values() for chunk in chunks]
+    sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
+    return _run_whole(model, load_analysis(analysis.path), sequences)
+
+
+def _adapted(model: CausalLM, dropout: float, targets: tuple[str, ...] = (ALL_LINEAR,)) -> CausalLM:
+    """With adapters that are not zero, where half of their gradients would vanish."""
+    model = add_lora(model, LoraOptions(rank=2, alpha=4.0, dropout=dropout, targets=targets))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return model
