@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,6 +22,9 @@ from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
 
 # Workers of pytest-xdist ignore it, and so does what is started in the background of a script; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests run side by side: every torchrun takes a free port rather than the one it has for all.
+os.environ["PET_STANDALONE"] = "1"
 
 # The first example of a test may have to compile what it calls.
 settings.register_profile("chunkplan", deadline=None)

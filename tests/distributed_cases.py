@@ -38,7 +38,7 @@ class Compared:
     error: float
     names: list[str]
     loss: float
-    evaluated_loss: float
+    evaluated_loss: float | None
     reference_loss: float
     norm: float
     reference_norm: float
@@ -99,8 +99,9 @@ def compare_steps(
     kv_offload: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     steps: Sequence[int] = (0,),
+    evaluates: bool = False,
 ) -> list[Compared]:
-    """Run steps of `plan` as one of all processes, each after an evaluation."""
+    """Run steps of `plan` as one of all processes; with `evaluates` each after an evaluation of the same step."""
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float64, seed=1)
     if lora:
@@ -116,7 +117,7 @@ def compare_steps(
         part = make_part(rank, opened, analysis, model, kv_offload=kv_offload, stage_layers=stage_layers)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = part.work(step)
-            evaluated = part.evaluate(work)
+            evaluated = part.evaluate(work) if evaluates else None
             assert all(weight.grad is None for weight in part.weights.values())
             loss = part.run(work)
             gradients, norm = part.finish_gradients(part.weights)

@@ -33,8 +33,8 @@ FORMAT = (ROOT / "docs" / "plan-format.md").read_text(encoding="utf-8")
 PLANNER = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
 COST_MODEL = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
-SCRIPT = ROOT / "docs" / "draw_planner.py"
-DRAWN = runpy.run_path(str(SCRIPT))
+PICTURES = ("planner", "distributed")
+DRAWN = runpy.run_path(str(ROOT / "docs" / "draw_planner.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = Path(sys.executable).parent
 
@@ -268,16 +268,20 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
             assert memory.total / 2**30 == pytest.approx(float(stated), abs=0.051)
 
 
-def test_the_picture_is_the_one_that_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte. It is of a real plan: run `python docs/draw_planner.py` when the planner makes another one."""
-    monkeypatch.setattr(sys, "argv", ["draw_planner.py", str(tmp_path / "drawn.svg")])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert (tmp_path / "drawn.svg").read_bytes() == (ROOT / "docs" / "planner.svg").read_bytes()
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_the_one_that_its_script_draws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte. It is of a real plan: run `python docs/draw_NAME.py` when the planner makes another one."""
+    script = ROOT / "docs" / f"draw_{name}.py"
+    monkeypatch.syspath_prepend(script.parent)  # as when it is run by itself
+    monkeypatch.setattr(sys, "argv", [script.name, str(tmp_path / "drawn.svg")])
+    runpy.run_path(str(script), run_name="__main__")
+    assert (tmp_path / "drawn.svg").read_bytes() == (ROOT / "docs" / f"{name}.svg").read_bytes()
 
 
-def test_the_picture_is_whole() -> None:
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_whole(name: str) -> None:
     """Well-formed, described for those who cannot see it, nothing outside, no letter under 11 units."""
-    picture = ElementTree.fromstring((ROOT / "docs" / "planner.svg").read_text(encoding="utf-8"))
+    picture = ElementTree.fromstring((ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8"))
     space = "{http://www.w3.org/2000/svg}"
     width, height = (float(value) for value in picture.attrib["viewBox"].split()[2:])
     assert picture.findtext(f"{space}title") and picture.findtext(f"{space}desc")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 from chunkplan.errors import ChunkplanError
@@ -15,13 +16,18 @@ from chunkplan_runtime.requirements import require_torch
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 
+#: Seconds in which the main process has said what is wrong with the options.
+_PATIENCE = 10
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run."""
     config = None
     before = signal.signal(signal.SIGTERM, _terminate)
+    # Else torch tells of a process that is gone by a page of its C++ stack; it has to be set before torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        config = read_options(arguments, _fail)
+        config = read_options(arguments, _fail_once)
         require_torch()
         from chunkplan_runtime.distributed.launch import world_size
         from chunkplan_runtime.training.processes import train_alone, train_together
@@ -33,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"stopped; {left}", file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
     except ChunkplanError as error:
-        # All processes have the same options; of what comes later one speaks for all.
-        return _fail(error) if config is not None or _is_main() else error.exit_code
+        return _fail_once(error) if config is None else _fail(error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         message = f"{place}{error.strerror or error}"
@@ -42,6 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _fail_once(error: ChunkplanError) -> int:
+    """Leave what all processes find alike to the main one, which their launcher lets end the others."""
+    if not _is_main():
+        try:
+            time.sleep(_PATIENCE)
+        except KeyboardInterrupt:
+            return error.exit_code
+    return _fail(error)
 
 
 def _is_main() -> bool:

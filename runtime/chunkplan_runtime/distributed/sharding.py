@@ -53,7 +53,6 @@ class Shards:
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
-            module.set_force_sum_reduction_for_comms(True)  # a factor, be it 1, is something that gloo cannot do
         self._root: Any = root
         self.model = replace(model, call=root, compute_dtype=dtype)
 

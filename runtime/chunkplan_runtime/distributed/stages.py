@@ -13,15 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from chunkplan.cost.durations import split_layers as even_layers
 from chunkplan.errors import UsageError
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
 
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:
-    """Which layers each stage has: `given` many, or as many on each, and one more on the first ones.
-
-    The last stages get fewer, as the vocabulary head is on the last.
+    """Which layers each stage has: `given` many, or those that the planner counts with.
 
     Raises:
         UsageError: there are more stages than layers, or `given` is not what the model has.
@@ -29,7 +28,7 @@ def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -
     if num_layers < pp:
         raise UsageError(f"{pp} stages for {num_layers} layers", hint=f"build the plan with at most --pp {num_layers}")
     if given is None:
-        given = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+        given = even_layers(num_layers, pp)
     if len(given) != pp or sum(given) != num_layers or min(given) < 1:
         raise UsageError(
             f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {pp} stages",

@@ -12,26 +12,20 @@ import transformers
 from chunkplan.errors import UsageError
 from chunkplan.version import __version__
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.training.data import TrainingData
 from chunkplan_runtime.training.run_folder import shorten
 
 
-def refuse_other_processes(fixed: Mapping[str, Any], data: TrainingData, job: Job) -> None:
-    """Compare what this process has with what the main one has, before any work is done.
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    return {"chunkplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
-    `fixed`: what may not change when a run is resumed, by the name to tell it by.
+
+def refuse_other_processes(mine: Mapping[str, Any], job: Job) -> None:
+    """Compare what this process was given, by the name to tell it by, with what the main one was.
 
     Raises:
         UsageError: naming a process and what it has of its own. All raise it.
     """
-    mine = {
-        **fixed,
-        "analysis": data.analysis.content_hash,
-        "evaluation plan": data.evaluation.content_hash if data.evaluation else None,
-        "chunkplan": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
     main, *others = job.tell_all(json.loads(json.dumps(mine)))
     for rank, its in enumerate(others, start=1):
         differ = [name for name in main if its.get(name) != main[name]]

@@ -91,19 +91,26 @@ def own_stage(model: CausalLM, config: TrainConfig, layout: Layout) -> CausalLM:
     if layout.pp > 1:
         layers = split_layers(model.config.num_hidden_layers, layout.pp, config.stage_layers)
         model = cut_stage(model, layers[layout.stage], layout)
+    if not any(parameter.requires_grad for parameter in model.model.parameters()):
+        raise UsageError(
+            f"there is nothing to train on stage {layout.stage}",
+            hint="let --lora-targets name layers of every stage, or build the plan with fewer stages",
+        )
     return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
 
 
 @torch.no_grad()
-def fingerprint_of_frozen(model: CausalLM) -> str | None:
-    """Tells weights that are not trained, and so in no checkpoint, from others; None where all are trained.
+def fingerprint(model: CausalLM, *, only_frozen: bool = False) -> str | None:
+    """Tells weights from others; `only_frozen`: those that are not trained, and so in no checkpoint. None without any.
 
     A hash of up to `_SAMPLES` numbers of each, evenly spread: other weights differ there too.
     """
-    frozen = [(name, value) for name, value in model.model.named_parameters() if not value.requires_grad]
+    named = [
+        (name, value) for name, value in model.model.named_parameters() if not (only_frozen and value.requires_grad)
+    ]
     digest = hashlib.sha256()
-    for name, value in frozen:
+    for name, value in named:
         flat = value.detach().flatten()
         samples = flat[:: max(1, len(flat) // _SAMPLES)].double().cpu().numpy()
         digest.update(f"{name} {tuple(value.shape)}".encode() + samples.tobytes())
-    return digest.hexdigest() if frozen else None
+    return digest.hexdigest() if named else None

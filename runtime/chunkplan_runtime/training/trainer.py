@@ -14,11 +14,12 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.timeline import stage_rows
 from chunkplan_runtime.models import check_plan
 from chunkplan_runtime.stream import StepWork
-from chunkplan_runtime.training.agreement import refuse_other_processes
+from chunkplan_runtime.training.agreement import refuse_other_processes, versions
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
 from chunkplan_runtime.training.config import TrainConfig, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
@@ -29,7 +30,7 @@ from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
 from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
-from chunkplan_runtime.training.model_setup import build_model, fingerprint_of_frozen, own_stage, read_its_config
+from chunkplan_runtime.training.model_setup import build_model, fingerprint, own_stage, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.run_lock import RunLock
 from chunkplan_runtime.training.run_summary import describe_run
@@ -93,11 +94,13 @@ class Run:
         self._peak_flops = peak_flops(data.plan) * job.layout.world_size
         #: What may not change when a run is resumed, by the name to tell it by.
         self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
-        refuse_other_processes(self._fixed, data, job)
+        others = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation), **versions()}
+        refuse_other_processes({**self._fixed, **others}, job)
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if it cannot be used
         model = build_model(config, data.model_config, config.device if job.groups is None else "cpu")
-        self._fixed["frozen weights"] = fingerprint_of_frozen(model)
+        refuse_other_processes({"weights": fingerprint(model)}, job)
+        self._fixed["frozen weights"] = fingerprint(model, only_frozen=True)
         self._first, state = 0, None
         checkpoint = job.ask_main(next(reversed(folder.checkpoints()), None))
         if checkpoint is not None:
@@ -233,6 +236,10 @@ def _essence(data: TrainingData) -> dict[str, Any]:
     """The model's config, without what says only where it came from."""
     origin = ("transformers_version", "_name_or_path", "dtype", "architectures")
     return {f"model.{name}": value for name, value in data.model_config.to_dict().items() if name not in origin}
+
+
+def _hash_of(plan: Plan | None) -> str | None:
+    return None if plan is None else plan.content_hash
 
 
 def _is_due(done: int, every: int) -> bool:

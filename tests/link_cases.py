@@ -1,0 +1,183 @@
+"""What processes do in tests of links: run schedules with a stand-in for the model that knows what it should get."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunkplan.planfile.plan import Action, Chunk, Segment
+from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.links import Wire
+from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.state import Span
+from chunkplan_runtime.stream import ChunkTensors, RankWork
+
+#: (op, chunk_id)
+Stage = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Chunks of so many tokens, the group of each (None for standalone), and what each stage does with them."""
+
+    num_tokens: Sequence[int]
+    groups: Sequence[int | None]
+    stages: Sequence[Stage]
+
+
+@dataclass
+class StandIn:
+    """A stage that adds one to what it gets and checks it; gradients too say whose they are and from which stage."""
+
+    stage: int
+    num_stages: int
+    hidden_size: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    vocab_size: int = 1
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return hidden[:, :1]
+
+    def hidden_states(self, tensors: ChunkTensors, store: Any, inputs: Tensor | None, seed: int) -> Tensor:
+        chunk_id, num_tokens = int(tensors.input_ids[0, 0]), len(tensors.labels)
+        if inputs is None:
+            assert self.is_first
+            inputs = torch.full((num_tokens, self.hidden_size), float(chunk_id) * self.num_stages, requires_grad=True)
+        self.expect(inputs, chunk_id, self.stage, num_tokens, "input")
+        return _Stage.apply(inputs, partial(self.backward, chunk_id, num_tokens))
+
+    def backward(self, chunk_id: int, num_tokens: int, gradient: Tensor) -> Tensor:
+        if self.is_last:
+            gradient = torch.full_like(gradient, float(chunk_id) * self.num_stages)
+        self.expect(gradient, chunk_id, self.num_stages - 1 - self.stage, num_tokens, "gradient")
+        return gradient + 1
+
+    def expect(self, tensor: Tensor, chunk_id: int, hops: int, num_tokens: int, what: str) -> None:
+        expected = torch.full((num_tokens, self.hidden_size), float(chunk_id * self.num_stages + hops))
+        if not torch.equal(tensor.detach(), expected):
+            self.wrong.append(f"stage {self.stage}: the {what} of chunk {chunk_id} is another one")
+
+
+class _Stage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, backward: Any) -> Tensor:
+        ctx.backward_of = backward
+        return inputs + 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.backward_of(gradients[0]), None
+
+
+def drive(rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int) -> tuple[list[str], list[str]]:
+    """Run schedules one after another: what was wrong, and the threads of execution of each that left something."""
+    layout = Layout(1, dist.get_world_size(), rank)
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=30))
+    links = groups.links(Wire(hidden_size, torch.float32, torch.device("cpu")))
+    model: Any = StandIn(layout.stage, layout.pp, hidden_size)
+    executor = Executor(model, links=links)
+    left = []
+    for step, pipeline in enumerate(pipelines):
+        executor.run(_work(step, pipeline, layout.stage), 1, lambda action: nullcontext())
+        if executor._inputs or executor._in_flight or not executor.store.is_empty:
+            left.append(f"pipeline {step}")
+    return model.wrong, left
+
+
+def _work(step: int, pipeline: Pipeline, stage: int) -> RankWork:
+    chunks, tensors = {}, {}
+    for chunk_id, num_tokens in enumerate(pipeline.num_tokens):
+        group = pipeline.groups[chunk_id]
+        members = [other for other, its in enumerate(pipeline.groups) if its == group and group is not None] or [
+            chunk_id
+        ]
+        start = sum(pipeline.num_tokens[other] for other in members if other < chunk_id)
+        length = sum(pipeline.num_tokens[other] for other in members)
+        chunks[chunk_id] = Chunk(
+            chunk_id, group, members.index(chunk_id), len(members), num_tokens, 0, start, True, 1.0,
+            (Segment(members[0], start, start + num_tokens),),
+        )  # fmt: skip
+        tensors[chunk_id] = ChunkTensors(
+            torch.full((1, num_tokens), chunk_id, dtype=torch.int32),
+            torch.zeros(1, num_tokens, dtype=torch.int32),
+            torch.full((num_tokens,), -100, dtype=torch.int32),
+            (Span(members[0], start, start + num_tokens, length, 0, group),),
+        )
+    actions = [Action(op, chunk_id, 0) for op, chunk_id in pipeline.stages[stage]]
+    return RankWork(step, 0, actions, chunks, tensors)
+
+
+def random_chunks(chance: random.Random, most_units: int) -> tuple[list[int], list[int | None], list[bool]]:
+    """Tokens, groups, and whether activations are kept, of chunks as a planner might make them."""
+    num_tokens: list[int] = []
+    groups: list[int | None] = []
+    keeps: list[bool] = []
+    for unit in range(chance.randint(1, most_units)):
+        size = chance.choice([1, 1, 1, 2, 3, 6])
+        kept = chance.randint(1, size)
+        groups += [unit if size > 1 else None] * size
+        keeps += [False] * (size - kept) + [True] * kept
+        num_tokens += [chance.randint(1, 5) for _ in range(size)]
+    return num_tokens, groups, keeps
+
+
+def random_order(
+    chance: random.Random, groups: Sequence[int | None], keeps: Sequence[bool], pp: int
+) -> list[list[tuple[str, int]]]:
+    """What each stage does in an execution where at every moment a stage does anything it could do.
+
+    Links take chunks in one order, for forwards and for backwards; parts of a group ascend and descend.
+    """
+    forwards, backwards = _shuffled(chance, groups), _shuffled(chance, groups)
+    for group in {*groups} - {None}:
+        places = [place for place, chunk_id in enumerate(backwards) if groups[chunk_id] == group]
+        for place, chunk_id in zip(places, [backwards[place] for place in reversed(places)], strict=True):
+            backwards[place] = chunk_id
+    eager = chance.random()  # how likely a forward is where both could be
+    stages: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
+    forwarded, backwarded = [0] * pp, [0] * pp
+    while min(backwarded) < len(groups):
+        stage = chance.randrange(pp)
+        forward = forwarded[stage] < (len(groups) if stage == 0 else forwarded[stage - 1])
+        backward = backwarded[stage] < (len(groups) if stage == pp - 1 else backwarded[stage + 1])
+        backward = backward and backwards[backwarded[stage]] in forwards[: forwarded[stage]]
+        if forward and (not backward or chance.random() < eager):
+            chunk_id = forwards[forwarded[stage]]
+            stages[stage].append(("forward" if keeps[chunk_id] else "forward_kv", chunk_id))
+            forwarded[stage] += 1
+        elif backward:
+            chunk_id = backwards[backwarded[stage]]
+            stages[stage] += [] if keeps[chunk_id] else [("recompute", chunk_id)]
+            stages[stage].append(("backward", chunk_id))
+            backwarded[stage] += 1
+    return stages
+
+
+def _shuffled(chance: random.Random, groups: Sequence[int | None]) -> list[int]:
+    """All chunks, those of a group ascending."""
+    order = list(range(len(groups)))
+    chance.shuffle(order)
+    for group in {*groups} - {None}:
+        places = [place for place, chunk_id in enumerate(order) if groups[chunk_id] == group]
+        for place, chunk_id in zip(places, sorted(order[place] for place in places), strict=True):
+            order[place] = chunk_id
+    return order
