@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
+from tests import training_checks
 from tests.process_pool import ProcessPool, process_pool
-from tests.training_checks import hidden_files, learning, lines, make_training, options, same_weights
+from tests.training_checks import hidden_files, learning, lines, make_training, same_weights
 
 #: Plans of the same steps: name -> how they are spread.
 PLANS: dict[str, dict[str, Any]] = {
@@ -53,6 +54,11 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 def pool() -> Iterator[ProcessPool]:
     with process_pool(4) as started:
         yield started
+
+
+def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
+    """Without GPUs, of which there may be too few."""
+    return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:
@@ -160,7 +166,20 @@ def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
     """Only they are trained, held by checkpoints and saved."""
     base = tmp_path / "base"
     assert main(options(made, base, "--max-steps", 1, plan="one")) == 0
-    where = ("--plan", made / "one", "--model", base / "final", "--lr", 1e-2, "--precision", "fp64", "--save-every", 2)
+    where = (
+        "--device",
+        "cpu",
+        "--plan",
+        made / "one",
+        "--model",
+        base / "final",
+        "--lr",
+        1e-2,
+        "--precision",
+        "fp64",
+        "--save-every",
+        2,
+    )
     where = (*where, "--lora-rank", 2)
     one = [str(word) for word in (*where, "--output", tmp_path / "one")]
     both = [str(word) for word in (*where, "--output", tmp_path / "both", "--plan", made / "both")]
@@ -192,6 +211,7 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
     assert "2 or 4 processes" in said
     assert not (tmp_path / "run").exists()
+    pool.stop()  # of a process that fails the watch ends the others, if somewhat later
 
 
 def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):

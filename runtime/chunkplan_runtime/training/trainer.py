@@ -142,9 +142,9 @@ class Run:
                 if _is_due(done, self._config.save_every):
                     self._save(done)
         if self._job.groups is not None:
-            for line in self._largest.report(self._data.plan, self._folder.timeline, self._job):
+            report = self._largest.report(self._data.plan, self._folder.timeline, self._job)
+            for line in [*report, f"timeline  {self._folder.timeline}"] if report else ():
                 say(line)
-            say(f"timeline  {self._folder.timeline}")
         save_final(self._learner, self._config, self._data.model_config, self._tokenizer, self._folder.final, self._job)
         say(f"saved     {self._folder.final}")
         say(f"metrics   {self._folder.metrics}")
