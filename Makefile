@@ -22,7 +22,8 @@ test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 pytest pytest-xdist hypothesis \
 		--editable '.[hf,lora]'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not soak' tests/test_runtime*.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not soak' \
+		tests/test_runtime*.py tests/test_distributed*.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -55,6 +55,7 @@ class ProcessPool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, theirs), daemon=True)
             process.start()
+            theirs.close()  # else its end would not be noticed
             self._workers.append((process, ours))
 
     def _answers(self, world_size: int) -> dict[int, tuple[str | None, Any]]:
@@ -72,7 +73,9 @@ class ProcessPool:
                 try:
                     answers[ranks[pipe]] = pipe.recv()
                 except EOFError:
-                    answers[ranks[pipe]] = "ended", None
+                    process = self._workers[ranks[pipe]][0]
+                    process.join(5)
+                    answers[ranks[pipe]] = f"ended with {process.exitcode}", None
         return answers
 
 

@@ -83,6 +83,13 @@ def together(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[
     return pool.run(size, run_main, size=size, port=port, arguments=list(arguments))
 
 
+def refused(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[int, str]]:
+    """As `together`, of what one process refuses, after which the watch ends the others."""
+    told = together(pool, size, *arguments)
+    pool.stop()
+    return told
+
+
 def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
     """What the main process said; the others have nothing to say."""
     told = together(pool, size, arguments)
@@ -197,21 +204,25 @@ def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
 def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, pool):
     mine = options(made, tmp_path / "run", plan="both")
     other = options(made, tmp_path / "run", plan="search")
-    told = together(pool, 2, other, mine)
+    told = refused(pool, 2, other, mine)
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert "rank 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
-    told = together(pool, 2, other, [*other, "--lr", "1e-5"])
+    told = refused(pool, 2, other, [*other, "--lr", "1e-5"])
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert "has --lr 1e-05, rank 0 has 0.003" in said
-    told = together(pool, 3, mine)
+    for more in (("--save-every", "7"), ("--stage-layers", "1,1"), ("--eval-every", "1")):
+        told = refused(pool, 2, other, [*other, *more])
+        assert [code for code, _ in told] == [2, 2]
+        [said] = [text for _, text in told if text]
+        assert f"has {more[0]} " in said
+    told = refused(pool, 3, mine)
     assert [code for code, _ in told] == [2] * 3
     [said] = [text for _, text in told if text]
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
     assert "2 or 4 processes" in said
     assert not (tmp_path / "run").exists()
-    pool.stop()  # of a process that fails the watch ends the others, if somewhat later
 
 
 def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):

@@ -23,7 +23,7 @@ from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan_cli.main import main
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.distributed.watch import _HINTS, DEAD_AFTER
+from chunkplan_runtime.distributed.watch import HINTS, DEAD_AFTER
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig, flag
 from chunkplan_runtime.training.options import read_options
@@ -116,7 +116,7 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
 
 def test_what_is_said_of_faults_is_what_processes_print():
     died = f"error: {Layout(2, 2, 3).describe()} died at step 1: nothing heard of it for {DEAD_AFTER:g} s\n"
-    assert f"{died}hint: {_HINTS[1]}\n" == ERROR
+    assert f"{died}hint: {HINTS[1]}\n" == ERROR
     assert timedelta(hours=1) == TIMEOUT
 
 

@@ -307,4 +307,4 @@ def test_files_of_another_checkpoint_are_refused(made, tmp_path, capsys):
     assert f"{second}: of step 2" in capsys.readouterr().err
     second.unlink()
     assert main(options(made, tmp_path, "--save-every", 2, "--max-steps", 4, "--resume")) == 3
-    assert f"{folders[1]}: 0 files of 1 processes" in capsys.readouterr().err
+    assert f"{folders[1]}: no file of process 0, written by 1 processes" in capsys.readouterr().err

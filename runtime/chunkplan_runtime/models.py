@@ -51,7 +51,8 @@ _CONFIG_HINT = "take the config.json that came with a model"
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
 
-def _call(do: Callable[..., Any], *arguments: Any) -> Any:
+def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it."""
     return do(*arguments)
 
 
@@ -69,7 +70,7 @@ class CausalLM:
     kernels: Kernels = field(default_factory=Kernels)
     is_first: bool = True
     is_last: bool = True
-    call: Callable[..., Any] = _call
+    call: Callable[..., Any] = call_directly
     compute_dtype: torch.dtype | None = None
 
     @property
@@ -140,8 +141,8 @@ class CausalLM:
         ).last_hidden_state
         return hidden
 
-    def attention_kernels(self) -> dict[str, str]:
-        """The kernel of each kind of layer: "full", "sliding window" -> its name.
+    def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:
+        """The kernel of each kind of layer, on `device` or where the weights are: "full", "sliding window" -> its name.
 
         Raises:
             UsageError: there is none for a kind.
@@ -151,7 +152,7 @@ class CausalLM:
         softcap = getattr(config, "attn_logit_softcapping", None)
         return {
             "full" if window is None else "sliding window": self.kernels.choose(
-                self.device, self.dtype, head_dim, Form(1.0, self.is_causal, reach=window, softcap=softcap)
+                device or self.device, self.dtype, head_dim, Form(1.0, self.is_causal, reach=window, softcap=softcap)
             ).name
             for window in sorted({*windows(config)}, key=lambda window: window or 0)
         }
@@ -231,9 +232,15 @@ def read_pretrained_config(name: str) -> Any:
 
 
 def new_model(
-    config: Any, dtype: torch.dtype, seed: int, *, device: torch.device | str = "cpu", attention: str = AUTO
+    config: Any,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    attention: str = AUTO,
+    runs_on: torch.device | None = None,
 ) -> CausalLM:
-    """A model with random weights, the same for the same seed and kind of device.
+    """A model with random weights, the same for the same seed and kind of device; it will run on another, `runs_on`.
 
     Raises:
         DataError: transformers cannot build it.
@@ -249,13 +256,13 @@ def new_model(
         raise DataError(
             f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
         ) from error
-    return _checked(CausalLM(model.train(), kernels))
+    return _checked(CausalLM(model.train(), kernels), runs_on)
 
 
 def load_model(
-    name: str, config: Any, dtype: torch.dtype, *, device: torch.device | str = "cpu", attention: str = AUTO
+    name: str, config: Any, dtype: torch.dtype, *, attention: str = AUTO, runs_on: torch.device | None = None
 ) -> CausalLM:
-    """A model with its saved weights.
+    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
 
     Raises:
         UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
@@ -279,7 +286,7 @@ def load_model(
             where=name,
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )
-    return _checked(CausalLM(model.train().to(device), kernels))
+    return _checked(CausalLM(model.train(), kernels), runs_on)
 
 
 def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -289,8 +296,8 @@ def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
-def _checked(model: CausalLM) -> CausalLM:
-    model.attention_kernels()
+def _checked(model: CausalLM, device: torch.device | None) -> CausalLM:
+    model.attention_kernels(device)
     seed_layers(model.model)
     return model
 

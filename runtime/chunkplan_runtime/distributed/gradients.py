@@ -37,7 +37,7 @@ def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Group
     if groups is None:
         return torch.nn.utils.get_total_norm(local_gradients(weights.values()))
     counted = [weight for name, weight in weights.items() if name != tied or groups.layout.is_first]
-    norm = torch.nn.utils.get_total_norm(local_gradients(counted)).to(groups.copies.device_type)
+    norm = torch.nn.utils.get_total_norm(local_gradients(counted)).to(groups.device)
     squares = norm.double() ** 2
     dist.all_reduce(squares)
     return squares.sqrt().to(norm.dtype)

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from chunkplan_runtime.distributed.links import Links, Wire
+from chunkplan_runtime.distributed.links import Link, Links, Wire
 from chunkplan_runtime.layout import Layout
 
 
@@ -17,48 +17,55 @@ from chunkplan_runtime.layout import Layout
 class Groups:
     """The groups that this process is in.
 
-    `copies`: the mesh of its stage's copies, one of each pipeline. `down` and `up`: its pipeline, once for each
-    direction. `ends`: the first and last stage of its pipeline, None on the others and where there is one stage.
-    `control`: everybody, for objects on the CPU.
+    `copies`: the mesh of its stage's copies, one of each pipeline; None where there is one. `before` and `after`: its
+    links, None where the pipeline ends. `ends`: the first and last stage of its pipeline, None on the others and where
+    there is one stage. `control`: everybody, for objects on the CPU.
     """
 
     layout: Layout
-    copies: DeviceMesh
-    down: dist.ProcessGroup
-    up: dist.ProcessGroup
+    device: torch.device
+    copies: DeviceMesh | None
+    before: Link | None
+    after: Link | None
     ends: dist.ProcessGroup | None
     control: dist.ProcessGroup
 
     def links(self, wire: Wire) -> Links | None:
-        """The links of this process's stage; None where there is one stage."""
-        layout = self.layout
-        if layout.pp == 1:
-            return None
-        before = None if layout.is_first else layout.rank_of(layout.stage - 1, layout.copy)
-        after = None if layout.is_last else layout.rank_of(layout.stage + 1, layout.copy)
-        return Links(wire, before=before, after=after, down=self.down, up=self.up)
+        """The links of this process's stage, connected; None where there is one stage. All processes have to ask."""
+        return Links(wire, self.before, self.after) if self.layout.pp > 1 else None
 
 
 def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:
     """Make the groups; all processes have to, at the same time, after `init_process_group`."""
-    mesh = init_device_mesh(device.type, (layout.pp, layout.dp), mesh_dim_names=("pp", "dp"))
-    pipelines = [[layout.rank_of(stage, copy) for stage in range(layout.pp)] for copy in range(layout.dp)]
-    ends = None
+
+    def own(members: list[list[int]]) -> dist.ProcessGroup | None:
+        """The one of these groups that this process is in; all of them make all."""
+        groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
+        return next((group for ranks, group in groups if layout.rank in ranks), None)
+
+    def pairs(stage: int, other: int) -> list[list[int]]:
+        return [[layout.rank_of(stage, copy), layout.rank_of(other, copy)] for copy in range(layout.dp)]
+
+    copies, ends = None, None
+    if layout.dp > 1:
+        stages = [[layout.rank_of(stage, copy) for copy in range(layout.dp)] for stage in range(layout.pp)]
+        group = own(stages)
+        assert group is not None
+        copies = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+    links: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = [
+        (own(pairs(stage, stage + 1)), own(pairs(stage, stage + 1))) for stage in range(layout.pp - 1)
+    ]
     if layout.pp > 1:
-        found = _own([[stages[0], stages[-1]] for stages in pipelines], layout.rank, timeout)
-        ends = found if layout.is_first or layout.is_last else None
-    down, up = (_own(pipelines, layout.rank, timeout) for _ in range(2))
-    assert down is not None and up is not None
+        ends = own(pairs(0, layout.pp - 1))
     control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def link(stage: int, other: int) -> Link:
+        """That between `stage` and the next one, to the stage `other` of them."""
+        down, up = links[stage]
+        assert down is not None and up is not None
+        return Link(layout.rank_of(other, layout.copy), down, up)
+
+    before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
+    after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     assert control is not None
-    return Groups(layout, mesh["dp"], down, up, ends, control)
-
-
-def _own(members: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make all of these groups, and return the one that `rank` is in."""
-    own = None
-    for ranks in members:
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
-            own = group
-    return own
+    return Groups(layout, device, copies, before, after, ends, control)

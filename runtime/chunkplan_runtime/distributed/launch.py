@@ -36,21 +36,28 @@ def world_size() -> int:
     return int(size)
 
 
-def local_rank() -> int:
-    """Which of the processes on its machine this is."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+def own_gpu() -> int:
+    """Which GPU of its machine is this process's: the only one it sees, or that of its place among those there."""
+    place = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    return 0 if torch.cuda.device_count() == 1 else place
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def joined(device: str) -> Iterator[None]:
     """Within the block the processes have a process group: NCCL between GPUs, gloo between CPUs and for objects.
+
+    After an error it is left as it is: what the others never send would be waited for.
+
+    Args:
+        device: as the option; "cpu" leaves GPUs alone.
 
     Raises:
         UsageError: the others cannot be reached.
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if has_gpu and own_gpu() < torch.cuda.device_count():  # else it is refused when all can hear it
+        torch.cuda.set_device(own_gpu())
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (dist.DistError, ValueError) as error:
@@ -60,7 +67,5 @@ def joined() -> Iterator[None]:
             where=where,
             hint="check that all were started, with the same MASTER_ADDR and MASTER_PORT and a RANK of their own",
         ) from error
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """A stage's links to its neighbours: hidden states go down the pipeline, their gradients come up.
 
 What comes in which order, and of which shape, is known from the plan. Receives are posted ahead and nobody ever waits
-for a send, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each direction has a
-group of its own: on a GPU, operations of two processes in one group run in the order they were issued.
+for a send, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each link has a group
+of its two processes for each direction: on a GPU, what a group does runs in the order in which it was issued.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Action
 
-#: Receives that are posted at once: what comes next is on its way while the stage is at work.
-_POSTED = 2
+#: Receives that are posted ahead: what comes next is on its way while the stage is at work. On a GPU each is a kernel
+#: that waits there.
+_POSTED = 1
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,35 @@ class Wire:
     device: torch.device
 
 
-class Links:
-    """Both neighbours of a stage, by rank; None where the pipeline ends.
+@dataclass(frozen=True)
+class Link:
+    """The neighbour's rank, and groups of the two processes: for hidden states, and for their gradients."""
 
-    `down` and `up` are groups of all stages of the pipeline, for hidden states and for gradients.
+    rank: int
+    down: dist.ProcessGroup
+    up: dist.ProcessGroup
+
+
+class Links:
+    """Links to the stages before and after; None where the pipeline ends.
+
+    Each is used once at the beginning, the first one first: on a GPU two processes meet when they do so, and those of
+    later ones would meet in no order.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        *,
-        before: int | None,
-        after: int | None,
-        down: dist.ProcessGroup | None,
-        up: dist.ProcessGroup | None,
-    ) -> None:
-        self._inputs = _Inbox(wire, before, down)
-        self._gradients = _Inbox(wire, after, up)
-        self._outputs = _Outbox(after, down)
-        self._input_gradients = _Outbox(before, up)
+    def __init__(self, wire: Wire, before: Link | None, after: Link | None) -> None:
+        self._inputs = _Inbox(wire, before, before.down if before else None)
+        self._gradients = _Inbox(wire, after, after.up if after else None)
+        self._outputs = _Outbox(after, after.down if after else None)
+        self._input_gradients = _Outbox(before, before.up if before else None)
+        greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)
+        for inbox, outbox in ((self._inputs, self._outputs), (self._gradients, self._input_gradients)):
+            inbox.expect([(0, 1)])
+            if inbox.is_open:
+                inbox.take(0)
+            if outbox.is_open:
+                outbox.put(greeting)
+                outbox.wait()
 
     def open(self, actions: Iterable[Action], num_tokens: Mapping[int, int]) -> None:
         """Begin with `actions`, of chunks of so many tokens: from now on what they need is received.
@@ -85,13 +96,17 @@ class Links:
 
 
 class _Inbox:
-    def __init__(self, wire: Wire, source: int | None, group: dist.ProcessGroup | None) -> None:
-        self._wire, self._source, self._group = wire, source, group
+    def __init__(self, wire: Wire, link: Link | None, group: dist.ProcessGroup | None) -> None:
+        self._wire, self._source, self._group = wire, link.rank if link else None, group
         self._expected: deque[tuple[int, int]] = deque()
         self._posted: deque[tuple[int, Tensor, dist.Work | None]] = deque()
 
+    @property
+    def is_open(self) -> bool:
+        return self._source is not None
+
     def expect(self, chunks: Iterable[tuple[int, int]]) -> None:
-        if self._source is None:
+        if not self.is_open:
             return
         self._expected = deque(chunks)
         for _ in range(_POSTED):
@@ -119,9 +134,13 @@ class _Inbox:
 
 
 class _Outbox:
-    def __init__(self, target: int | None, group: dist.ProcessGroup | None) -> None:
-        self._target, self._group = target, group
+    def __init__(self, link: Link | None, group: dist.ProcessGroup | None) -> None:
+        self._target, self._group = link.rank if link else None, group
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        return self._target is not None
 
     def put(self, tensor: Tensor) -> None:
         while self._sent and self._sent[0][1].is_completed():  # which gloo says of none before it is waited for

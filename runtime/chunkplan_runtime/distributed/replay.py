@@ -129,6 +129,9 @@ def describe_replays(replays: Sequence[Replay], layout: Layout, step: int) -> li
         lines.append(f"{stage:5d}  {rank:4d}  {busy:6.2f} s  {measured:10.1%}  {replayed:10.1%}  {planned:10.1%}")
     spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in three)
     lines.append(f"{'done after':21}  {spans}")
+    if layout.dp > 1:
+        ends = [each.measured.makespan / 1e6 for each in replays]
+        lines.append(f"pipelines were done after {min(ends):.2f} to {max(ends):.2f} s")
     return lines + _describe_slow(replays, layout)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models import CausalLM, call_directly
 from chunkplan_runtime.state import StateStore
 from chunkplan_runtime.stream import padding_tensors
 
@@ -91,7 +91,7 @@ class Shards:
 
     def _zero_loss(self) -> torch.Tensor:
         """Every weight takes part: one without a gradient would be left out of its process's reduction."""
-        model = replace(self.model, call=_call_directly)
+        model = replace(self.model, call=call_directly)
         inputs = None
         if not model.is_first:
             inputs = torch.zeros(
@@ -112,7 +112,3 @@ class _Root(nn.Module):
 
     def forward(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return do(*arguments)
-
-
-def _call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
-    return do(*arguments)

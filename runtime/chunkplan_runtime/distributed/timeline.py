@@ -119,9 +119,11 @@ class ActionClock:
 def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:
     """What each process did and waited for in a step, in order of rank, each a row of JSON.
 
-    What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1.
+    What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
+    idle from then on until the last pipeline is done, when gradients can be reduced.
     """
     rows = []
+    last = max(own.end for own in spent)
     for rank, own in enumerate(spent):
         place = replace(layout, rank=rank)
         span = max(spent[layout.rank_of(stage, place.copy)].end for stage in range(layout.pp))
@@ -134,7 +136,8 @@ def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:
                 "busy_seconds": own.busy,
                 "wait_seconds": wait,
                 "bubble": wait / span if span else 0.0,
-                "reduce_seconds": own.reduce,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
             }
         )
     return rows

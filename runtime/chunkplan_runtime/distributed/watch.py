@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import threading
@@ -26,6 +27,9 @@ DEAD_AFTER = 10.0
 #: Beats in that time.
 _BEATS = 10
 
+#: Seconds in which a main thread that runs Python has got to know of a signal.
+_PATIENCE = 3.0
+
 #: Exit code of a process that ends because another one was stopped: as if it had got that SIGTERM too.
 _STOPPED_CODE = 143
 
@@ -35,7 +39,7 @@ _RUNNING, _STOPPED, _INTERRUPTED = "running", "stopped", "interrupted"
 _VERDICT = "verdict"
 
 _RESUME = "--resume goes on from the last checkpoint"
-_HINTS = {1: f"its own output says why (out of memory, a lost machine); {_RESUME}", _STOPPED_CODE: _RESUME}
+HINTS = {1: f"its own output says why (out of memory, a lost machine); {_RESUME}", _STOPPED_CODE: _RESUME}
 
 
 class Watch:
@@ -74,6 +78,8 @@ class Watch:
         self._settled = threading.Event()  # how the job ends is known, or nothing looks for it any more
         self._settling = threading.Lock()
 
+        self._signals, self._signalled = socket.socketpair()
+        self._signalled.setblocking(False)
         self._wake = threading.Event()
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="watch", daemon=True)
@@ -87,6 +93,8 @@ class Watch:
             self._speaks_if_alone = self._store.add(f"machine/{socket.gethostname()}", 1) == 1
         self._beating.start()
         threading.Thread(target=self._look_at_store, name="watch of the store", daemon=True).start()
+        signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._look_at_signals, name="watch of signals", daemon=True).start()
         atexit.register(self._leave)
 
     def at_step(self, step: int) -> None:
@@ -120,6 +128,7 @@ class Watch:
         Rank 0, with which the store may go, waits until the others have stopped too.
         """
         self._word = _STOPPED
+        signal.set_wakeup_fd(-1)
         self._wake.set()
         self._beating.join(self._dead_after)
         self._over.set()
@@ -185,7 +194,7 @@ class Watch:
             waits = any(self._has_not_ended(rank) for rank in range(self.layout.world_size))
             # longer than a death takes to be found, which is then the reason
             if not waits or self._silence.of(_INTERRUPTED, True) >= 1.3 * self._dead_after:
-                tells = self._word != _INTERRUPTED
+                tells = not self._ends_itself
                 self._claim(_STOPPED_CODE, self._at(stopped[0], "was stopped") if tells else None)
 
     def _claim(self, code: int, sentence: str | None) -> None:
@@ -202,6 +211,15 @@ class Watch:
             if silence.of("rounds", self._rounds) >= self._dead_after:
                 self._lose_store(f"nothing heard of its store for {self._dead_after:g} s")
                 return
+
+    def _look_at_signals(self) -> None:
+        """Have the job end where the main thread is in C++, and so does not run Python's handler of a signal."""
+        number = self._signals.recv(1)[0]
+        while number not in (signal.SIGTERM, signal.SIGINT):
+            number = self._signals.recv(1)[0]
+        if not self._over.wait(_PATIENCE) and not self._ends_itself:
+            self._word = _INTERRUPTED
+            self._wake.set()
 
     def _lose_store(self, reason: str) -> None:
         if _STOPPED in (self._word, self._beats.get(0, (_RUNNING, -1))[0]):
@@ -224,7 +242,7 @@ class Watch:
         if ends_itself:
             return
         if sentence is not None:
-            sys.stderr.write(f"error: {sentence}\nhint: {_HINTS[code]}\n")  # in one piece
+            sys.stderr.write(f"error: {sentence}\nhint: {HINTS[code]}\n")  # in one piece
         time.sleep(2 * self._interval)  # others read it; who fails too may end by itself
         sys.stderr.flush()
         os._exit(code)

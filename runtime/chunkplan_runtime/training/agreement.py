@@ -28,11 +28,11 @@ def refuse_other_processes(mine: Mapping[str, Any], job: Job) -> None:
     """
     main, *others = job.tell_all(json.loads(json.dumps(mine)))
     for rank, its in enumerate(others, start=1):
-        differ = [name for name in main if its.get(name) != main[name]]
+        differ = [name for name in {**main, **its} if its.get(name) != main.get(name)]
         if differ:
             [name, *more] = differ
             raise UsageError(
-                f"{job.layout.describe(rank)} has {name} {shorten(its.get(name))}, rank 0 has {shorten(main[name])}"
+                f"{job.layout.describe(rank)} has {name} {shorten(its.get(name))}, rank 0 has {shorten(main.get(name))}"
                 + (f"; and {len(more)} more differ" if more else ""),
                 hint="start all processes with the same options, files and versions",
             )

@@ -200,3 +200,9 @@ def what_it_learns_by(config: TrainConfig) -> dict[str, Any]:
         for option in fields(config)
         if option.metadata["group"] in ("LoRA", "learning", "length")
     }
+
+
+def what_all_have(config: TrainConfig) -> dict[str, Any]:
+    """The options that have to be the same on all processes, by flag: all but places, which machines may differ in."""
+    places = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
+    return {flag(option.name): getattr(config, option.name) for option in fields(config) if option.name not in places}

@@ -13,7 +13,7 @@ from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.model_setup import build_model
-from chunkplan_runtime.training.save import save_files, shared_folder
+from chunkplan_runtime.training.save import NO_ROOM, save_files, shared_folder
 from chunkplan_runtime.training.tensor_files import read_tensors, write_tensors
 
 _PARTS = "parts"
@@ -37,9 +37,10 @@ def save_final(
     with shared_folder(target, job, _PARTS) as folder:
         write_tensors(folder / _PARTS, learner.tensors()["weights"], 0, job, target)
         if job.is_main:
-            whole = build_model(config, model_config, "cpu")
+            whole = build_model(config, model_config, job)
             weights = TrainedWeights(whole.model, masters=config.precision == "bf16")
-            read_tensors(folder / _PARTS, {name: weight.detach() for name, weight in weights.tensors.items()}, Job())
+            parts = {name: weight.detach() for name, weight in weights.tensors.items()}
+            read_tensors(folder / _PARTS, parts, Job(), hint=NO_ROOM)
             weights.publish()
             shutil.rmtree(folder / _PARTS)
             save_files(whole, tokenizer, folder)

@@ -53,11 +53,9 @@ class Learner:
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
         groups, masters = job.groups, config.precision == "bf16"
-        self._shards = (
-            Shards(model, groups.copies, masters=masters, reshard=config.reshard)
-            if groups and job.layout.dp > 1
-            else None
-        )
+        self._shards = None
+        if groups and groups.copies:
+            self._shards = Shards(model, groups.copies, masters=masters, reshard=config.reshard)
         self.model = self._shards.model if self._shards else model
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = Executor(

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.devices import find_device
-from chunkplan_runtime.distributed.launch import local_rank
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.launch import own_gpu
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.lora import LoraOptions, add_lora
@@ -31,8 +33,8 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
     name = config.device
     if not alone and name.startswith("cuda:"):
         raise UsageError(f"--device is {name}, for every process", hint="leave it out: each takes a GPU of its own")
-    if not alone and name != "cpu" and torch.cuda.device_count():
-        name = f"cuda:{local_rank()}"
+    if not alone and name != "cpu" and torch.cuda.is_available():
+        name = f"cuda:{own_gpu()}"
     device = str(find_device(name))
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
@@ -50,19 +52,22 @@ def read_its_config(config: TrainConfig) -> Any:
     return read_config(config.model_config)
 
 
-def build_model(config: TrainConfig, model_config: Any, device: str) -> CausalLM:
-    """The whole model with its weights on a device, after `choose_device`; with adapters where there is a rank.
+def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
+    """The whole model, after `choose_device`: on the device, or on the CPU where a process has a part of it only; with
+    adapters where there is a rank.
 
     Raises:
         UsageError: its weights cannot be loaded, or an option is not one for this model.
         DataError: some of them are missing, or transformers cannot build it.
     """
     assert config.precision is not None
-    dtype, place = _DTYPES[config.precision], {"device": device, "attention": config.attention}
+    dtype, device = _DTYPES[config.precision], torch.device(config.device)
     if config.model is not None:
-        model = load_model(config.model, model_config, dtype, **place)
-    else:
-        model = new_model(model_config, dtype, config.seed, **place)
+        model = load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device)
+    else:  # drawn on the CPU, where the same seed draws the same for any layout
+        model = new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
+    if job.groups is None:
+        model = replace(model, model=model.model.to(device))
     if config.lora_rank:
         options = LoraOptions(
             rank=config.lora_rank,
@@ -77,25 +82,36 @@ def build_model(config: TrainConfig, model_config: Any, device: str) -> CausalLM
     return model
 
 
+def check_layout(config: TrainConfig, plan: Plan, layout: Layout) -> None:
+    """Refuse options that are not for these processes, or not for this plan.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if layout.pp == 1 and config.stage_layers is not None:
+        raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
+    if not config.reshard:
+        return
+    if layout.dp == 1 or layout.pp > 1:
+        found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
+        raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
+    if plan.config["k"] > 1 or plan.config["k_by_length"] or not plan.config["equal_chunks"]:
+        raise UsageError(
+            "--reshard needs a plan of K 1 and equal chunk counts",
+            where=str(plan.path),
+            hint="build it with `--k 1 --equal-chunks`, or leave --reshard out",
+        )
+
+
 def own_stage(model: CausalLM, config: TrainConfig, layout: Layout) -> CausalLM:
     """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit.
 
     Raises:
         UsageError: the layers cannot be split over the stages so.
     """
-    if layout.pp == 1 and config.stage_layers is not None:
-        raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
-    if config.reshard and (layout.dp == 1 or layout.pp > 1):
-        found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
-        raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
     if layout.pp > 1:
         layers = split_layers(model.config.num_hidden_layers, layout.pp, config.stage_layers)
         model = cut_stage(model, layers[layout.stage], layout)
-    if not any(parameter.requires_grad for parameter in model.model.parameters()):
-        raise UsageError(
-            f"there is nothing to train on stage {layout.stage}",
-            hint="let --lora-targets name layers of every stage, or build the plan with fewer stages",
-        )
     return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
 
 

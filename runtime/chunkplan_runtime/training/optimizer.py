@@ -19,7 +19,7 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,  # which may be empty, on a stage without anything that is trained
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -105,7 +105,7 @@ def _list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
     def parse(text: str) -> tuple[Any, ...]:
         return tuple(kind(item.strip()) for item in text.split(",") if item.strip())
 
-    parse.__name__ = _PLURALS[kind]  # for argparse: "invalid list of numbers value"
+    parse.__name__ = _PLURALS[kind]  # for argparse: "invalid list of whole numbers value"
     return parse
 
 

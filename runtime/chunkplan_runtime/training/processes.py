@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,11 +16,14 @@ from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import TIMEOUT, joined
 from chunkplan_runtime.distributed.lost_peers import lost_peers
-from chunkplan_runtime.distributed.watch import Watch
+from chunkplan_runtime.distributed.watch import HINTS, Watch
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.model_setup import choose_device
 from chunkplan_runtime.training.trainer import train
+
+#: Seconds by which rank 0 is the first to tell of what all processes find alike.
+_HEAD_START = 1.0
 
 
 def train_alone(config: TrainConfig) -> None:
@@ -34,7 +38,7 @@ def train_together(config: TrainConfig) -> None:
         ChunkplanError: as `train` does, on the one process that says it for all.
         SystemExit: another process says it, with the same exit code.
     """
-    with joined():
+    with joined(config.device):
         size, rank = dist.get_world_size(), dist.get_rank()
         watch = Watch(Layout(dp=size, rank=rank))
         watch.start()
@@ -54,6 +58,8 @@ def _told_by_one(watch: Watch, rank: int) -> Iterator[None]:
     try:
         yield
     except ChunkplanError as error:
+        if rank > 0:
+            time.sleep(_HEAD_START)
         if not watch.fail(error.exit_code):
             sys.exit(error.exit_code)
         if rank > 0:
@@ -62,8 +68,7 @@ def _told_by_one(watch: Watch, rank: int) -> Iterator[None]:
     except KeyboardInterrupt:
         died = watch.interrupted()
         if died is not None:
-            hint = "its own output says why (out of memory, a lost machine); --resume goes on from the last checkpoint"
-            raise ChunkplanError(died, hint=hint) from None
+            raise ChunkplanError(died, hint=HINTS[1]) from None
         raise
     except Exception:  # a mistake of ours: with its traceback, once
         if not watch.fail(1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.training.config import TrainConfig
@@ -17,7 +19,9 @@ def describe_run(
     parameters = list(model.model.parameters())
     num_weights = sum(weight.numel() for weight in parameters)
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
-    kernels = ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels().items())
+    kernels = ", ".join(
+        f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items()
+    )
     plan, hardware = data.plan, data.plan.manifest["predictions"]["cost_model"]["hardware"]
     return [
         f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",

@@ -51,15 +51,28 @@ def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
         ChunkplanError: it cannot be written.
     """
     if not job.is_main:
-        yield Path(job.ask_main(""))
+        temporary = target.with_name(job.ask_main(""))
+        _refuse_other_disks(temporary, target, job)
+        yield temporary
         job.wait_for_all()
         return
     with whole_folder(target) as temporary:
         for name in inside:
             (temporary / name).mkdir()
-        job.ask_main(str(temporary))
+        job.ask_main(temporary.name)
+        _refuse_other_disks(temporary, target, job)
         yield temporary
         job.wait_for_all()
+
+
+def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
+    blind = [job.layout.describe(rank) for rank, sees in enumerate(job.tell_all(temporary.is_dir())) if not sees]
+    if blind:
+        raise ChunkplanError(
+            f"{blind[0]} does not see what rank 0 writes",
+            where=str(target),
+            hint="--output has to be the same folder for all, on a disk that all machines see",
+        )
 
 
 def remove_folder(folder: Path) -> None:

@@ -63,8 +63,10 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
         if set(steps.values()) != {step}:
             raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
         ranks |= steps.keys()
-    if len(ranks) != num_files or len(files) != num_files:
-        raise DataError(f"{len(files)} files of {num_files} processes", where=str(folder), hint=HINT)
+    missing = [rank for rank in range(num_files) if f"step:{rank}" not in ranks]
+    if missing or len(files) != num_files:
+        what = f"no file of process {missing[0]}" if missing else f"{len(files)} files"
+        raise DataError(f"{what}, written by {num_files} processes", where=str(folder), hint=HINT)
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (entry.properties.dtype, entry.size)  # type: ignore[union-attr]  # there are only tensors
@@ -73,7 +75,7 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
     }
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job) -> None:
+def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job, hint: str = HINT) -> None:
     """Fill `tensors`, whole ones or shards, with what `stored_tensors` has found in `folder`.
 
     Raises:
@@ -83,7 +85,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job) -> None:
         with _one_or_many(job) as how:
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), **how)
     except CheckpointException as error:
-        raise DataError(f"cannot be read: {_reason(error)}", where=str(folder), hint=HINT) from error
+        raise DataError(f"cannot be read: {_reason(error)}", where=str(folder), hint=hint) from error
 
 
 @contextmanager

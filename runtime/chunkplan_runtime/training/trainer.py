@@ -21,7 +21,7 @@ from chunkplan_runtime.models import check_plan
 from chunkplan_runtime.stream import StepWork
 from chunkplan_runtime.training.agreement import refuse_other_processes, versions
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
-from chunkplan_runtime.training.config import TrainConfig, what_it_learns_by
+from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.evaluation import evaluate
 from chunkplan_runtime.training.final import save_final
@@ -30,7 +30,7 @@ from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
 from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
-from chunkplan_runtime.training.model_setup import build_model, fingerprint, own_stage, read_its_config
+from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, own_stage, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.run_lock import RunLock
 from chunkplan_runtime.training.run_summary import describe_run
@@ -94,11 +94,12 @@ class Run:
         self._peak_flops = peak_flops(data.plan) * job.layout.world_size
         #: What may not change when a run is resumed, by the name to tell it by.
         self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
-        others = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation), **versions()}
-        refuse_other_processes({**self._fixed, **others}, job)
+        hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
+        refuse_other_processes({**self._fixed, **hashes, **what_all_have(config), **versions()}, job)
+        check_layout(config, data.plan, job.layout)
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if it cannot be used
-        model = build_model(config, data.model_config, config.device if job.groups is None else "cpu")
+        model = build_model(config, data.model_config, job)
         refuse_other_processes({"weights": fingerprint(model)}, job)
         self._fixed["frozen weights"] = fingerprint(model, only_frozen=True)
         self._first, state = 0, None
@@ -176,8 +177,9 @@ class Run:
         if self._job.groups is not None:
             row["processes"] = stage_rows(gradients.spent, self._job.layout)
         if self._job.is_main:
+            self._folder.path.mkdir(parents=True, exist_ok=True)  # not before there is something to put into it
+            self._lock.take()
             self._log.write_step(row, gradients.sequences)
-            self._lock.take()  # now the folder is there
         self._screen.show_step(row)
         if worst:
             self._screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
