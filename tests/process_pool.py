@@ -97,7 +97,7 @@ def _work(rank: int, pipe: Connection) -> None:
     while True:
         try:
             world_size, store, module, name, arguments = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             dist.init_process_group(

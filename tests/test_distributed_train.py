@@ -80,13 +80,8 @@ def together(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return pool.run(size, run_main, size=size, port=port, arguments=list(arguments))
-
-
-def refused(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[int, str]]:
-    """As `together`, of what one process refuses, after which the watch ends the others."""
-    told = together(pool, size, *arguments)
-    pool.stop()
+    told = pool.run(size, run_main, size=size, port=port, arguments=list(arguments))
+    pool.stop()  # a run ends with its processes; after a failure the watch ends some that still live
     return told
 
 
@@ -204,20 +199,20 @@ def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
 def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, pool):
     mine = options(made, tmp_path / "run", plan="both")
     other = options(made, tmp_path / "run", plan="search")
-    told = refused(pool, 2, other, mine)
+    told = together(pool, 2, other, mine)
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert "rank 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
-    told = refused(pool, 2, other, [*other, "--lr", "1e-5"])
+    told = together(pool, 2, other, [*other, "--lr", "1e-5"])
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert "has --lr 1e-05, rank 0 has 0.003" in said
     for more in (("--save-every", "7"), ("--stage-layers", "1,1"), ("--eval-every", "1")):
-        told = refused(pool, 2, other, [*other, *more])
+        told = together(pool, 2, other, [*other, *more])
         assert [code for code, _ in told] == [2, 2]
         [said] = [text for _, text in told if text]
         assert f"has {more[0]} " in said
-    told = refused(pool, 3, mine)
+    told = together(pool, 3, mine)
     assert [code for code, _ in told] == [2] * 3
     [said] = [text for _, text in told if text]
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
