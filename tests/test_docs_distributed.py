@@ -23,7 +23,7 @@ from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan_cli.main import main
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.distributed.watch import HINTS, DEAD_AFTER
+from chunkplan_runtime.distributed.watch import DEAD_AFTER, HINTS
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig, flag
 from chunkplan_runtime.training.options import read_options
