@@ -49,10 +49,14 @@ class Layout:
         """The rank of a stage of a pipeline."""
         return stage * self.dp + copy
 
-    def dp_ranks(self, plan_dp: int) -> range:
-        """The data-parallel ranks of a plan for `plan_dp` of them whose rows this process runs, one after another."""
+    def rows(self, plan_dp: int) -> list[range]:
+        """By pipeline, which data-parallel ranks of a plan for `plan_dp` of them it runs, one after another."""
         share = plan_dp // self.dp
-        return range(self.copy * share, (self.copy + 1) * share)
+        return [range(copy * share, (copy + 1) * share) for copy in range(self.dp)]
+
+    def dp_ranks(self, plan_dp: int) -> range:
+        """Those that this process's pipeline runs."""
+        return self.rows(plan_dp)[self.copy]
 
     def describe(self, rank: int | None = None) -> str:
         """A process, in words."""

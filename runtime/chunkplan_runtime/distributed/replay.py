@@ -59,8 +59,7 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimes], layout: Layout) 
     step = times_by_rank[0].step
     described = next(plan.iter_steps(step))
     replays = []
-    for pipeline in range(layout.dp):
-        own = replace(layout, rank=layout.rank_of(0, pipeline)).dp_ranks(plan.config["dp"])
+    for pipeline, own in enumerate(layout.rows(plan.config["dp"])):
         planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
         if planned:
             times = [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)]

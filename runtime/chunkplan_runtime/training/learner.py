@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,9 @@ class Learner:
     def _by_process(self, step: PlanStep) -> list[list[Action]]:
         """What each process of a stage does in a step, rank by rank."""
         layout, plan_dp = self._job.layout, 1 + max(dp_rank for dp_rank, _ in step.actions)
-        copies = [replace(layout, rank=layout.rank_of(layout.stage, copy)) for copy in range(layout.dp)]
         return [
-            [action for dp_rank in copy.dp_ranks(plan_dp) for action in step.actions.get((dp_rank, layout.stage), ())]
-            for copy in copies
+            [action for dp_rank in own for action in step.actions.get((dp_rank, layout.stage), ())]
+            for own in layout.rows(plan_dp)
         ]
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

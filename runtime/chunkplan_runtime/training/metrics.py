@@ -26,7 +26,7 @@ from chunkplan_runtime.training.run_folder import RunFolder
 
 
 class RunLog:
-    """Writes the files of a run. Its folder appears with the first step, so that one that does none leaves none."""
+    """Writes the files of a run into its folder, which is there when the first step is done."""
 
     def __init__(self, folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
         self._folder = folder
@@ -41,8 +41,6 @@ class RunLog:
 
     def write_step(self, row: Mapping[str, Any], sequences: Sequence[SequenceLoss]) -> None:
         """Write a step's metrics, and where it was asked for the loss of each of its sequences."""
-        if not self._begun:
-            self._folder.path.mkdir(parents=True, exist_ok=True)
         if self._config.log_sequences:
             append_lines(
                 self._folder.sequences,
@@ -102,11 +100,7 @@ def _predicted_us(step: PlanStep, layout: Layout) -> float:
     ends: dict[int, float] = {}
     for (dp_rank, _), end in step.schedule_us.items():
         ends[dp_rank] = max(ends.get(dp_rank, 0.0), end)
-    share = (max(ends) + 1) // layout.dp
-    copies = [0.0] * layout.dp
-    for dp_rank, end in ends.items():
-        copies[dp_rank // share] += end
-    return max(copies)
+    return max(sum(ends.get(dp_rank, 0.0) for dp_rank in own) for own in layout.rows(max(ends) + 1))
 
 
 def reset_peak_memory(device: torch.device) -> None:

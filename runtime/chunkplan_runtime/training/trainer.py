@@ -177,7 +177,7 @@ class Run:
         if self._job.groups is not None:
             row["processes"] = stage_rows(gradients.spent, self._job.layout)
         if self._job.is_main:
-            self._folder.path.mkdir(parents=True, exist_ok=True)  # not before there is something to put into it
+            self._folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
             self._lock.take()
             self._log.write_step(row, gradients.sequences)
         self._screen.show_step(row)
