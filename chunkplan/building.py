@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
+from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
@@ -63,8 +64,9 @@ def build(
     processor; the plan is the same for any number of them. `progress` is called with (steps planned, steps).
 
     Raises:
-        UsageError: there is no analysis, `output` holds something else, or no step is left after dropping.
-        DataError: the analysis is damaged, or a sequence is too long and may not be split.
+        UsageError: there is no analysis, `output` holds something else, cannot be written or is being written by
+            another run, or no step is left after dropping.
+        DataError: the analysis is damaged or was replaced meanwhile, or a sequence is too long and may not be split.
     """
     output = Path(output)
     built = build_plans(analysis, output, config, cost=cost, workers=workers, progress=progress)
@@ -99,7 +101,7 @@ def build_plans(
         held_out = replace(config, part="eval", mix=None, epochs=1, last_batch="keep")
         configs[evaluation_folder(output)] = held_out
     built = {}
-    with ExitStack() as all_or_nothing:
+    with ExitStack() as all_or_nothing, _refusing_replaced(analysis):
         for target, its_config in configs.items():
             folder = None if dry_run else all_or_nothing.enter_context(replace_folder(target, "plan"))
             built[target] = _build_one(
@@ -112,6 +114,23 @@ def build_plans(
                 progress,
             )
     return built
+
+
+@contextmanager
+def _refusing_replaced(analysis: Analysis) -> Iterator[None]:
+    """Refuse what the block makes of an analysis whose place another took meanwhile, or says of it as damaged."""
+    try:
+        yield
+    except DataError:
+        _refuse_replaced(analysis)
+        raise
+    _refuse_replaced(analysis)
+
+
+def _refuse_replaced(analysis: Analysis) -> None:
+    folder = analysis.path
+    if folder.is_dir() and read_manifest(folder, "analysis")["content_hash"] != analysis.content_hash:
+        raise DataError("was replaced while it was planned", where=str(folder), hint="run the command again")
 
 
 def is_evaluation(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from chunkplan.errors import UsageError
+from chunkplan.writing import writing
 
 
 @contextmanager
@@ -19,15 +19,12 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         UsageError: `path` cannot be written.
     """
     temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}", hint="name a file in a folder that is there"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,20 +19,7 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.intake import reading
 from chunkplan.intake.readers import sizes
 from chunkplan.intake.worker import start
-
-ROOT = Path(__file__).parent.parent
-TOKENIZER = ROOT / "sample_data" / "tokenizer"
-
-PIECE_BYTES = 60_000
-
-#: The command, with pieces so small that there are many of them in little data.
-COMMAND = f"""
-from chunkplan.intake import reading
-from chunkplan.intake.readers import sizes
-from chunkplan_cli.main import main
-reading._LITTLE, sizes.PIECE_BYTES = 0, {PIECE_BYTES}
-main()
-"""
+from tests.process_checks import PIECE_BYTES, ROOT, TOKENIZER, begin_analyze, in_group, left_behind, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -58,52 +43,9 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path / "space"
 
 
-def begin(*arguments: str | Path, workspace: Path) -> subprocess.Popen[str]:
-    """The command, at work in a process group of its own, as a terminal has it."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "runtime", "cli")),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    command = ["analyze", *map(str, arguments), "--tokenizer", str(TOKENIZER), "--workspace", str(workspace)]
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *command, "--workers", "2"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.005)
-
-
 def finished(workspace: Path) -> set[str]:
     """The pieces in the cache that are whole."""
     return {path.parent.name for path in (workspace / "cache" / "pieces").glob("*/piece.json")}
-
-
-def left_behind(workspace: Path) -> list[Path]:
-    return [path for path in workspace.rglob("*") if ".tmp-" in path.name or ".old-" in path.name]
-
-
-def in_group(group: int) -> list[int]:
-    """The processes of a group, less those that only wait to be reaped."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it has ended
-            continue
-        if int(of) == group and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.mark.parametrize(("number", "code", "line"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")])
@@ -113,7 +55,7 @@ def test_an_interrupt_ends_all_processes_without_a_word_more_and_the_next_run_go
 ) -> None:
     old = load_analysis(workspace / "analysis").content_hash
     before = finished(workspace)
-    process = begin(data, workspace=workspace)
+    process = begin_analyze(data, workspace=workspace)
     wait_until(
         lambda: len(in_group(process.pid)) > 3 if moment == "starting" else len(finished(workspace) - before) > 2
     )
@@ -127,7 +69,7 @@ def test_an_interrupt_ends_all_processes_without_a_word_more_and_the_next_run_go
     if moment == "at work" and number == signal.SIGINT:
         kept = {key: (workspace / "cache" / "pieces" / key).stat().st_ino for key in finished(workspace) - before}
         assert 1 < len(kept) < 12
-        again = begin(data, workspace=workspace)
+        again = begin_analyze(data, workspace=workspace)
         assert again.wait(timeout=100) == 0
         assert {key: (workspace / "cache" / "pieces" / key).stat().st_ino for key in kept} == kept
         assert load_analysis(workspace / "analysis").num_sequences == len(data.read_text().splitlines())
@@ -136,7 +78,7 @@ def test_an_interrupt_ends_all_processes_without_a_word_more_and_the_next_run_go
 def test_a_run_that_is_killed_takes_its_workers_with_it_and_the_next_clears_up(data: Path, workspace: Path) -> None:
     old = load_analysis(workspace / "analysis").content_hash
     before = finished(workspace)
-    process = begin(data, workspace=workspace)
+    process = begin_analyze(data, workspace=workspace)
     wait_until(lambda: finished(workspace) - before)
     process.kill()
     _, screen = process.communicate(timeout=10)
@@ -153,7 +95,9 @@ def test_two_runs_at_once_in_one_cache_both_succeed(data: Path, tmp_path: Path) 
     for name, count in (("much", 100), ("little", 50)):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
     much, little = tmp_path / "much.jsonl", tmp_path / "little.jsonl"
-    runs = [begin(file, "--output", tmp_path / file.stem, workspace=tmp_path / "space") for file in (much, little)]
+    runs = [
+        begin_analyze(file, "--output", tmp_path / file.stem, workspace=tmp_path / "space") for file in (much, little)
+    ]
     for run in runs:
         _, screen = run.communicate(timeout=200)
         assert run.returncode == 0, screen

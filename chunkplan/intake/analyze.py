@@ -15,7 +15,7 @@ from chunkplan.intake.assemble import assemble
 from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.reading import IntakeRequest, Progress, read_all
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import refuse_other_content, replace_folder
+from chunkplan.planfile.folder import fill_folder, refuse_other_content
 from chunkplan.planfile.load import load_analysis
 
 
@@ -50,7 +50,8 @@ def analyze(
         progress: called as records are read.
 
     Raises:
-        UsageError: a path is not there, an option makes no sense, or the disk has no room.
+        UsageError: a path is not there, an option makes no sense, the disk has no room, or another run is writing
+            `output`.
         DataError: a record is not what its source's schema says, or there is nothing to train on.
         ChunkplanError: a process was killed.
     """
@@ -67,8 +68,8 @@ def analyze(
         ray=ray,
         progress=progress,
     )
-    with read_all(request) as done:
-        with replace_folder(output, "analysis") as folder:
+    with read_all(request, output) as done:
+        with fill_folder(output) as folder:
             assemble(folder, done.sources, done.store.path, done.job.options, done.tokenizer)
             analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)

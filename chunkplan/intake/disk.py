@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from chunkplan.errors import UsageError
@@ -16,12 +13,9 @@ _RESERVE = 256 << 20
 #: Bytes that are stored for a byte of text where tokens are long, and where every character is one.
 LEAST, MOST = 0.6, 5.5
 
-_ROOM_HINT = (
+ROOM_HINT = (
     "make room, put --workspace elsewhere, or store lengths only with --no-tokens; what was finished is not done again"
 )
-
-_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_IS_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
 
 
 def check_room(folder: Path, num_bytes: float, what: str) -> None:
@@ -34,27 +28,12 @@ def check_room(folder: Path, num_bytes: float, what: str) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < num_bytes + _RESERVE:
+        place = next(place for place in (folder, *folder.parents) if ".tmp-" not in place.name)
         raise UsageError(
-            f"{what} takes about {_size(num_bytes)} and {folder} has {_size(free)} left",
-            hint=_ROOM_HINT,
+            f"{what} takes about {_size(num_bytes)}, {_size(_RESERVE)} are to stay free, and {place} has {_size(free)} "
+            "left",
+            hint=ROOM_HINT,
         )
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns what the system has against writing below `folder` into a UsageError."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or folder
-        if error.errno in _IS_FULL:
-            raise UsageError(f"no room is left to write {place} ({error.strerror})", hint=_ROOM_HINT) from error
-        if error.errno in _IS_REFUSED:
-            raise UsageError(
-                f"cannot write {place}: {error.strerror}",
-                hint="check the path and its permissions",
-            ) from error
-        raise
 
 
 def _size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.disk import LEAST, check_room, writing
+from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.process import Job
@@ -23,7 +23,8 @@ from chunkplan.intake.run_local import run_here, run_in_processes
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile, find_sources
 from chunkplan.intake.store import Store
-from chunkplan.planfile.folder import temporary_folder
+from chunkplan.planfile.folder import reserve_folder, temporary_folder
+from chunkplan.writing import writing
 
 #: Bytes of data that are read sooner than other processes would have started.
 _LITTLE = 8 << 20
@@ -58,10 +59,11 @@ class Done:
 
 
 @contextmanager
-def read_all(request: IntakeRequest, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
+def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
     """Process all pieces, or those of a shard (I, N); they are in the store at least until the block ends.
 
-    Raises as `analyze` does, and what goes wrong in the block with writing is a UsageError too.
+    So long no other run writes the folder `output`, for which they are. Raises as `analyze` does, and what goes wrong
+    in the block with writing is a UsageError too.
     """
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
@@ -81,7 +83,8 @@ def read_all(request: IntakeRequest, *, shard: tuple[int, int] | None = None) ->
             request.progress(num_bytes, total, num_tokens)
 
     store = Store(request.cache, is_trusted=request.use_cache)
-    with writing(request.cache), store.in_use():
+    kind = "analysis" if shard is None else "shard"
+    with reserve_folder(output, kind), writing(request.cache, room_hint=ROOM_HINT), store.in_use():
         with temporary_folder(request.cache, "spool") as spool:
             run = Run(files, job, store, spool, shard=shard)
             try:

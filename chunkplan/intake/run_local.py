@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chunkplan.errors import ChunkplanError
-from chunkplan.intake.disk import writing
+from chunkplan.intake.disk import ROOM_HINT
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.process import Job, process
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import Layout
 from chunkplan.intake.worker import Worker, WorkerError, start
+from chunkplan.writing import writing
 
 #: Tasks that wait beside those that run: enough that no process has to, few enough that spooled pieces take no room.
 _WAITING = 2
@@ -120,7 +121,7 @@ class _Progress(NamedTuple):
 def attempt(job: Job, task: Task, report: Callable[[int, int], None]) -> PieceResult | Failed:
     """Do one task; what a user can mend comes back as a value."""
     try:
-        with writing(job.store):
+        with writing(job.store, room_hint=ROOM_HINT):
             return process(job, task.piece, task.layout, report)
     except ChunkplanError as error:
         return Failed(error)

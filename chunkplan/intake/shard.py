@@ -16,7 +16,6 @@ from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.assemble import assemble
-from chunkplan.intake.disk import writing
 from chunkplan.intake.files import name_of
 from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
@@ -27,7 +26,7 @@ from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import link_or_copy
-from chunkplan.planfile.folder import MANIFEST, refuse_other_content, replace_folder
+from chunkplan.planfile.folder import MANIFEST, fill_folder, refuse_other_content, replace_folder
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.manifest import write_manifest
 from chunkplan.planfile.schema import SCHEMA_VERSION
@@ -52,9 +51,9 @@ def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, in
         raise UsageError(f"shard {index} of {count}", hint="shards are 1/N to N/N")
     output = Path(output)
     refuse_other_content(output, "shard")
-    with read_all(request, shard=shard) as done:
+    with read_all(request, output, shard=shard) as done:
         pieces = {piece.key: piece for source in done.sources for piece in source.pieces}  # equal ones are one
-        with replace_folder(output, "shard") as folder:
+        with fill_folder(output) as folder:
             for key, piece in pieces.items():
                 (folder / "pieces" / key).mkdir(parents=True)
                 for name in piece.files:
@@ -94,7 +93,7 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
         for piece in source.pieces:
             _check_files(locate(piece.key), piece)
     options = IntakeOptions(**manifests[0]["options"])
-    with writing(output), replace_folder(output, "analysis") as folder:
+    with replace_folder(output, "analysis") as folder:
         assemble(folder, sources, locate, options, manifests[0]["tokenizer"])
         analysis = load_analysis(folder)
     return replace(analysis, path=output)

@@ -93,7 +93,7 @@ class Store:
 
     def clean(self) -> None:
         """Remove what runs that were killed have left half done."""
-        for folder in (self.root, self.root / "pieces"):
+        for folder in (self.root, self.root / "pieces", self.root / "files"):
             folder.mkdir(parents=True, exist_ok=True)
             remove_left_behind(folder)
         (self.root / CACHE_TAG).write_text(_TAG, encoding="utf-8")
@@ -131,10 +131,10 @@ class Store:
     def remember(self, path: Path, stat: list[int], looked: int, known: dict[str, Any]) -> None:
         """Note what is `known` of a file whose `describe` was `stat` at the time `looked`, before it was read."""
         note = self._note(path)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_suffix(f".tmp-{os.getpid()}")
-        temporary.write_text(json.dumps({"path": str(path), "stat": stat, "looked": looked, "known": known}))
-        temporary.replace(note)
+        with temporary_folder(note.parent, note.stem) as folder:
+            temporary = folder / note.name
+            temporary.write_text(json.dumps({"path": str(path), "stat": stat, "looked": looked, "known": known}))
+            temporary.replace(note)
 
     def _note(self, path: Path) -> Path:
         name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]

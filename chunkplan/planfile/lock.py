@@ -1,0 +1,73 @@
+"""One writer at a time: a lock that the kernel lets go of when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from chunkplan.errors import UsageError
+
+#: More of a command does not help to tell it from others.
+_MOST_CHARACTERS = 200
+
+
+@contextmanager
+def hold(target: Path) -> Iterator[None]:
+    """Keep other runs from writing `target` until the block ends.
+
+    The lock is on a file beside it, `.NAME.lock`, which says who holds it and is removed at the end. One that a killed
+    run left is in nobody's way. Where the file system has no locks the block runs without one.
+
+    Raises:
+        UsageError: another run holds `target`.
+        OSError: no file can be written there.
+    """
+    path = target.with_name(f".{target.name}.lock")
+    descriptor = _take(path, target)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, _describe_this_run().encode("utf-8", "replace"))
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take(path: Path, target: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace") or "it has just begun"
+            os.close(descriptor)
+            raise UsageError(
+                f"another run is writing {target} ({holder})",
+                hint="wait for it to end, or write elsewhere with --output or --workspace",
+            ) from error
+        except OSError:  # some network file systems have no locks
+            return descriptor
+        if _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # its holder removed it after it was opened here: only who makes a new one holds anything
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _describe_this_run() -> str:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    if len(command) > _MOST_CHARACTERS:
+        command = f"{command[:_MOST_CHARACTERS]}..."
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}: {command}"
