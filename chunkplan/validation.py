@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from chunkplan.cost.model import CostModel
+from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
 from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL
@@ -87,7 +89,7 @@ def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
         if not unchecked:
             found, unchecked = _check_schedules(columns, ScheduleColumns.of(tables["schedule"]))
             violations += found
-        violations = _check_hashes(plan, analysis, hashes.result()) + violations
+        violations = _check_hashes(plan, analysis, hashes.result()) + _check_manifest(plan, analysis) + violations
     return _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
 
 
@@ -124,6 +126,22 @@ def _check_hashes(plan: Plan, analysis: Analysis, hashes: dict[str, str]) -> lis
         violations.append(Violation("content-hash", "the plan's hash is not that of its files' hashes"))
     if plan.manifest["analysis"]["content_hash"] != analysis.content_hash:
         violations.append(Violation("content-hash", f"the plan was built from another analysis than {analysis.path}"))
+    return violations
+
+
+def _check_manifest(plan: Plan, analysis: Analysis) -> list[Violation]:
+    """What no hash covers: what the manifest says of the analysis is so, and its cost model is one."""
+    stated = plan.manifest["analysis"]
+    actual = {"exact": analysis.is_exact, "has_tokens": analysis.has_tokens, "sample": analysis.sample}
+    violations = [
+        Violation("totals", f"manifest says {name} = {stated[name]} of the analysis, which has {value}")
+        for name, value in actual.items()
+        if stated.get(name, value) != value
+    ]
+    try:
+        CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where="manifest")
+    except ChunkplanError as error:
+        violations.append(Violation("totals", f"no cost model: {error.message}"))
     return violations
 
 

@@ -53,6 +53,12 @@ class Backend(Protocol):
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
         """The tokens of rendered conversations, with nothing added, and which of them begin in a span."""
 
+    def knows(self, input_id: int) -> bool:
+        """Whether this is the id of a token."""
+
+    def decode(self, input_ids: list[int]) -> str:
+        """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
+
 
 @dataclass(frozen=True)
 class RecordTokenizer:

@@ -17,6 +17,8 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.notebook import analysis_html
+from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.schema import TOKENS
 from chunkplan.planfile.tables import conform
 
@@ -77,6 +79,9 @@ class Analysis:
             )
         return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
 
+    def _repr_html_(self) -> str:
+        return analysis_html(self.path, self.manifest, self.content_hash, self.num_tokens, self.num_target_tokens)
+
 
 def record_place(path: str, kind: str, record: int) -> str:
     """Where the `record`th record (from 0) of a source of that `kind` is: file:line, or the record of what has none."""
@@ -86,7 +91,7 @@ def record_place(path: str, kind: str, record: int) -> str:
 
 
 #: What pyarrow raises for a file that is torn or overwritten.
-_DAMAGED = (OSError, ValueError, pa.ArrowException)
+_DAMAGED = (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
 
 
 def join_runs(views: Iterable[memoryview], first: Int64Array, last: Int64Array) -> bytearray:
@@ -152,39 +157,40 @@ class TokenReader:
         return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """All record batches in order as they are, with the sequence_id of their first row: for what reads them all."""
+        """All record batches in order, with the sequence_id of their first row: for what reads them all.
+
+        Raises:
+            DataError: as `gather`.
+        """
         return ((int(self._first[index]), self._batch(index)) for index in range(len(self._place)))
 
     def _open(self, index: int) -> None:
-        """Take a record batch into use, once it is found to be where and as long as it should be."""
-        path, batch = self._path(index), self._batch(index)
-        try:
-            batch.validate()
-            table = conform(pa.Table.from_batches([batch]), TOKENS, path)
-        except _DAMAGED as error:
-            raise _unreadable(error, path) from error
-        first, last = int(self._first[index]), int(self._last[index])
-        input_ids, target = (table.column(name).chunk(0) for name in ("input_ids", "target"))
-        stated = self._begin[first : last + 1] - self._begin[first]
-        for lists in (input_ids, target):
-            offsets = to_numpy(lists.offsets)
-            if len(stated) != last - first + 1 or not np.array_equal(offsets - offsets[0], stated):
-                raise DataError(
-                    f"sequences from {first} on do not have the lengths stated", where=str(path), hint="analyze again"
-                )
-        ids, bits = input_ids.flatten(), target.flatten()
+        """Take a record batch into use."""
+        batch = self._batch(index)
+        ids, target = (batch.column(name).flatten() for name in ("input_ids", "target"))
         self._input_ids[index] = memoryview(ids.buffers()[1])[4 * ids.offset : 4 * (ids.offset + len(ids))]
-        self._target[index], self._first_bit[index] = memoryview(bits.buffers()[1]), bits.offset
+        self._target[index], self._first_bit[index] = memoryview(target.buffers()[1]), target.offset
         self._is_open[index] = True
 
     def _batch(self, index: int) -> pa.RecordBatch:
-        batch = self._place[index][1]
-        path = self._path(index)
+        """A record batch, once it is found to be where and as long as it should be."""
+        path, first, last = self._path(index), int(self._first[index]), int(self._last[index])
+        refuse_outside(path, self._folder)
         try:
             # The file is not kept open, or thousands of parts would be too many; what is mapped lives with the batch.
-            return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(batch)
+            batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(self._place[index][1])
+            batch.validate()
+            table = conform(pa.Table.from_batches([batch]), TOKENS, path)
         except _DAMAGED as error:
-            raise _unreadable(error, path) from error
+            raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
+        stated = self._begin[first : last + 1] - self._begin[first]
+        for name in TOKENS.names:
+            offsets = to_numpy(batch.column(name).offsets)
+            if not np.array_equal(offsets - offsets[0], stated):
+                raise DataError(
+                    f"sequences from {first} on do not have the lengths stated", where=str(path), hint="analyze again"
+                )
+        return table.to_batches()[0]
 
     def _path(self, index: int) -> Path:
         return self._folder / str(self._parts[self._place[index][0]]["file"])
@@ -193,7 +199,3 @@ class TokenReader:
         return DataError(
             f"sequence {sequence_id} is not where the manifest says", where=str(self._folder), hint="analyze again"
         )
-
-
-def _unreadable(error: Exception, path: Path) -> DataError:
-    return DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again")

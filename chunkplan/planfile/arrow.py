@@ -34,7 +34,8 @@ def to_numpy(array: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_boolean(array.type):
         bits = np.frombuffer(data, np.uint8)
         return np.unpackbits(bits, bitorder="little")[array.offset : array.offset + len(array)].astype(np.bool_)
-    return np.frombuffer(data, array.type.to_pandas_dtype())[array.offset : array.offset + len(array)]
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
 
 
 def _bits(values: npt.NDArray[np.bool_]) -> pa.Buffer:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError, UsageError
@@ -15,6 +15,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.schema import SEQUENCES
+from chunkplan.planfile.tables import open_parquet
 
 IntegerArray = npt.NDArray[np.integer]
 
@@ -47,7 +48,7 @@ def load_lengths(path: Path) -> Analysis:
             where=f"{path}, row {wrong[0]}",
             hint="leave out sequences without tokens; longer ones cannot be planned",
         )
-    num_tokens = values.astype(np.int32, copy=False)
+    num_tokens = np.array(values, np.int32)
     return Analysis(
         path=path,
         content_hash=combine_hashes({"sequences": _hash_sequences(num_tokens)}),
@@ -72,8 +73,8 @@ def _hash_sequences(num_tokens: Int32Array) -> str:
 
 def _read_npy(path: Path) -> IntegerArray:
     try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, a shape that the file has not is refused
+    except (OSError, ValueError, SyntaxError, TokenError, OverflowError, EOFError) as error:  # the header is Python
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
         raise DataError("not one row of whole numbers", where=str(path), hint=_HINT)
@@ -81,10 +82,9 @@ def _read_npy(path: Path) -> IntegerArray:
 
 
 def _read_parquet(path: Path) -> IntegerArray:
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    with open_parquet(path, _HINT) as file:
+        table = file.read()
+        table.validate(full=True)
     if table.num_columns != 1 or not pa.types.is_integer(table.schema.field(0).type) or table.column(0).null_count:
         found = ", ".join(f"{field.name}: {field.type}" for field in table.schema)
         raise DataError(f"found columns {found}; expected one of whole numbers", where=str(path), hint=_HINT)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from chunkplan.arrays import Int32Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest
+from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import read_columns
@@ -25,8 +28,9 @@ def load_analysis(path: str | Path) -> Analysis:
     if path.is_file() or (not path.exists() and path.suffix in (".npy", ".parquet")):
         return load_lengths(path)
     manifest = read_manifest(path, "analysis")
+    refuse_outside(path / "sequences.parquet", path)
     columns, found = read_columns(path / "sequences.parquet", SEQUENCES)
-    del columns["sequence_id"]
+    num_sequences = len(columns.pop("sequence_id"))
     if manifest["content_hashes"]["sequences"] != found:
         raise DataError(
             "the lengths are not those the manifest was written for (content hash differs)",
@@ -39,12 +43,47 @@ def load_analysis(path: str | Path) -> Analysis:
             where=str(path / MANIFEST),
             hint="analyze again",
         )
+    if manifest["tokens"]:
+        _check_parts(manifest["tokens"], num_sequences, path)
+    _check_sources(columns["source"], len(manifest["sources"]), path)
     return Analysis(
         path=path,
         content_hash=manifest["content_hash"],
         manifest=manifest,
         **columns,
     )
+
+
+def _check_parts(parts: list[dict[str, Any]], num_sequences: int, path: Path) -> None:
+    """Raises DataError where part files do not hold the sequences from the first to the last, each one once."""
+    first = 0
+    for part in parts:
+        if part["first_sequence_id"] != first:
+            break
+        first += sum(part["rows"])
+    else:
+        if first == num_sequences:
+            return
+        raise DataError(
+            f"tokens of {first:,} sequences, expected {num_sequences:,}",
+            where=str(path / MANIFEST),
+            hint="analyze again",
+        )
+    raise DataError(
+        f"{part['file']} is said to begin with sequence {part['first_sequence_id']}, expected {first}",
+        where=str(path / MANIFEST),
+        hint="analyze again",
+    )
+
+
+def _check_sources(source: Int32Array, num_sources: int, path: Path) -> None:
+    """Raises DataError where sequences are of sources that the manifest does not have; it may have none at all."""
+    if num_sources and not 0 <= source.min() <= source.max() < num_sources:
+        raise DataError(
+            f"sequences of sources {source.min()} to {source.max()}, expected 0 to {num_sources - 1}",
+            where=str(path / "sequences.parquet"),
+            hint="analyze again",
+        )
 
 
 def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
@@ -54,12 +93,37 @@ def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analys
         UsageError: it is not there.
         DataError: what is there is not an analysis, or is damaged.
     """
-    if analysis is None and not plan.analysis_path.exists():
+    if analysis is None and not _is_there(plan.analysis_path):
         raise UsageError(
             f"the analysis of the plan {plan.path} is not at {plan.analysis_path}",
             hint="say where it is with --analysis, or build the plan again",
         )
     return load_analysis(plan.analysis_path if analysis is None else analysis)
+
+
+def load_same_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
+    """The analysis a plan was built from, as `load_plan_analysis`, and with the same content.
+
+    Raises:
+        UsageError: it is not there.
+        DataError: what is there is not the plan's analysis, or is damaged.
+    """
+    found = load_plan_analysis(plan, analysis)
+    expected = plan.manifest["analysis"]["content_hash"]
+    if found.content_hash != expected:
+        raise DataError(
+            f"not the analysis of the plan: content hash {found.content_hash[:12]}, the plan has {expected[:12]}",
+            where=str(found.path),
+            hint="build the plan again from this analysis, or give its own with `--analysis`",
+        )
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -72,8 +136,7 @@ def load_plan(path: str | Path) -> Plan:
     path = Path(path)
     manifest = read_manifest(path, "plan")
     for name in ("steps.parquet", "chunks.parquet", "schedule.parquet"):
-        if not (path / name).is_file():
-            raise DataError(f"{name} is missing", where=str(path), hint="build the plan again")
+        refuse_outside(path / name, path)
     return Plan(path=path, manifest=manifest)
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.json_file import read_json
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN, find_mismatch
+from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
 #: The oldest version of each kind that is still read.
@@ -23,26 +25,21 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
-        DataError: it is not JSON, is of the other kind, was written by a newer or too old a schema, or lacks an entry.
+        DataError: it is a link out of the folder, is not JSON (see `json_file.read_json`), is of the other kind, was
+            written by a newer or too old a schema, or lacks an entry.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.exists():
         what = f"{folder} has no {MANIFEST}" if folder.is_dir() else f"there is no {kind} at {folder}"
         command = "chunkplan analyze" if kind == "analysis" else "chunkplan build"
         raise UsageError(what, hint=f"`{command}` writes one; give its folder")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
+    refuse_outside(path, folder)
+    manifest = read_json(path, hint=_HINT)
     if not isinstance(manifest, dict) or manifest.get("kind") not in ("analysis", "plan"):
         raise DataError("not the manifest of an analysis or a plan", where=str(path), hint=_HINT)
     if manifest["kind"] != kind:

@@ -34,6 +34,7 @@ def or_null(expected: Test) -> Test:
 
 
 TEXT = (lambda value: isinstance(value, str), "a string")
+PATH = (lambda value: isinstance(value, str) and "\0" not in value, "a path")
 FLAG = (lambda value: isinstance(value, bool), "true or false")
 NUMBER = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0")
 COUNTS = (
@@ -43,6 +44,10 @@ COUNTS = (
 PART_FILE = (
     lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
     "the name of a part file in tokens/",
+)
+TOKENIZER = (
+    lambda value: isinstance(value, dict) and PATH[0](value.get("path")) and isinstance(value.get("content_hash"), str),
+    "an object with `path` and `content_hash`",
 )
 SHARE = (lambda value: type(value) is float and 0 < value < 1, "a share between 0 and 1")
 HOLDOUT = (
@@ -71,6 +76,7 @@ def one_of(*choices: str) -> Test:
 
 
 ANALYSIS: Expected = {
+    "tool_version": TEXT,
     "content_hash": TEXT,
     "content_hashes": {"sequences": TEXT},
     "totals": COUNTS,
@@ -80,7 +86,11 @@ ANALYSIS: Expected = {
             "format?": TEXT,
             "schema": or_null(TEXT),
             "records": whole(),
+            "rejected?": whole(),
             "not_sampled?": whole(),
+            "first_sequence_id?": whole(),
+            "num_sequences?": whole(),
+            "num_tokens?": whole(),
         }
     ],
     "exact": FLAG,
@@ -88,11 +98,13 @@ ANALYSIS: Expected = {
     "rejected": COUNTS,
     "truncated": {"num_sequences": whole(), "num_tokens": whole()},
     "max_token_id": or_null(whole()),
+    "tokenizer?": or_null(TOKENIZER),
     "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
 _SELECTED: dict[str, Any] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
 PLAN: Expected = {
+    "tool_version": TEXT,
     "content_hash": TEXT,
     "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT},
     "config": {
@@ -117,7 +129,7 @@ PLAN: Expected = {
         "part": one_of("train", "eval"),
         "mix": or_null(WEIGHTS),
     },
-    "analysis": {"path": TEXT, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
+    "analysis": {"path": PATH, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
     "selection": {**_SELECTED, "sources": [{"path": TEXT, **_SELECTED}]},
     "totals": {
         "num_steps": whole(),

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.notebook import plan_html
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
 from chunkplan.planfile.step_rows import StepRows, rows_by_step
 from chunkplan.planfile.tables import read_table
@@ -100,6 +101,9 @@ class Plan:
         """Where the plan's analysis (or lengths file) was when it was built, relative to where the plan is now."""
         relative: str = self.manifest["analysis"]["path"]
         return (self.path.resolve() / relative).resolve()
+
+    def _repr_html_(self) -> str:
+        return plan_html(self.path, self.manifest)
 
     def steps(self) -> pa.Table:
         """steps.parquet."""

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, UInt64Array, split_mix
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 
 #: Far beyond any use; keeps counts within int32 and int64.
@@ -46,7 +46,7 @@ def content_keys(analysis: Analysis) -> UInt64Array:
     text have different ones.
 
     Raises:
-        DataError: the tokens cannot be read, or are of another number of sequences.
+        DataError: the tokens cannot be read.
     """
     if id(analysis) not in _keys:
         keys = _token_keys(analysis) if analysis.has_tokens else split_mix(np.arange(analysis.num_sequences))
@@ -156,14 +156,7 @@ def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[st
 
 
 def _token_keys(analysis: Analysis) -> UInt64Array:
-    keys = np.concatenate([_hash_rows(batch.column("input_ids")) for _, batch in analysis.tokens().batches()])
-    if len(keys) != analysis.num_sequences:
-        raise DataError(
-            f"tokens of {len(keys):,} sequences, expected {analysis.num_sequences:,}",
-            where=str(analysis.path),
-            hint="analyze again",
-        )
-    return keys
+    return np.concatenate([_hash_rows(batch.column("input_ids")) for _, batch in analysis.tokens().batches()])
 
 
 def _hash_rows(rows: pa.ListArray) -> UInt64Array:

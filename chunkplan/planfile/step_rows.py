@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.tables import conform
+from chunkplan.planfile.tables import conform, open_parquet
 
 #: The rows of a step: of every column a list with one entry a row. In a column of lists an entry is a list of tuples,
 #: the fields of each struct in it.
@@ -49,7 +47,7 @@ def rows_by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[in
 def _whole_steps(path: Path, schema: pa.Schema, start: int) -> Iterator[pa.Table]:
     """All rows in order, in tables with at least one row, none of which ends in the middle of a step."""
     rest = schema.empty_table()
-    for table in _row_groups(path, start):
+    for table in _row_groups(path, schema, start):
         table = pa.concat_tables([rest, conform(table, schema, path)])
         steps = to_numpy(table.column("step").combine_chunks())
         changes = np.flatnonzero(np.diff(steps))
@@ -61,18 +59,16 @@ def _whole_steps(path: Path, schema: pa.Schema, start: int) -> Iterator[pa.Table
         yield rest
 
 
-def _row_groups(path: Path, start: int) -> Iterator[pa.Table]:
-    try:
-        file = pq.ParquetFile(path)
+def _row_groups(path: Path, schema: pa.Schema, start: int) -> Iterator[pa.Table]:
+    step = pa.schema([schema.field("step")])
+    with open_parquet(path, hint="build the plan again") as file:
         for group in range(file.num_row_groups):
-            statistics = file.metadata.row_group(group).column(0).statistics
-            if statistics is not None and statistics.has_min_max and statistics.max < start:
-                continue
-            yield file.read_row_group(group)
-    except PermissionError:
-        raise
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint="build the plan again") from error
+            if start:
+                # Statistics would tell too, but pyarrow ends the process when it is asked for those of a damaged file.
+                steps = conform(file.read_row_group(group, step.names), step, path).column("step").combine_chunks()
+                if not (to_numpy(steps) >= start).any():
+                    continue
+            yield file.read_row_group(group, schema.names)
 
 
 _Array = npt.NDArray[Any]

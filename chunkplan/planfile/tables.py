@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,26 @@ from chunkplan.planfile.hashing import ContentHasher
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 
+#: What numbers take at least, in memory.
+_VALUE_BYTES = 4
+
+
+@contextmanager
+def open_parquet(path: Path, hint: str = _HINT) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, open as long as the context is; every damage that shows until then is an error of the file.
+
+    Raises:
+        DataError: it is missing, damaged, or says that it holds more than there is memory.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            _refuse_huge(file.metadata)
+            yield file
+    except PermissionError:
+        raise
+    except (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from error
+
 
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     """Read a Parquet file that must have the columns of `schema` and at least one row.
@@ -22,15 +45,13 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     Raises:
         DataError: it is missing, damaged, empty, or is not as `conform` has it.
     """
-    try:
-        table = pq.read_table(path)
-    except PermissionError:
-        raise
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
-    if not table.num_rows:
+    with open_parquet(path) as file:
+        # All at once pyarrow cannot: the words of actions may be other ones in every row group.
+        groups = (file.read_row_group(group, schema.names) for group in range(file.num_row_groups))
+        tables = [conform(group, schema, path) for group in groups]
+    if not any(table.num_rows for table in tables):
         raise DataError("has no rows", where=str(path), hint=_HINT)
-    return conform(table, schema, path)
+    return pa.concat_tables(tables)
 
 
 def read_columns(path: Path, schema: pa.Schema) -> tuple[dict[str, npt.NDArray[Any]], str]:
@@ -40,20 +61,18 @@ def read_columns(path: Path, schema: pa.Schema) -> tuple[dict[str, npt.NDArray[A
         DataError: as `read_table`.
     """
     hasher = ContentHasher(schema)
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = {field.name: np.empty(file.metadata.num_rows, field.type.to_pandas_dtype()) for field in schema}
-            row = 0
-            for group in range(file.num_row_groups):
-                table = conform(file.read_row_group(group), schema, path)
-                hasher.update(table)
-                for name, values in columns.items():
-                    values[row : row + table.num_rows] = table.column(name).to_numpy()
-                row += table.num_rows
-    except PermissionError:
-        raise
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
+    with open_parquet(path) as file:
+        num_rows = file.metadata.num_rows
+        columns = {field.name: np.empty(num_rows, field.type.to_pandas_dtype()) for field in schema}
+        row = 0
+        for group in range(file.num_row_groups):
+            table = conform(file.read_row_group(group, schema.names), schema, path)
+            hasher.update(table)
+            for name, values in columns.items():
+                values[row : row + table.num_rows] = table.column(name).to_numpy()
+            row += table.num_rows
+        if row != num_rows:
+            raise ValueError(f"{row:,} rows, {num_rows:,} stated")
     if not row:
         raise DataError("has no rows", where=str(path), hint=_HINT)
     return columns, hasher.hexdigest()
@@ -69,8 +88,10 @@ def conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
     if missing:
         raise DataError(f"columns {', '.join(missing)} are missing", where=str(path), hint=_HINT)
     try:
-        table = table.select(schema.names).cast(schema)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+        table = table.select(schema.names)
+        table.validate(full=True)  # a file may say what it likes of where its values are
+        table = table.cast(schema)
+    except (KeyError, ValueError, pa.ArrowException) as error:
         raise DataError(f"columns are not of the contract's types: {error}", where=str(path), hint=_HINT) from error
     for field in schema:
         column = table.column(field.name)
@@ -89,3 +110,12 @@ def _has_nulls(array: pa.Array, allowed: bool) -> bool:
     if pa.types.is_struct(array.type):
         return any(_has_nulls(child, allowed=False) for child in array.flatten())
     return False
+
+
+def _refuse_huge(metadata: pq.FileMetaData) -> None:
+    """Raises ValueError; a number that is repeated takes no room in a file, so that its size says nothing."""
+    groups = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+    num_rows = max(metadata.num_rows, sum(groups))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_rows * metadata.num_columns * _VALUE_BYTES > memory:
+        raise ValueError(f"{num_rows:,} rows of {metadata.num_columns} columns do not fit into memory")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from chunkplan.cost.memory import Sharding
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
-from chunkplan.json_file import write_json
+from chunkplan.json_file import read_json, write_json
 from chunkplan.planfile.manifest_entries import (
     FLAG,
     K_BY_LENGTH,
@@ -46,6 +46,31 @@ _SHARES = (
     "shares by number of tokens",
 )
 
+#: Rounding may take what is nothing below zero.
+_RATIO = (lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
+
+#: Of a choice, and of a way of today.
+_OUTCOME = {"step_seconds": NUMBER, "memory": {"total": whole()}, "checkpointing": TEXT}
+
+_CHOICE = {
+    **_OUTCOME,
+    "chunk_size": whole(1),
+    "k": whole(1),
+    "k_by_length": or_null(K_BY_LENGTH),
+    "dp": whole(1, MAX_DP),
+    "tp": whole(1),
+    "pp": whole(1, MAX_PP),
+    "schedule": TEXT,
+    "virtual_stages": whole(1, MAX_VIRTUAL),
+    "equal_chunks": FLAG,
+    "kv_offload": FLAG,
+    "mfu": _RATIO,
+    "bubble": _RATIO,
+    "recompute_share": _RATIO,
+    "fits": FLAG,
+    "plan_only": or_null(TEXT),
+}
+
 _EXPECTED: dict[str, Any] = {
     "kind": one_of("tuning"),
     "schema_version": whole(_VERSION, _VERSION),
@@ -56,17 +81,10 @@ _EXPECTED: dict[str, Any] = {
         "seed": whole(),
     },
     "data": {"longest_sequence": whole(1), "token_histogram": _SHARES},
-    "chosen": {
-        "chunk_size": whole(1),
-        "k": whole(1),
-        "k_by_length": or_null(K_BY_LENGTH),
-        "dp": whole(1, MAX_DP),
-        "pp": whole(1, MAX_PP),
-        "schedule": TEXT,
-        "virtual_stages": whole(1, MAX_VIRTUAL),
-        "equal_chunks": FLAG,
-        "step_seconds": NUMBER,
-    },
+    "baselines": [{**_OUTCOME, "name": TEXT, "fits": FLAG, "lost_tokens": NUMBER}],
+    "choices": [_CHOICE],
+    "pareto": [whole()],
+    "chosen": _CHOICE,
     "cost_model": {},
     "recommended": FLAG,
 }
@@ -185,8 +203,8 @@ def write_tuning(tuning: Tuning, path: Path) -> None:
     write_json(path, tuning_document(tuning), indent=2)
 
 
-def read_tuning(path: Path) -> Tuned:
-    """What a plan takes from the document at `path`.
+def read_tuning_document(path: Path) -> dict[str, Any]:
+    """The document at `path`, with every entry that is relied on checked.
 
     Raises:
         UsageError: there is no such file.
@@ -194,12 +212,18 @@ def read_tuning(path: Path) -> Tuned:
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="`chunkplan tune --output FILE` writes one")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
+    document = read_json(path, hint=_HINT)
     if found := find_mismatch(document, _EXPECTED):
         raise DataError(found, where=str(path), hint=_HINT)
+    if max(document["pareto"], default=0) >= len(document["choices"]):
+        raise DataError("`pareto` names a choice that is not there", where=str(path), hint=_HINT)
+    CostModel.from_dict(document["cost_model"], where=str(path))
+    return cast(dict[str, Any], document)
+
+
+def read_tuning(path: Path) -> Tuned:
+    """What a plan takes from the document at `path`; raises as `read_tuning_document` does."""
+    document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
     by_length = chosen["k_by_length"]
     settings = {

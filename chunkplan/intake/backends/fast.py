@@ -84,6 +84,14 @@ class FastTokenizer:
                 encoded.append((input_ids, mask))
         return encoded
 
+    def knows(self, input_id: int) -> bool:
+        """See `Backend`."""
+        return input_id >= 0 and self._tokenizer.id_to_token(input_id) is not None
+
+    def decode(self, input_ids: list[int]) -> str:
+        """See `Backend`."""
+        return self._tokenizer.decode(input_ids, skip_special_tokens=False)
+
     def _encode(self, texts: list[str], *, added: bool = False, offsets: bool = False) -> list[Encoding]:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         try:

@@ -21,12 +21,12 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 if TYPE_CHECKING:
     from tiktoken import Encoding
 
-_PREFIX = "tiktoken:"
+PREFIX = "tiktoken:"
 
 
 def takes(name: str) -> bool:
     """Names that say so."""
-    return name.startswith(_PREFIX)
+    return name.startswith(PREFIX)
 
 
 def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
@@ -41,7 +41,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     except ImportError as error:
         raise UsageError(f"{name} needs tiktoken", hint="pip install 'chunkplan[tiktoken]'") from error
     try:
-        encoding = tiktoken.get_encoding(name.removeprefix(_PREFIX))
+        encoding = tiktoken.get_encoding(name.removeprefix(PREFIX))
     except Exception as error:  # a name it does not know, or whatever came of the network
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         known = ", ".join(tiktoken.list_encoding_names())
@@ -99,6 +99,14 @@ class _TiktokenTokenizer:
             assert mask is not None
             encoded.append((input_ids, mask))
         return encoded
+
+    def knows(self, input_id: int) -> bool:
+        """See `Backend`."""
+        return 0 <= input_id < len(self._num_bytes) and self._num_bytes[input_id] > 0
+
+    def decode(self, input_ids: list[int]) -> str:
+        """See `Backend`."""
+        return self._encoding.decode(input_ids)
 
 
 def _content_hash(encoding: Encoding) -> str:

@@ -86,7 +86,7 @@ def open_table(path: str, kind: str) -> Iterator[TableFile]:
             if len(set(names)) < len(names):
                 raise unreadable("several columns of the same name", path, hint="write it again with other names")
             yield table
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be text
             raise unreadable(
                 f"not a {kind} file, or it is torn: {_damage(error)}", path, hint="fetch or write the file again"
             ) from error
@@ -144,10 +144,13 @@ class _Parquet:
         hasher = hashlib.sha256(self.schema.serialize())
         for group in self._groups(start, stop):
             ranges = [
-                (min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))), chunk.total_compressed_size)
+                (
+                    min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0),
+                    chunk.total_compressed_size,
+                )
                 for chunk in _chunks(group)
             ]
-            at, end = min(first for first, _ in ranges), max(first + size for first, size in ranges)
+            at, end = min(ranges, default=(0, 0))[0], max((first + size for first, size in ranges), default=0)
             hasher.update(f"{group.num_rows} {end - at} ".encode())
             self._file.seek(at)
             while at < end and (data := self._file.read(min(sizes.BLOCK_BYTES, end - at))):
@@ -190,7 +193,7 @@ class _Arrow:
         return sink.hasher.hexdigest()
 
     def _read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Batches [start, stop), checked as far as that takes no looking at the data."""
+        """Batches [start, stop), of which every value is known to be within the file, if not to be what it should."""
         self._source.seek(0)
         table = self._open(self._source)
         found: Iterator[pa.RecordBatch]
@@ -200,6 +203,8 @@ class _Arrow:
             found = islice(table, start, stop)
         for batch in found:
             batch.validate()
+            for column in batch.columns:
+                column.view(_without_text(column.type)).validate(full=True)
             yield batch
 
 
@@ -214,6 +219,23 @@ class _Hash:
     def write(self, data: Any) -> int:
         self.hasher.update(data)
         return len(data)
+
+
+def _without_text(kind: pa.DataType) -> pa.DataType:
+    """A type with bytes in place of text, so that offsets can be checked and UTF-8, of which rows tell, is not."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _without_text(kind.value_type), kind.ordered)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_text(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_text(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_without_text(kind.value_type)))
+    return kind
 
 
 def _damage(error: Exception) -> str:

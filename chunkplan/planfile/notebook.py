@@ -1,0 +1,99 @@
+"""What a notebook shows of a plan or an analysis: a small table of HTML, from the manifest and the lengths alone.
+
+Colours are the notebook's own, so that it is readable on light and on dark. Nothing of the files is trusted: all of it
+is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chunkplan.arrays import Int32Array
+from chunkplan.quantities import k_words, seconds
+
+#: Hexadecimal digits of a content hash that are shown.
+_SHOWN = 16
+
+#: Sources that are named.
+_NAMED = 3
+
+_TABLE = "border-collapse:collapse;border:none;background:none;color:inherit;font-size:inherit;margin:0.4em 0"
+_NAME = "text-align:left;opacity:0.7;font-weight:normal;white-space:nowrap;padding:0.1em 1.2em 0.1em 0;border:none"
+_VALUE = "text-align:left;padding:0.1em 0;border:none;background:none;overflow-wrap:anywhere"
+
+
+def plan_html(path: Path, manifest: dict[str, Any]) -> str:
+    """A plan: what it was built with, what it comes to, and what of it is predicted."""
+    config, totals, predictions = manifest["config"], manifest["totals"], manifest["predictions"]
+    cost_model = predictions["cost_model"]
+    part = " of held-out sequences" if config["part"] == "eval" else ""
+    return _html(
+        f"chunkplan plan{part}",
+        path,
+        _warnings(exact=manifest["analysis"]["exact"], sample=manifest["analysis"].get("sample")),
+        [
+            ("chunk size, K", f"{config['chunk_size']:,} tokens, {k_words(config['k'], config['k_by_length'])}"),
+            ("dp x pp", f"{config['dp']} x {config['pp']}, {config['schedule']}"),
+            ("steps", f"{totals['num_steps']:,} of {config['global_batch']:,} sequences, seed {config['seed']}"),
+            ("sequences", f"{totals['num_sequences']:,}, the longest {totals['longest_sequence']:,} tokens"),
+            ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
+            ("chunks", f"{totals['num_chunks']:,}"),
+            ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
+            ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),
+            ("analysis", manifest["analysis"]["path"]),
+            ("content hash", manifest["content_hash"][:_SHOWN]),
+        ],
+    )
+
+
+def analysis_html(
+    path: Path,
+    manifest: dict[str, Any],
+    content_hash: str,
+    num_tokens: Int32Array,
+    num_target_tokens: Int32Array,
+) -> str:
+    """An analysis, or a bare file of lengths: how many sequences, how long, from where."""
+    exact, sample = manifest["exact"], manifest.get("sample")
+    total = int(num_tokens.sum(dtype=np.int64))
+    middle, high = (int(np.quantile(num_tokens, share, method="inverted_cdf")) for share in (0.5, 0.99))
+    rejected = sum(manifest.get("rejected", {}).values())
+    rows = [
+        ("sequences", f"{len(num_tokens):,}" + (f"; rejected: {rejected:,}" if rejected else "")),
+        ("tokens", f"{total:,}, of which {int(num_target_tokens.sum(dtype=np.int64)):,} targets"),
+        ("lengths", f"mean {total / len(num_tokens):,.0f}, median {middle:,}, 99 % up to {high:,}"),
+        ("the longest", f"{int(num_tokens.max()):,} tokens"),
+    ]
+    if sources := manifest.get("sources"):
+        rows.append(("sources", _names([str(source["path"]) for source in sources])))
+    tokenizer = manifest.get("tokenizer")
+    rows.append(("tokenizer", str(tokenizer["path"]) if isinstance(tokenizer, dict) else "none"))
+    rows.append(("tokens stored", "yes" if manifest.get("tokens") else "no: enough to plan, not to train"))
+    rows.append(("content hash", content_hash[:_SHOWN]))
+    return _html("chunkplan analysis", path, _warnings(exact=exact, sample=sample), rows)
+
+
+def _warnings(*, exact: bool, sample: float | None) -> list[str]:
+    warnings = [f"A SAMPLE of {100 * sample:g} % of the records"] if sample else []
+    return warnings + ([] if exact else ["ESTIMATED lengths, from bytes: to look at, not to train"])
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _html(title: str, path: Path, warnings: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
+    said = "".join(f'<div style="font-weight:bold">{escape(warning)}</div>' for warning in warnings)
+    cells = "".join(
+        f'<tr style="background:none"><th scope="row" style="{_NAME}">{escape(name)}</th>'
+        f'<td style="{_VALUE}">{escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    heading = f"<div><strong>{escape(title)}</strong> <code>{escape(str(path))}</code></div>"
+    return f'<div>{heading}{said}<table style="{_TABLE}"><tbody>{cells}</tbody></table></div>'
