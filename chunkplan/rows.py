@@ -44,12 +44,18 @@ class PackedRows:
 
 
 def pack(
-    analysis: Analysis | str | Path, chunk_size: int, *, split: Split = "none", packing: str = "auto"
+    analysis: Analysis | str | Path,
+    chunk_size: int,
+    *,
+    split: Split = "none",
+    packing: str = "auto",
+    drop_longer: bool = False,
 ) -> PackedRows:
     """Pack the sequences of `analysis` (an analysis, its folder, or a lengths file) into rows of `chunk_size` tokens.
 
     A longer sequence is refused, or with `split` ("full", "even" or "cost") cut into parts that are packed like
     sequences of their own: a trainer that does not carry keys and values over rows then loses what is before a part.
+    With `drop_longer` it is left out.
 
     Raises:
         UsageError: there is no analysis, `chunk_size` is no whole number from 1, or there is no such packing.
@@ -60,7 +66,13 @@ def pack(
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
     lengths = analysis.num_tokens.astype(np.int64)
-    too_long = np.flatnonzero(lengths > chunk_size)
+    too_long = np.flatnonzero((lengths > chunk_size) & (not drop_longer))
+    if drop_longer and lengths.min() > chunk_size:
+        raise UsageError(
+            f"every sequence has more than {chunk_size:,} tokens",
+            where=str(analysis.path),
+            hint=f"the shortest has {lengths.min():,}: use rows of that many or more",
+        )
     if too_long.size and split == "none":
         raise DataError(
             f"sequence {too_long[0]} has {lengths[too_long[0]]:,} tokens, a row at most {chunk_size:,}",

@@ -1,0 +1,85 @@
+"""Rows with their tokens, as many at a time as fit into little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.exporting.rows import ExportRows
+from chunkplan.planfile.analysis import TokenReader
+from chunkplan.planfile.arrow import to_arrow
+
+#: Only a single row can make a batch larger. Readers of Parquet that shuffle decode a whole one for every row.
+_BATCH_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Some rows, one after another: token ids int32 and targets bool [num_tokens].
+
+    `target[i]`: token i counts in the loss and is predicted from token i - 1; false where a segment begins. Offsets
+    int32, one more than there are: `row_segments` and `row_tokens` where the segments and the tokens of each row
+    begin, `segment_tokens` where the tokens of each segment do. `step` and `dp_rank` int32 [num_rows] or None.
+    """
+
+    input_ids: Int32Array
+    target: BoolArray
+    row_segments: Int32Array
+    row_tokens: Int32Array
+    segment_tokens: Int32Array
+    step: Int32Array | None
+    dp_rank: Int32Array | None
+
+    def to_arrow(self, per_token: dict[str, npt.NDArray[Any]], per_segment: dict[str, Int32Array]) -> pa.RecordBatch:
+        """A list of these values for each row, then its step and dp_rank where there are any."""
+        columns = {name: _lists(self.row_tokens, values) for name, values in per_token.items()}
+        columns |= {name: _lists(self.row_segments, values) for name, values in per_segment.items()}
+        places = {"step": self.step, "dp_rank": self.dp_rank}
+        columns |= {name: to_arrow(values) for name, values in places.items() if values is not None}
+        return pa.record_batch(columns)
+
+
+def read_batches(rows: ExportRows, tokens: TokenReader, batch_tokens: int = _BATCH_TOKENS) -> Iterator[RowBatch]:
+    """All of `rows` in order, at most `batch_tokens` at a time or else a single row.
+
+    Raises:
+        DataError: the tokens are damaged.
+    """
+    begin = np.concatenate([[0], np.cumsum(rows.end - rows.start, dtype=np.int64)])
+    row_begin = begin[rows.rows]
+    first = 0
+    while first < rows.num_rows:
+        fitting = int(np.searchsorted(row_begin, row_begin[first] + batch_tokens, side="right")) - 1
+        last = max(fitting, first + 1)
+        yield _read(rows, tokens, slice(first, last), begin)
+        first = last
+
+
+def _read(rows: ExportRows, tokens: TokenReader, some: slice, begin: npt.NDArray[np.int64]) -> RowBatch:
+    row_segments = rows.rows[some.start : some.stop + 1]
+    segments = slice(row_segments[0], row_segments[-1])
+    segment_tokens = begin[segments.start : segments.stop + 1]
+    segment_tokens = (segment_tokens - segment_tokens[0]).astype(np.int32)
+    input_ids, is_target = tokens.gather(rows.sequence_id[segments], rows.start[segments], rows.end[segments])
+    target = is_target.copy()
+    target[segment_tokens[:-1]] = False
+    row_segments = (row_segments - row_segments[0]).astype(np.int32)
+    return RowBatch(
+        input_ids=input_ids,
+        target=target,
+        row_segments=row_segments,
+        row_tokens=segment_tokens[row_segments],
+        segment_tokens=segment_tokens,
+        step=None if rows.step is None else rows.step[some],
+        dp_rank=None if rows.dp_rank is None else rows.dp_rank[some],
+    )
+
+
+def _lists(offsets: Int32Array, values: npt.NDArray[Any]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(to_arrow(offsets), to_arrow(values))

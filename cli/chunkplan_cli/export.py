@@ -1,0 +1,140 @@
+"""`chunkplan export`: a plan, or a packed dataset, in the format of another trainer."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.quantities import percent
+from chunkplan_cli.completion import PACKERS, one_of
+from chunkplan_cli.progress import progress
+from chunkplan_cli.terminal import note, print_json, stdout
+
+if TYPE_CHECKING:
+    from chunkplan.exporting.export import Export
+    from chunkplan.exporting.rows import SplitSequences, WholeSequences
+
+
+class Format(StrEnum):
+    """Whose format it is."""
+
+    HF = "hf"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    JSONL = "jsonl"
+
+
+def export(
+    to: Annotated[
+        Format,
+        typer.Option(
+            help="hf: a dataset of Hugging Face, as SFTTrainer of TRL takes it. megatron-bridge: packed Parquet. "
+            "jsonl: a JSON object a row.",
+            show_default=False,
+        ),
+    ],
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="PLAN|ANALYSIS", help="What to export. Default: WORKSPACE/plan.", show_default=False),
+    ] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Of an ANALYSIS: most tokens in a row. Required.")
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of an ANALYSIS, how rows are packed: auto, bfd, mbs, column-generation or exact. Default: auto.",
+            autocompletion=one_of(PACKERS),
+        ),
+    ] = None,
+    whole_only: Annotated[
+        bool, typer.Option("--whole-only", help="Leave out sequences that are in several rows.")
+    ] = False,
+    allow_split: Annotated[
+        bool,
+        typer.Option("--allow-split", help="Make a sequence of each part of such a sequence, which loses its prefix."),
+    ] = False,
+    analysis: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to write. Default: WORKSPACE/export-FORMAT.")
+    ] = None,
+    workspace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+) -> None:
+    """Write packed rows for another trainer: the chunks of a plan in its order, or a whole analysis packed.
+
+    Other trainers carry no keys and values from row to row. Where sequences are in several rows, say what becomes of
+    them: --whole-only or --allow-split. `build` makes the plans, which our own trainer takes as they are.
+
+    Example: chunkplan export --to hf --whole-only
+    """
+    from chunkplan.errors import UsageError
+    from chunkplan.exporting.export import export as run
+    from chunkplan.workspace import Workspace
+    from chunkplan_cli.compilation import note_compilation
+
+    place = Workspace.find(workspace)
+    if path is None and not place.plan.exists():
+        raise UsageError(
+            f"there is no plan in the workspace {place.root}",
+            hint="run `chunkplan build --chunk-size 8192 --k 4`, or give a PLAN or an ANALYSIS",
+        )
+    target = output or place.root / f"export-{to}"
+    with note_compilation(), progress("exporting", "M tokens", 1_000_000) as report_progress:
+        written = run(
+            path or place.plan,
+            target,
+            to.value,
+            chunk_size=chunk_size,
+            packing=packing,
+            whole_only=whole_only,
+            allow_split=allow_split,
+            analysis=analysis,
+            progress=report_progress,
+        )
+    if as_json:
+        print_json(written.to_dict())
+    else:
+        stdout().print(_report(written))
+    note(f"export in {target}")
+
+
+def _report(written: Export) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    rows = [
+        ("source", f"{written.source_kind} {written.source}"),
+        ("rows", f"{written.num_rows:,} of up to {written.chunk_size:,} tokens, {percent(written.token_fill)} full"),
+        ("sequences", f"{written.num_sequences:,}"),
+        ("tokens", f"{written.num_tokens:,}, of which {written.num_target_tokens:,} targets"),
+    ]
+    if written.left_out:
+        rows.append(("left out", _left_out(written.left_out)))
+    if written.cut:
+        rows.append(("cut", _cut(written.cut)))
+    rows.append(("files", f"{len(written.files):,}: {written.files[0]}" + (" ..." if len(written.files) > 1 else "")))
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid
+
+
+def _left_out(whole: WholeSequences) -> str:
+    return f"{whole.num_sequences:,} sequences: {whole.num_tokens:,} tokens, {whole.num_target_tokens:,} targets"
+
+
+def _cut(split: SplitSequences) -> str:
+    return (
+        f"{split.whole.num_sequences:,} sequences into {split.num_parts:,} parts: "
+        f"{split.num_tokens_without_prefix:,} tokens do not see what is before their part, "
+        f"{split.num_lost_targets:,} targets are lost"
+    )
