@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chunkplan.cost.hardware import load_hardware
     from chunkplan.cost.model import CostModel
     from chunkplan.cost.model_config import read_model_config
+    from chunkplan.exporting.export import export
     from chunkplan.intake.analyze import analyze
     from chunkplan.intake.options import IntakeOptions
     from chunkplan.intake.reading import IntakeRequest
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
     from chunkplan.planning.config import PlanConfig
+    from chunkplan.reporting.chunk_view import view_chunk
+    from chunkplan.reporting.difference import diff
+    from chunkplan.reporting.page.write import write_report
+    from chunkplan.reporting.per_step import per_step
+    from chunkplan.reporting.plan_report import plan_report
+    from chunkplan.reporting.token_text import open_tokenizer
     from chunkplan.rows import pack
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
@@ -40,18 +47,25 @@ __all__ = [
     "analyze",
     "build",
     "compare_schedules",
+    "diff",
+    "export",
     "length_report",
     "load_analysis",
     "load_hardware",
     "load_plan",
     "merge",
+    "open_tokenizer",
     "pack",
+    "per_step",
+    "plan_report",
     "read_model_config",
     "simulate_lengths",
     "simulate_plan",
     "summarize_plan",
     "tune",
     "validate",
+    "view_chunk",
+    "write_report",
     "write_shard",
     "write_trace",
 ]
@@ -65,18 +79,25 @@ _HOMES = {
     "analyze": "chunkplan.intake.analyze",
     "build": "chunkplan.building",
     "compare_schedules": "chunkplan.simulation",
+    "diff": "chunkplan.reporting.difference",
+    "export": "chunkplan.exporting.export",
     "length_report": "chunkplan.lengths",
     "load_analysis": "chunkplan.planfile.load",
     "load_hardware": "chunkplan.cost.hardware",
     "load_plan": "chunkplan.planfile.load",
     "merge": "chunkplan.intake.shard",
+    "open_tokenizer": "chunkplan.reporting.token_text",
     "pack": "chunkplan.rows",
+    "per_step": "chunkplan.reporting.per_step",
+    "plan_report": "chunkplan.reporting.plan_report",
     "read_model_config": "chunkplan.cost.model_config",
     "simulate_lengths": "chunkplan.simulation",
     "simulate_plan": "chunkplan.simulation",
     "summarize_plan": "chunkplan.summary",
     "tune": "chunkplan.tuning.tune",
     "validate": "chunkplan.validation",
+    "view_chunk": "chunkplan.reporting.chunk_view",
+    "write_report": "chunkplan.reporting.page.write",
     "write_shard": "chunkplan.intake.shard",
     "write_trace": "chunkplan.schedule.trace",
 }

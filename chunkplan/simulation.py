@@ -18,6 +18,7 @@ from chunkplan.cost.durations import UNIT, durations, link_times, split_layers, 
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.places import check_rank, find_step
 from chunkplan.planfile.plan import Plan, PlanStep, Segment
 from chunkplan.planfile.schema import OPS
 from chunkplan.planning.block import Block, Dataset, chunk_block
@@ -52,29 +53,35 @@ def simulate_plan(
         DataError: the plan is damaged.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    config, num_steps = plan.config, plan.manifest["totals"]["num_steps"]
-    if not 0 <= step < num_steps:
-        raise UsageError(f"there is no step {step}", hint=f"the plan has steps 0 to {num_steps - 1}")
-    if rank is not None and not 0 <= rank < config["dp"]:
-        raise UsageError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {config['dp'] - 1}")
-    described = next(plan.iter_steps(step))
-    rank = _last_rank(described) if rank is None else rank
-    place = f"step {step}, rank {rank}"
+    config = plan.config
+    described = find_step(plan, step)
+    if rank is not None:
+        check_rank(plan, rank)
+    found = simulate_step(plan, described, _last_rank(described) if rank is None else rank)
+    if schedule is None and virtual_stages is None and memory_tokens is None:
+        return found
+    return reschedule(found, schedule or config["schedule"], virtual_stages=virtual_stages, memory_tokens=memory_tokens)
+
+
+def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
+    """Simulate a step of `plan`, as `iter_steps` has it, on one of its data-parallel ranks.
+
+    Raises:
+        DataError: the plan is damaged.
+    """
+    config, place = plan.config, f"step {described.step}, rank {rank}"
     cost = CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where=str(plan.path / "manifest.json"))
     chunks = tuple(
         SimulatedChunk(**{entry.name: getattr(chunk, entry.name) for entry in fields(SimulatedChunk)})
         for chunk in described.chunks.get(rank, ())
     )
     pp, num_virtual = config["pp"], config["virtual_stages"]
-    actions = _planned_actions(described, rank, pp, num_virtual, len(chunks), place)
+    actions = planned_actions(described, rank, pp, num_virtual, len(chunks), place)
     timed = _timed(chunks, cost, pp, num_virtual)
     ends = simulate(actions, timed.durations, timed.link)
     if (ends < 0).any():
         raise DataError("stages wait for each other for ever", where=place, hint=_VALIDATE)
-    found = Simulation(place, config["schedule"], pp, num_virtual, cost, chunks, timed, actions, ends)
-    if schedule is None and virtual_stages is None and memory_tokens is None:
-        return found
-    return reschedule(found, schedule or config["schedule"], virtual_stages=virtual_stages, memory_tokens=memory_tokens)
+    return Simulation(place, config["schedule"], pp, num_virtual, cost, chunks, timed, actions, ends)
 
 
 def simulate_lengths(
@@ -253,7 +260,7 @@ def _last_rank(step: PlanStep) -> int:
     return max(step.schedule_us, key=lambda place: step.schedule_us[place], default=(0, 0))[0]
 
 
-def _planned_actions(step: PlanStep, rank: int, pp: int, num_virtual: int, num_chunks: int, place: str) -> Actions:
+def planned_actions(step: PlanStep, rank: int, pp: int, num_virtual: int, num_chunks: int, place: str) -> Actions:
     """The actions of a rank's stages, checked as far as simulating them asks for."""
     stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
     actions = [action for stage in stages for action in stage]

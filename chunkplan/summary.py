@@ -69,9 +69,9 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
     heaviest = (
         chunks.join(steps.select("step", "exceeds_share"), on="step")
         .filter(~pl.col("exceeds_share"))
-        .group_by("step", "dp_rank")
+        .group_by("step", "dp_rank", maintain_order=True)  # sums of floats depend on the order
         .agg(pl.col("cost").cast(pl.Float64).sum())
-        .group_by("step")
+        .group_by("step", maintain_order=True)
         .agg(over_mean=pl.col("cost").max() / pl.col("cost").mean())["over_mean"]
         .fill_nan(1.0)
     )

@@ -42,7 +42,7 @@ class Outcome:
     def memory(self, cost: CostModel, sharding: Sharding) -> StageMemory:
         """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading."""
         moments = self.moments[int(cost.kv_offload)]
-        fullest = _fullest(moments, _token_bytes(self.config, cost))
+        fullest = _fullest(moments, stage_token_bytes(self.config, cost))
         return max(memory_of_stages(self.config, cost, sharding, fullest), key=_total)
 
     def stages(self, cost: CostModel, sharding: Sharding, step: int) -> tuple[StageMemory, ...]:
@@ -125,14 +125,14 @@ def _moments(
     chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
     """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 3]."""
-    weights = _token_bytes(config, replace(cost, kv_offload=offloaded))
+    weights = stage_token_bytes(config, replace(cost, kv_offload=offloaded))
     moments = fullest_moments(
         scheduled.actions, chunks.rank_chunks, ranks.group_id, ranks.num_tokens, config.pp, weights
     )
     return np.stack([_fullest(of_step, weights) for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
 
 
-def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
+def stage_token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
     """What a token of each kind takes on each stage, [pp, 3]."""
     layers = split_layers(cost.shape.num_layers, config.pp * int(config.virtual_stages or 1))
     return np.array([token_bytes(cost, layers[stage :: config.pp]) for stage in range(config.pp)])

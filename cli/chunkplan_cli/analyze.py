@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from chunkplan.intake.options import MAX_RECORD_BYTES
+from chunkplan.intake.options import LONG, MAX_RECORD_BYTES, ON_ERROR
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
+from chunkplan_cli.completion import SCHEMAS, one_of
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
@@ -47,6 +48,7 @@ def analyze(
             help="How records are laid out: text, messages, conversations, prompt+completion, instruction, "
             "question+answer, input_ids or length. Default: found out for each source.",
             rich_help_panel=_TOKENS,
+            autocompletion=one_of(SCHEMAS),
         ),
     ] = None,
     columns: Annotated[
@@ -72,6 +74,7 @@ def analyze(
             metavar="WHAT",
             help="What becomes of sequences over --max-length: error, drop or truncate.",
             rich_help_panel=_TOKENS,
+            autocompletion=one_of(LONG),
         ),
     ] = "truncate",
     on_error: Annotated[
@@ -80,6 +83,7 @@ def analyze(
             metavar="WHAT",
             help="At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on.",
             rich_help_panel=_DATA,
+            autocompletion=one_of(ON_ERROR),
         ),
     ] = "stop",
     no_tokens: Annotated[
@@ -140,7 +144,8 @@ def analyze(
     and `completion`, `instruction` and `output`, `question` and `answer`,
     `input_ids`, or a bare `length`: found out for each source, and shown.
 
-    Unchanged files cost nothing the next time, and interrupted runs go on.
+    Unchanged files cost nothing the next time, and interrupted runs go on. With
+    `--shard`, `merge` puts together what several machines have read.
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from chunkplan_cli.build_options import describe_old, k_and_k_by_length, number, plan_config, resolve, weights_by_source
+from chunkplan_cli.completion import PACKERS, SCHEDULES, one_of
 from chunkplan_cli.machine_options import (
     GpuMemory,
     Gpus,
@@ -85,6 +86,7 @@ def build(
         typer.Option(
             metavar="NAME",
             help="Order on a pipeline: 1f1b, interleaved, zero-bubble, or search (slow). Default: 1f1b.",
+            autocompletion=one_of(SCHEDULES),
         ),
     ] = None,
     virtual_stages: Annotated[
@@ -116,6 +118,7 @@ def build(
             metavar="NAME",
             help="For ranks that best-fit decreasing is not proved to pack best: auto, bfd (leave them), mbs, "
             "column-generation or exact. Default: auto.",
+            autocompletion=one_of(PACKERS),
         ),
     ] = None,
     balance: Annotated[
@@ -167,6 +170,8 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
 ) -> None:
     """Split and pack the sequences of each step into chunks, spread them over ranks, order them, and write the plan.
+
+    `tune` finds ChunkSize and K for it, as `--auto` does here; `export` turns the plan into rows for other trainers.
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chunkplan.quantities import gibibytes, k_words, percent
 from chunkplan_cli.progress import progress
-from chunkplan_cli.quantities import gibibytes, k_words, percent
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:

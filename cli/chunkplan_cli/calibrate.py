@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from chunkplan_cli.completion import ATTENTION, HARDWARE, one_of
 from chunkplan_cli.machine_options import Precision, parse_numbers
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
@@ -39,10 +40,15 @@ def calibrate(
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="The profile of what one device cannot tell. Default: by the GPU's name, or h100."
+            metavar="NAME|FILE",
+            help="The profile of what one device cannot tell. Default: by the GPU's name, or h100.",
+            autocompletion=one_of(HARDWARE),
         ),
     ] = None,
-    attention: Annotated[str, typer.Option(metavar="KERNEL", help="Attention kernel of the runtime.")] = "auto",
+    attention: Annotated[
+        str,
+        typer.Option(metavar="KERNEL", help="Attention kernel of the runtime.", autocompletion=one_of(ATTENTION)),
+    ] = "auto",
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights, tokens and held-out chunks.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
 ) -> None:

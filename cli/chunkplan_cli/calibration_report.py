@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan_cli.quantities import percent, seconds
+from chunkplan.quantities import percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.cost.calibrate import Calibration

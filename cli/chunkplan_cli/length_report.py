@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan.quantities import power_of_two
+from chunkplan_cli.tables import bar, titled_table
+
 if TYPE_CHECKING:
     from chunkplan.lengths import Estimate, LengthReport, Quantile, Tail
 
@@ -83,7 +86,7 @@ def _cumulative(report: LengthReport) -> Table:
             "longest" if quantile.share == 1 else f"{100 * quantile.share:g} %",
             f"{quantile.num_tokens:,}",
             _range(quantile, report.sample),
-            _power(band.high),
+            power_of_two(band.high),
             _share(band.num_sequences / report.num_sequences),
             _share(band.num_tokens / report.num_tokens),
         )
@@ -108,23 +111,17 @@ def _histogram(report: LengthReport, console: Console) -> Table:
     table.add_column("", width=width)
     most_sequences = max(band.num_sequences for band in report.histogram)
     most_tokens = max(band.num_tokens for band in report.histogram)
-    block = "#" if console.options.ascii_only else "█"
     for band in report.histogram:
         table.add_row(
-            _power(band.low),
-            _power(band.high),
+            power_of_two(band.low),
+            power_of_two(band.high),
             f"{band.num_sequences:,}",
             _share(band.num_sequences / report.num_sequences),
-            block * _bar(band.num_sequences, most_sequences, width),
+            bar(console, band.num_sequences, most_sequences, width),
             _share(band.num_tokens / report.num_tokens),
-            block * _bar(band.num_tokens, most_tokens, width),
+            bar(console, band.num_tokens, most_tokens, width),
         )
     return table
-
-
-def _bar(value: int, most: int, width: int) -> int:
-    """The length of a bar, of which `width` stands for `most`; a little is never nothing."""
-    return max(1, round(width * value / most)) if value else 0
 
 
 def _tails(report: LengthReport) -> Table:
@@ -144,13 +141,7 @@ def _tails(report: LengthReport) -> Table:
 
 def _table(report: LengthReport, title: str) -> Table:
     """A table whose title says so when the lengths in it are estimated."""
-    return Table(
-        title=Text(title if report.exact else f"{title} (estimated)", style="bold"),
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )
+    return titled_table(title if report.exact else f"{title} (estimated)")
 
 
 def _share(share: float) -> str:
@@ -160,11 +151,3 @@ def _share(share: float) -> str:
     if 0.999 < share < 1:
         return ">99.9 %"
     return f"{100 * share:.1f} %"
-
-
-def _power(tokens: int) -> str:
-    """A power of two as people write it: 512, 8K, 1M (K = 1024)."""
-    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if tokens >= size:
-            return f"{tokens // size}{unit}"
-    return str(tokens)

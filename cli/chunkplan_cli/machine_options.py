@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chunkplan_cli.completion import HARDWARE, one_of
+
 if TYPE_CHECKING:
     from chunkplan.cost.model import CostModel
     from chunkplan.tuning.options import TuneOptions
@@ -20,7 +22,13 @@ ModelConfig = Annotated[
     ),
 ]
 HardwareName = Annotated[
-    str | None, typer.Option("--hardware", metavar="NAME|FILE", help="a100, h100, h200 or a profile. Default: h100.")
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="a100, h100, h200 or a profile. Default: h100.",
+        autocompletion=one_of(HARDWARE),
+    ),
 ]
 GpuMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB. Default: the hardware's.")

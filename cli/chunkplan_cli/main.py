@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from inspect import getdoc
 from typing import Annotated, NoReturn
 
 import typer
@@ -16,6 +18,8 @@ from chunkplan.version import __version__
 from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
 from chunkplan_cli.calibrate import calibrate
+from chunkplan_cli.diff import diff
+from chunkplan_cli.export import export
 from chunkplan_cli.inspect import inspect
 from chunkplan_cli.merge import merge
 from chunkplan_cli.parity import parity
@@ -38,8 +42,16 @@ app = typer.Typer(
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
     "analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
 )
-for command in (analyze, merge, tune, build, inspect, simulate, validate, parity, calibrate):
-    app.command()(command)
+
+
+def _register(command: Callable[..., None]) -> None:
+    """The last paragraph of a command's docstring is its example, which ends its help, below the options."""
+    *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
+    app.command(help="\n\n".join(paragraphs), epilog=example)(command)
+
+
+for command in (analyze, merge, tune, build, inspect, diff, simulate, validate, export, parity, calibrate):
+    _register(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,6 +76,7 @@ def main() -> None:
         code = app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False)
         if code == _INTERRUPTED:  # typer turns a keyboard interrupt into this
             note("interrupted")
+        print(end="", flush=True)
         sys.exit(code)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -76,15 +89,26 @@ def main() -> None:
         note("interrupted")
         sys.exit(_INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe has enough: `chunkplan inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         sys.exit(0)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        _drop_unwritten()
+        # What writes files says which: a full one without a name is what was printed to.
+        name = error.filename or ("standard output" if error.errno == errno.ENOSPC else None)
+        place = f"{name}: " if name else ""
         kind = UsageError if error.errno in _USERS_TO_MEND else ChunkplanError
         _fail(kind(f"{place}{error.strerror or error}", hint=_SYSTEM_HINT))
     except Exception:
         traceback.print_exc()
         _fail(ChunkplanError("this is a bug in chunkplan", hint="please report it with the lines above"))
+
+
+def _drop_unwritten() -> None:
+    """Drop what was printed and stdout does not take: Python would complain of it as it ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: ChunkplanError) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from chunkplan_cli.completion import ATTENTION, one_of
 from chunkplan_cli.terminal import print_json, stdout
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ def parity(
         Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json. Default: a tiny built-in model.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.")] = 0,
-    attention: Annotated[str, typer.Option(metavar="KERNEL", help="Attention kernel of the chunks.")] = "auto",
+    attention: Annotated[
+        str,
+        typer.Option(metavar="KERNEL", help="Attention kernel of the chunks.", autocompletion=one_of(ATTENTION)),
+    ] = "auto",
     kv_offload: Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory.")] = False,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute layers inside of a chunk's backward.")

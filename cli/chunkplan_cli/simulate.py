@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chunkplan_cli.completion import SCHEDULES, one_of, some_of
 from chunkplan_cli.machine_options import HardwareName, ModelConfig, TensorParallel, cost_model, parse_numbers
 from chunkplan_cli.terminal import note, print_json, stdout
 
@@ -59,10 +60,16 @@ def simulate(
             metavar="NAME",
             help="algorithm2 (one stage), 1f1b, interleaved, zero-bubble or search. Default: the plan's; for lengths "
             "algorithm2 or 1f1b.",
+            autocompletion=one_of(SCHEDULES),
         ),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME,...", help="The same chunks under each of these schedules.")
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="The same chunks under each of these schedules.",
+            autocompletion=some_of(SCHEDULES),
+        ),
     ] = None,
     virtual_stages: Annotated[
         int | None, typer.Option(metavar="N", help="Model parts of a stage, for interleaved. Default: 2.")
@@ -80,7 +87,7 @@ def simulate(
 ) -> None:
     """Play a step through: what every stage does when, how much of it is waiting, what it holds.
 
-    `inspect --step` shows the chunks of a step of a plan.
+    `inspect --step` shows the chunks of a step of a plan; `tune` simulates many choices and recommends one.
 
     Example: chunkplan simulate --lengths 900,3000,12000 --chunk-size 2048 --k 2 --pp 4
     """

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan.quantities import percent, seconds
 from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 from chunkplan_cli.gantt import print_gantt
-from chunkplan_cli.quantities import percent, seconds
 
 #: What-ifs with more chunks than these say what they are with --json.
 _MAX_CHUNKS = 12

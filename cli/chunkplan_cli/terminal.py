@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from chunkplan.errors import ChunkplanError
 
+#: What moves the cursor, sets colours or asks the terminal for something: all controls but line ends and tabs.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-class _Stdout(Console):
+
+class _SafeConsole(Console):
+    """Shows controls in names and messages from elsewhere as question marks; those of its own styles come later."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if not segment.control and _CONTROLS.search(segment.text):
+                yield Segment(_CONTROLS.sub("?", segment.text), segment.style)
+            else:
+                yield segment
+
+
+class _Stdout(_SafeConsole):
     def on_broken_pipe(self) -> None:
         """The reader of a pipe has enough: `main` ends the command as done, where rich would call it an error."""
         raise BrokenPipeError
@@ -25,7 +42,7 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     """The console for progress, notes and errors."""
-    return Console(file=sys.stderr, highlight=False)
+    return _SafeConsole(file=sys.stderr, highlight=False)
 
 
 def print_json(document: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from chunkplan_cli.completion import SCHEDULES, some_of
 from chunkplan_cli.machine_options import (
     GpuMemory,
     Gpus,
@@ -51,7 +52,11 @@ def tune(
     ] = None,
     schedules: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Schedules to try on a pipeline. Default: 1f1b,zero-bubble."),
+        typer.Option(
+            metavar="NAME,...",
+            help="Schedules to try on a pipeline. Default: 1f1b,zero-bubble.",
+            autocompletion=some_of(SCHEDULES),
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what was found, for `build --auto --from FILE`.")
@@ -63,7 +68,8 @@ def tune(
 ) -> None:
     """Choose ChunkSize, K, schedule and memory options for a model on GPUs, by simulating steps of the data.
 
-    Shows what people run today under the same memory first, then every choice worth looking at.
+    Shows what people run today under the same memory first, then every choice worth looking at. `build --auto` builds a
+    plan with the one it recommends; `simulate` plays one step through and shows where its time goes.
 
     Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h100 --gpu-memory 80GiB --gpus 16
     """

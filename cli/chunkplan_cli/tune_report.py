@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan_cli.quantities import gibibytes, k_words, percent, seconds
+from chunkplan.quantities import gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice

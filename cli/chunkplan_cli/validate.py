@@ -31,7 +31,7 @@ def validate(
 ) -> None:
     """Check every invariant of the files of a plan or an analysis. Exit code 4 if one is broken.
 
-    `parity` checks the gradients that the runtime computes from a plan.
+    `inspect` shows what is in them, `diff` compares two; `parity` checks the gradients that the runtime computes.
 
     Example: chunkplan validate chunkplan-out/plan
     """

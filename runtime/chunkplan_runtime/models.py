@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.json_file import read_json
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
@@ -192,10 +192,7 @@ def read_config(path: Path) -> Any:
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="give the config.json of a model")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path), hint="give the config.json of a model") from error
+    document = read_json(path, hint="give the config.json of a model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
     check_model_type(document, str(path))
@@ -221,7 +218,7 @@ def read_pretrained_config(name: str) -> Any:
     if name.startswith((".", "/", "~")):
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except _REFUSALS as error:
         raise UsageError(
             f"cannot get model {name!r}: {_first_line(error)}",
@@ -272,7 +269,12 @@ def load_model(
     kernels = Kernels(attention)
     try:
         model, report = _AUTO_MODEL.from_pretrained(
-            name, config=copy.deepcopy(config), output_loading_info=True, **_how(config, dtype)
+            name,
+            config=copy.deepcopy(config),
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # other files of weights are pickles
+            **_how(config, dtype),
         )
     except (*_REFUSALS, SafetensorError) as error:
         raise UsageError(

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_plan, load_plan_analysis
+from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.ahead import ReadAhead
 from chunkplan_runtime.layout import Layout
@@ -71,15 +71,7 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int =
             where=str(opened.path),
             hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config['pp']}`",
         )
-    found = load_plan_analysis(opened, analysis)
-    expected = opened.manifest["analysis"]["content_hash"]
-    if found.content_hash != expected:
-        raise DataError(
-            f"not the analysis of the plan: content hash {found.content_hash[:12]}, the plan has {expected[:12]}",
-            where=str(found.path),
-            hint="build the plan again from this analysis, or give its own with `--analysis`",
-        )
-    return opened, found
+    return opened, load_same_analysis(opened, analysis)
 
 
 class PlanStream(IterableDataset[StepWork]):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.json_file import read_json
 from chunkplan.planfile.folder import sync
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
@@ -71,8 +72,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / _STATE
     try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state: dict[str, Any] = read_json(path, hint=HINT)
+    except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
     if not isinstance(state, dict):
         raise DataError("not the state of a run", where=str(path), hint=HINT)

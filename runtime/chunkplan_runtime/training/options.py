@@ -23,6 +23,10 @@ _TITLES = {
     "log": "what is kept",
 }
 
+_EXAMPLE = (
+    "Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train --plan chunkplan-out/plan --model NAME "
+    "--output chunkplan-out/run"
+)
 
 _PLURALS = {str: "list of names", int: "list of whole numbers"}
 
@@ -36,7 +40,7 @@ def read_options(arguments: list[str] | None, report: Callable[[ChunkplanError],
         UsageError: an option is missing, or not what it may be; the TOML file is not there.
         DataError: the TOML file is damaged, or an entry is unknown or of another type.
     """
-    given = vars(_parser(report).parse_args(arguments))
+    given = vars(make_parser(report).parse_args(arguments))
     file = given.pop("config", None)
     values = {**(_read_toml(file) if file is not None else {}), **given}
     for option in fields(TrainConfig):
@@ -45,7 +49,9 @@ def read_options(arguments: list[str] | None, report: Callable[[ChunkplanError],
     return TrainConfig(**values)
 
 
-def _parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentParser:
+def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentParser:
+    """All flags, as `read_options` reads them; `report` is called with what does not parse."""
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             """As every other mistake is told, rather than with all options."""
@@ -55,6 +61,7 @@ def _parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentParser:
         prog="python -m chunkplan_runtime.train",
         usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
         description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
+        epilog=_EXAMPLE,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -56,7 +56,7 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
             hint="give that one with --tokenizer, or analyze again with this one",
         )
     try:
-        num_tokens = len(AutoTokenizer.from_pretrained(folder))
+        num_tokens = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # whatever it is, what it writes could not be loaded either
         raise UsageError(
             f"the tokenizer in {folder} cannot be loaded: {error}", hint="give another --tokenizer"

@@ -28,3 +28,11 @@ def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
 def gibibytes(num_bytes: int) -> str:
     """A size of memory."""
     return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def power_of_two(tokens: int) -> str:
+    """A power of two as people write it: 512, 8K, 1M (K = 1024)."""
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if tokens >= size:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

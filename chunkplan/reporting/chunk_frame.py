@@ -1,0 +1,59 @@
+"""chunks.parquet as a frame of numbers, one row a chunk: what reports of a plan are computed from."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from chunkplan.arrays import sum_runs
+from chunkplan.cost.durations import squares_of
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.plan import Plan
+
+#: What a chunk may be: whole sequences; one part of a split one, alone or with whole ones; nothing but padding.
+KINDS = ("standalone", "dependent", "mixed", "zero-loss")
+
+
+def chunk_frame(plan: Plan) -> pl.DataFrame:
+    """The columns of chunks.parquet but `segments`, in its order, and what these come to.
+
+    `kind` is one of `KINDS`; `squares` (float64) sums t (2 p + t) over the chunk's segments of t tokens that each see p
+    earlier ones, twice its pairs of a query and a key; `reach` (int64) is how far into a sequence the chunk gets: the
+    largest `end` of its segments, 0 without any.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    table = plan.chunks()
+    lists = table.column("segments").combine_chunks()
+    offsets = to_numpy(lists.offsets).astype(np.int64)
+    offsets -= offsets[0]
+    start, end = (to_numpy(lists.flatten().field(name)) for name in ("start", "end"))
+    squares = squares_of(end - start, start).astype(np.int64)  # whole numbers, whose sums of runs stay exact
+    has_any = np.flatnonzero(np.diff(offsets))
+    reach = np.zeros(table.num_rows, np.int64)
+    reach[has_any] = np.maximum.reduceat(end, offsets[has_any]) if has_any.size else 0
+    return (
+        pl.DataFrame(pl.from_arrow(table.drop_columns("segments")))
+        .with_columns(
+            squares=pl.Series(sum_runs(squares, offsets).astype(np.float64)),
+            reach=pl.Series(reach),
+            num_segments=pl.Series(np.diff(offsets)),
+        )
+        .with_columns(kind=_kind())
+        .drop("num_segments")
+    )
+
+
+def _kind() -> pl.Expr:
+    standalone, dependent, mixed, zero_loss = KINDS
+    return (
+        pl.when(pl.col("num_segments") == 0)
+        .then(pl.lit(zero_loss))
+        .when(pl.col("group_id").is_null())
+        .then(pl.lit(standalone))
+        .when(pl.col("num_segments") == 1)
+        .then(pl.lit(dependent))
+        .otherwise(pl.lit(mixed))
+        .cast(pl.Enum(KINDS))
+    )

@@ -1,0 +1,146 @@
+"""One chunk of a plan down to its segments: where each comes from and, where tokens are decoded, what it says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from chunkplan.errors import DataError
+from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.planfile.analysis import Analysis, TokenReader
+from chunkplan.planfile.places import check_rank, find_chunk, find_step
+from chunkplan.planfile.plan import Chunk, Plan, PlanStep, Segment
+from chunkplan.reporting.token_text import NUM_CONTEXT, Piece, decode_pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentView:
+    """Tokens [start, end) of a sequence of `sequence_tokens`, which is from `place`.
+
+    `part`: which part of how many, from 0; None for a whole sequence. `num_target_tokens`: the predictions made in the
+    segment, `target[start+1 : end+1]`. What only the analysis knows is None without it, and `pieces` unless decoded.
+    """
+
+    sequence_id: int
+    start: int
+    end: int
+    sequence_tokens: int | None
+    part: tuple[int, int] | None
+    num_target_tokens: int | None
+    place: str | None
+    pieces: tuple[Piece, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkAction:
+    """The `place`th (from 0) of the `num_actions` of a stage is one with the chunk."""
+
+    stage: int
+    place: int
+    num_actions: int
+    op: str
+    virtual_stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkView:
+    """A chunk of a step and rank, what stages do with it, and its segments in order."""
+
+    step: int
+    dp_rank: int
+    chunk: Chunk
+    actions: tuple[ChunkAction, ...]
+    segments: tuple[SegmentView, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for one JSON document: the chunk's columns beside the rest."""
+        document = asdict(self)
+        return {**document.pop("chunk"), **document}
+
+
+def view_chunk(
+    plan: Plan,
+    step: int,
+    chunk_id: int,
+    *,
+    dp_rank: int = 0,
+    analysis: Analysis | None = None,
+    tokenizer: RecordTokenizer | None = None,
+) -> ChunkView:
+    """Look at one chunk. `analysis` is the plan's, see `load_same_analysis`; with `tokenizer`, see `open_tokenizer`,
+    the tokens are decoded.
+
+    Raises:
+        UsageError: the plan has no such step, rank or chunk; or tokens are to be decoded and the analysis has none.
+        DataError: the plan or the analysis is damaged.
+    """
+    check_rank(plan, dp_rank)
+    described = find_step(plan, step)
+    chunk = find_chunk(described, dp_rank, chunk_id)
+    tokens = analysis.tokens() if analysis is not None and (analysis.has_tokens or tokenizer is not None) else None
+    return ChunkView(
+        step=step,
+        dp_rank=dp_rank,
+        chunk=chunk,
+        actions=_actions(described, dp_rank, chunk_id),
+        segments=tuple(
+            _without_analysis(segment, chunk, place)
+            if analysis is None
+            else _with_analysis(segment, chunk, analysis, tokens, tokenizer)
+            for place, segment in enumerate(chunk.segments)
+        ),
+    )
+
+
+def _actions(step: PlanStep, rank: int, chunk_id: int) -> tuple[ChunkAction, ...]:
+    return tuple(
+        ChunkAction(stage=stage, place=place, num_actions=len(done), op=action.op, virtual_stage=action.virtual_stage)
+        for (of_rank, stage), done in step.actions.items()
+        if of_rank == rank
+        for place, action in enumerate(done)
+        if action.chunk_id == chunk_id
+    )
+
+
+def _without_analysis(segment: Segment, chunk: Chunk, place: int) -> SegmentView:
+    """The planner puts the part of a split sequence first; only the analysis can tell for plans of others."""
+    return SegmentView(
+        **asdict(segment),
+        sequence_tokens=None,
+        part=(chunk.group_index, chunk.group_size) if chunk.group_id is not None and place == 0 else None,
+        num_target_tokens=None,
+        place=None,
+        pieces=None,
+    )
+
+
+def _with_analysis(
+    segment: Segment, chunk: Chunk, analysis: Analysis, tokens: TokenReader | None, tokenizer: RecordTokenizer | None
+) -> SegmentView:
+    sequence_id, start, end = segment.sequence_id, segment.start, segment.end
+    length = int(analysis.num_tokens[sequence_id]) if 0 <= sequence_id < analysis.num_sequences else 0
+    if not 0 <= start < end <= length:
+        raise DataError(
+            f"the analysis has no tokens [{start}, {end}) of sequence {sequence_id}",
+            where=f"chunk {chunk.chunk_id}",
+            hint="`chunkplan validate` says what is wrong with the plan",
+        )
+    beyond, pieces = min(end + 1, length), None
+    num_target_tokens = beyond - (start + 1)  # without tokens every token but the first is a target
+    if tokens is not None:
+        first = max(0, start - NUM_CONTEXT)
+        input_ids, target = tokens.gather(np.array([sequence_id]), np.array([first]), np.array([beyond]))
+        num_target_tokens = int(target[start + 1 - first :].sum())
+        if tokenizer is not None:
+            shown = slice(0, end - first)
+            pieces = decode_pieces(tokenizer.backend, input_ids[shown], target[shown], start - first)
+    return SegmentView(
+        **asdict(segment),
+        sequence_tokens=length,
+        part=None if end - start == length else (chunk.group_index, chunk.group_size),
+        num_target_tokens=num_target_tokens,
+        place=analysis.place(sequence_id),
+        pieces=pieces,
+    )

@@ -1,0 +1,250 @@
+"""What two plans, or two analyses, have in common and what not: the Python twin of `chunkplan diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+
+from chunkplan.errors import UsageError
+from chunkplan.lengths import length_report
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.source_changes import SourceChange, compare_sources
+from chunkplan.summary import summarize_plan
+from chunkplan.validation import is_analysis
+
+Verdict = Literal["identical", "equal content, other manifest", "different"]
+Unit = Literal["count", "share", "ratio", "us"]
+
+_PLAN_NUMBERS: dict[str, Unit] = {
+    "num_steps": "count",
+    "num_sequences": "count",
+    "num_tokens": "count",
+    "num_target_tokens": "count",
+    "longest_sequence": "count",
+    "num_chunks": "count",
+    "num_zero_loss": "count",
+    "num_optimal_steps": "count",
+    "token_fill": "share",
+    "heaviest_rank_mean": "ratio",
+    "heaviest_rank_max": "ratio",
+    "recompute_share": "share",
+    "peak_retained_tokens": "count",
+    "predicted_us": "us",
+    "lower_bound_us": "us",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: where it is, its content hash, whether lengths are exact, the share of the records or None."""
+
+    path: str
+    content_hash: str
+    exact: bool
+    sample: float | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the manifests that differs, with dots in its name where it lies inside another; None: not there."""
+
+    section: str
+    name: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of both; None where there is none. Shares are from 0 to 1, `us` are microseconds."""
+
+    name: str
+    unit: Unit
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class SameSteps:
+    """Of so many steps (those of the longer plan) how many hold the same sequences as the step of the same number."""
+
+    num_same: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Two plans or two analyses side by side.
+
+    `verdict` goes by the content hashes, which `validate` checks, and by the manifests. `entries` are those that
+    differ, `numbers` all that are compared, differ or not. Of plans with the same data, `same_steps` compares the
+    sequences of their steps. Of analyses, `sources` has those that are not the same in both, and `rejected` the records
+    by reason.
+    """
+
+    kind: Literal["plan", "analysis"]
+    verdict: Verdict
+    before: Side
+    after: Side
+    entries: tuple[Entry, ...]
+    numbers: tuple[Number, ...]
+    same_steps: SameSteps | None = None
+    sources: tuple[SourceChange, ...] = ()
+    rejected: tuple[Number, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for one JSON document."""
+        return asdict(self)
+
+
+def diff(before: str | Path, after: str | Path) -> Difference:
+    """Compare two plan folders, or two analyses: folders or bare files of lengths.
+
+    Raises:
+        UsageError: one is not there, or one is a plan and the other an analysis.
+        DataError: one is damaged.
+    """
+    left, right = _load(Path(before)), _load(Path(after))
+    if isinstance(left, Plan) and isinstance(right, Plan):
+        return _diff_plans(left, right)
+    if isinstance(left, Analysis) and isinstance(right, Analysis):
+        return _diff_analyses(left, right)
+    [plan, analysis] = [left, right] if isinstance(left, Plan) else [right, left]
+    raise UsageError(
+        f"{plan.path} is a plan, {analysis.path} an analysis", hint="compare two plans, or two analyses with each other"
+    )
+
+
+def _load(path: Path) -> Plan | Analysis:
+    return load_analysis(path) if path.is_file() or is_analysis(path) else load_plan(path)
+
+
+def _diff_plans(before: Plan, after: Plan) -> Difference:
+    return Difference(
+        kind="plan",
+        verdict=_verdict(before, after),
+        before=_side(before),
+        after=_side(after),
+        entries=_entries(_plan_sections, before.manifest, after.manifest),
+        numbers=_numbers(_PLAN_NUMBERS, _plan_numbers(before), _plan_numbers(after)),
+        same_steps=_same_steps(before, after),
+    )
+
+
+def _diff_analyses(before: Analysis, after: Analysis) -> Difference:
+    numbers = _analysis_numbers(before), _analysis_numbers(after)
+    rejected = before.manifest.get("rejected", {}), after.manifest.get("rejected", {})
+    reasons = dict.fromkeys([*rejected[0], *rejected[1]], 0)
+    return Difference(
+        kind="analysis",
+        verdict=_verdict(before, after),
+        before=_side(before),
+        after=_side(after),
+        entries=_entries(_analysis_sections, before.manifest, after.manifest),
+        numbers=_numbers(dict.fromkeys(numbers[0], "count"), *numbers),
+        sources=compare_sources(before.manifest.get("sources", []), after.manifest.get("sources", [])),
+        rejected=_numbers(dict.fromkeys(reasons, "count"), *({**reasons, **counts} for counts in rejected)),
+    )
+
+
+def _verdict(before: Plan | Analysis, after: Plan | Analysis) -> Verdict:
+    if before.content_hash != after.content_hash:
+        return "different"
+    return "identical" if before.manifest == after.manifest else "equal content, other manifest"
+
+
+def _side(one: Plan | Analysis) -> Side:
+    data = one.manifest["analysis"] if isinstance(one, Plan) else one.manifest
+    return Side(str(one.path), one.content_hash, data["exact"], data.get("sample"))
+
+
+def _plan_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {name: count for name, count in manifest["selection"].items() if name != "sources"}
+    return {
+        "configuration": manifest["config"],
+        "data": {**manifest["analysis"], **counts},
+        "cost model": manifest["predictions"]["cost_model"],
+        "written by": _written_by(manifest),
+    }
+
+
+def _analysis_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "data": {name: manifest.get(name) for name in ("kind", "exact", "sample")},
+        "tokens": {name: manifest.get(name) for name in ("tokenizer", "template_hash", "max_token_id")},
+        "options": manifest.get("options", {}),
+        "written by": _written_by(manifest),
+    }
+
+
+def _written_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: manifest.get(name) for name in ("tool_version", "schema_version")}
+
+
+def _entries(
+    sections: Callable[[Mapping[str, Any]], dict[str, Any]], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[Entry, ...]:
+    left, right = sections(before), sections(after)
+    found = []
+    for section in left:
+        old, new = _flat(left[section]), _flat(right[section])
+        names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+        found += [Entry(section, name, old.get(name), new.get(name)) for name in names]
+    return tuple(found)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _numbers(
+    units: Mapping[str, Unit], before: Mapping[str, float | None], after: Mapping[str, float | None]
+) -> tuple[Number, ...]:
+    return tuple(Number(name, unit, before[name], after[name]) for name, unit in units.items())
+
+
+def _plan_numbers(plan: Plan) -> dict[str, Any]:
+    return summarize_plan(plan.steps(), plan.chunks(), plan.manifest).to_dict()
+
+
+def _analysis_numbers(analysis: Analysis) -> dict[str, float | None]:
+    report = length_report(analysis)
+    truncated = analysis.manifest.get("truncated", {"num_sequences": 0, "num_tokens": 0})
+    return {
+        **{name: getattr(report, name) for name in ("num_sequences", "num_tokens", "num_target_tokens", "mean_tokens")},
+        **{f"quantile_{100 * quantile.share:g}": quantile.num_tokens for quantile in report.quantiles},
+        "num_without_target": report.num_without_target,
+        **{f"truncated_{name}": count for name, count in truncated.items()},
+    }
+
+
+def _same_steps(before: Plan, after: Plan) -> SameSteps | None:
+    """None where sequences cannot be told to be the same, as the plans are of other data."""
+    if before.manifest["analysis"]["content_hash"] != after.manifest["analysis"]["content_hash"]:
+        return None
+    left, right = _sequences_by_step(before), _sequences_by_step(after)
+    both = left.join(right, on="step").filter(pl.col("sequence_ids") == pl.col("sequence_ids_right"))
+    return SameSteps(both.height, max(left.height, right.height))
+
+
+def _sequences_by_step(plan: Plan) -> pl.DataFrame:
+    """`step` and its `sequence_ids`, ascending; one that comes twice is there twice."""
+    chunks = pl.DataFrame(pl.from_arrow(plan.chunks().select(["step", "segments"])))
+    return (
+        chunks.explode("segments")
+        .unnest("segments")
+        .filter(pl.col("start") == 0)
+        .sort("step", "sequence_id")
+        .group_by("step", maintain_order=True)
+        .agg(sequence_ids="sequence_id")
+    )

@@ -1,0 +1,1 @@
+"""A plan, or an analysis, as one self-contained HTML page."""

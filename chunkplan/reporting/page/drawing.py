@@ -1,0 +1,46 @@
+"""Colours and the layout that all charts share. What depends on light or dark, the page sets when it draws."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+#: Told apart by people who see fewer colours, on light and dark grounds alike; white text on them can be read.
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", "#6b7684"
+
+#: Of text in charts, in pixels.
+FONT_SIZE = 12
+
+
+def layout(height: int, **more: Any) -> dict[str, Any]:
+    """Of a chart as wide as its place and `height` pixels high; `more` are entries of a plotly layout."""
+    return dict(
+        height=height,
+        autosize=True,
+        template="none",
+        font={"family": "system-ui, sans-serif", "size": FONT_SIZE},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 8, "r": 8, "t": 36, "b": 8},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "bottom",
+            "tracegroupgap": 0,
+            "traceorder": "normal",
+        },
+        hoverlabel={"align": "left"},
+        **more,
+    )
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with a title of plain text."""
+    return {"title": {"text": plain(title), "standoff": 8}, "automargin": True, "zeroline": False, **more}
+
+
+def plain(text: str) -> str:
+    """Text that plotly shows as it is: some tags it would take for markup."""
+    return escape(text, quote=False)

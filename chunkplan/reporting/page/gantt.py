@@ -1,0 +1,148 @@
+"""What every stage of a step does when: a row a stage, a bar an action."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.cost.durations import Float64Array
+from chunkplan.planfile.schema import OPS
+from chunkplan.quantities import percent, seconds
+from chunkplan.reporting.page.chosen_steps import DrawnStep
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout
+from chunkplan.reporting.page.parts import Table
+from chunkplan.schedule.simulated import Simulation
+
+_STYLES = {
+    "forward": ("forward", BLUE),
+    "forward_kv": ("forward, keeps KV only", GREY),
+    "recompute": ("recompute", ORANGE),
+    "backward": ("backward", GREEN),
+    "backward_input": ("backward of inputs", GREEN),
+    "backward_weight": ("backward of weights", PURPLE),
+}
+
+#: Pixels of a row and of all that is not rows; of the numbers in bars, below which they are not shown.
+_ROW_HEIGHT, _AROUND, _SMALLEST_TEXT = 26, 120, 11
+
+_US_A_SECOND = 1e6
+
+
+class _Actions(NamedTuple):
+    """What the ranks of a step do: [n] each, `chunk` [n, 6]; times are seconds.
+
+    `chunk`: its id, tokens, tokens before it, which part it is of how many, and the model part that runs it.
+    """
+
+    row: Int64Array
+    op: Int64Array
+    is_part: BoolArray
+    start: Float64Array
+    duration: Float64Array
+    chunk: Int64Array
+
+
+def gantt_figure(drawn: DrawnStep) -> go.Figure:
+    """A trace for each op with chunks of whole sequences, and one with parts of split ones."""
+    ranks = list(drawn.ranks.values())
+    per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
+    actions = _Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True))
+    figure = go.Figure()
+    for op, (words, colour) in _STYLES.items():
+        of_op = actions.op == OPS.index(op)
+        whole, parts = np.flatnonzero(of_op & ~actions.is_part), np.flatnonzero(of_op & actions.is_part)
+        for chosen, is_part in ((whole, False), (parts, True)):
+            if chosen.size:
+                bars = _Actions._make(column[chosen] for column in actions)
+                bar = _bars(bars, words, colour, is_part, with_model_part=ranks[0].virtual_stages > 1)
+                figure.add_trace(bar.update(legendgroup=op, showlegend=not is_part or not whole.size))
+    labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
+    for row in range(ranks[0].pp, len(labels), ranks[0].pp):
+        figure.add_hline(y=row - 0.5, line={"color": GREY, "width": 0.5})
+    rows = {
+        "tickvals": list(range(len(labels))),
+        "ticktext": labels,
+        "ticklabelstandoff": 4,
+        "range": [len(labels) - 0.5, -0.5],
+        "fixedrange": True,
+        "automargin": True,
+        "zeroline": False,
+        "showgrid": False,
+    }
+    figure.update_layout(
+        layout(
+            _ROW_HEIGHT * len(labels) + _AROUND,
+            barmode="overlay",
+            bargap=0.15,
+            uniformtext={"mode": "hide", "minsize": _SMALLEST_TEXT},
+            hovermode="closest",
+            xaxis=axis("seconds from the start of the step", rangemode="tozero"),
+            yaxis=rows,
+        )
+    )
+    return figure
+
+
+def _row_name(rank: int, stage: int, drawn: DrawnStep) -> str:
+    return f"stage {stage}" if len(drawn.step.chunks) == 1 else f"rank {rank} stage {stage}"
+
+
+def _actions(simulation: Simulation, first_row: int) -> _Actions:
+    """What the stages of a rank do, of which the first is drawn in `first_row`."""
+    chunks = [
+        (chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens, chunk.group_index + 1, chunk.group_size)
+        for chunk in simulation.chunks
+    ]
+    actions = simulation.actions
+    model_part = actions.virtual_stages * simulation.pp + simulation.stage_of
+    scale = simulation.ticks * _US_A_SECOND
+    return _Actions(
+        first_row + simulation.stage_of,
+        actions.ops.astype(np.int64),
+        np.array([chunk.group_id is not None for chunk in simulation.chunks])[actions.chunk_ids],
+        simulation.starts / scale,
+        (simulation.ends - simulation.starts) / scale,
+        np.column_stack([np.array(chunks, np.int64)[actions.chunk_ids], model_part]),
+    )
+
+
+def _bars(actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_part: bool) -> go.Bar:
+    lines = [f"<b>{words}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
+    if is_part:
+        lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")
+    lines += ["model part %{customdata[5]}"] if with_model_part else []
+    pattern = {"shape": "/" if is_part else "", "fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
+    return go.Bar(
+        orientation="h",
+        name=words,
+        y=actions.row.astype(np.int16),
+        base=actions.start,
+        x=actions.duration,
+        text=actions.chunk[:, 0].astype(np.int32),
+        customdata=actions.chunk.astype(np.int32),
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        insidetextfont={"color": "white"},
+        marker={"color": colour, "line": {"width": 0.5, "color": "rgba(255,255,255,0.7)"}, "pattern": pattern},
+        hovertemplate="<br>".join([*lines, "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"]),
+    )
+
+
+def gantt_table(drawn: list[DrawnStep]) -> Table:
+    """Of each stage that is drawn: what it does, how busy it is and when it is done."""
+    rows = [
+        (
+            f"step {each.step.step}, rank {rank}, stage {stage}",
+            f"{len(each.step.actions[rank, stage]):,}",
+            percent(simulation.busy_per_stage[stage]),
+            seconds(simulation.in_unit(simulation.ends[simulation.actions.stages[stage + 1] - 1])),
+        )
+        for each in drawn
+        for rank, simulation in each.ranks.items()
+        for stage in range(simulation.pp)
+    ]
+    return Table("Stages of the steps that are drawn", ("stage", "actions", "busy", "done after"), rows)

@@ -1,0 +1,120 @@
+"""Lengths before, chunks after, on the same axis: where the long tail went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.quantities import percent, power_of_two
+from chunkplan.reporting.page.drawing import BLUE, GREY, ORANGE, axis, layout
+from chunkplan.reporting.page.parts import Table
+
+#: Half a power of two is a bar.
+_BARS = 2
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many sequences or chunks there are by tokens, and the tokens in them; int64 [bars].
+
+    Bar i has those of more than 2^((first + i - 1) / 2) tokens, and at most 2^((first + i) / 2): chunks that are full
+    of a power of two end the bar below it.
+    """
+
+    first: int
+    counts: Int64Array
+    tokens: Int64Array
+
+    def edge(self, bar: int) -> float:
+        """The most tokens that are counted in a bar."""
+        return float(2 ** ((self.first + bar) / _BARS))
+
+
+def histogram(num_tokens: IntArray) -> Histogram:
+    """Count `num_tokens`, which has no zeros, [n]."""
+    values, counts = np.unique(num_tokens, return_counts=True)
+    bars = np.ceil(np.round(np.log2(values) * _BARS, 9)).astype(np.int64)
+    first = int(bars.min())
+    return Histogram(
+        first,
+        np.bincount(bars - first, counts).astype(np.int64),
+        np.bincount(bars - first, counts * values.astype(np.float64)).astype(np.int64),
+    )
+
+
+def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size: int | None) -> go.Figure:
+    """Shares of sequences and of their tokens by length; below, the same of chunks, with ChunkSize marked."""
+    panels = [(title, each) for title, each in (("sequences", before), ("chunks", after)) if each is not None]
+    counted = "share of " + " and ".join(name for name, _ in panels)
+    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    for row, (name, each) in enumerate(panels, 1):
+        for legend, what, values, colour in (
+            (counted, name, each.counts, BLUE),
+            ("share of tokens", "tokens", each.tokens, ORANGE),
+        ):
+            bars = go.Bar(
+                x=np.arange(values.size) + each.first - 0.5,
+                y=values / values.sum(),
+                customdata=_bounds(each),
+                name=legend,
+                legendgroup=legend,
+                showlegend=row == 1,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertemplate="%{y:.1%} of " + what + "<br>%{customdata} tokens<extra></extra>",
+            )
+            figure.add_trace(bars, row=row, col=1)
+        when = {"sequences": "before: sequences", "chunks": "after: chunks"}[name] if len(panels) > 1 else "share"
+        figure.update_yaxes(axis(when, tickformat=".0%", rangemode="tozero"), row=row, col=1)
+    figure.update_xaxes(axis("", showticklabels=True, **_ticks([each for _, each in panels])))
+    figure.update_xaxes(axis("tokens (K = 1,024)"), row=len(panels), col=1)
+    if chunk_size is not None:
+        _mark(figure, chunk_size)
+    figure.update_layout(layout(220 * len(panels) + 60, bargap=0.08, bargroupgap=0))
+    return figure
+
+
+def _ticks(panels: list[Histogram]) -> dict[str, Any]:
+    """Entries of an axis on which a bar is one wide: every other power of two."""
+    first = min(each.first for each in panels) - 1
+    last = max(each.first + each.counts.size for each in panels) - 1
+    ticks = [place for place in range(first, last + 1) if place % (2 * _BARS) == 0]
+    words = [power_of_two(2 ** (place // _BARS)) for place in ticks]
+    return {"range": [first - 0.5, last + 0.5], "tickvals": ticks, "ticktext": words}
+
+
+def _mark(figure: go.Figure, chunk_size: int) -> None:
+    """A line at ChunkSize through all panels."""
+    place = float(np.log2(chunk_size)) * _BARS
+    figure.add_vline(x=place, line={"color": GREY, "width": 1.5, "dash": "dash"})
+    where = {"x": place, "y": 1, "xref": "x", "yref": "y domain", "xanchor": "left", "xshift": 4}
+    figure.add_annotation(text=f"ChunkSize {chunk_size:,}", showarrow=False, **where)
+
+
+def lengths_table(name: str, counted: Histogram) -> Table:
+    """The numbers behind a panel; `name` is "sequences" or "chunks"."""
+    rows = [
+        (
+            bounds,
+            f"{count:,}",
+            percent(count / counted.counts.sum()),
+            f"{tokens:,}",
+            percent(tokens / counted.tokens.sum()),
+        )
+        for bounds, count, tokens in zip(
+            _bounds(counted), counted.counts.tolist(), counted.tokens.tolist(), strict=True
+        )
+    ]
+    head = ("length", name, f"share of {name}", "tokens", "share of tokens")
+    return Table(f"{name.capitalize()} by their number of tokens", head, rows)
+
+
+def _bounds(counted: Histogram) -> list[str]:
+    """The least and the most tokens of each bar, in words."""
+    edges = [int(counted.edge(bar) + 1e-9) for bar in range(-1, counted.counts.size)]
+    return [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]

@@ -1,0 +1,108 @@
+"""Predicted time, fill and balance over steps. Of many steps, runs of them are drawn as one point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import plotly.graph_objects as go
+import polars as pl
+from plotly.subplots import make_subplots
+
+from chunkplan.quantities import percent, seconds
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout
+from chunkplan.reporting.page.parts import Table
+
+#: More points cannot be told apart.
+_MOST_POINTS = 1000
+#: So many points are marked each, and so many each have a tick.
+_MARKED, _FEW = 60, 12
+
+_VALUES = ("predicted_us", "lower_bound_us", "fill", "heaviest_over_mean", "recompute_share")
+
+
+def points(steps: pl.DataFrame) -> pl.DataFrame:
+    """`steps` as `per_step` has them, in runs of equally many: `first`, `last` and of each value mean, `_low`, `_high`.
+
+    A run is one step where there are no more steps than points that a chart can show.
+    """
+    run = -(-steps.height // _MOST_POINTS)
+    return (
+        steps.with_row_index("place")
+        .group_by(pl.col("place") // run, maintain_order=True)
+        .agg(
+            pl.col("step").min().alias("first"),
+            pl.col("step").max().alias("last"),
+            *(pl.col(name).mean() for name in _VALUES),
+            *(pl.col(name).min().name.suffix("_low") for name in _VALUES),
+            *(pl.col(name).max().name.suffix("_high") for name in _VALUES),
+        )
+    )
+
+
+def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
+    """Three panels over the steps: time with its lower bound, fill, heaviest rank over the mean."""
+    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    scaled = runs.with_columns(pl.col("^(predicted|lower_bound)_us.*$") / 1e6)
+    for name, words, say, colour, row in (
+        ("lower_bound_us", "lower bound", "%{y:.4~f} s", GREY, 1),
+        ("predicted_us", "predicted time", "%{y:.4~f} s", BLUE, 1),
+        ("fill", "fill", "%{y:.1%}", GREEN, 2),
+        ("heaviest_over_mean", "heaviest rank over the mean", "%{y:.4f}", PURPLE, 3),
+    ):
+        if _num_steps_a_point(runs) > 1 and name != "lower_bound_us":
+            figure.add_traces(_band(scaled, name, colour), rows=row, cols=1)
+        mean = go.Scatter(
+            x=runs["first"],
+            y=scaled[name],
+            name=words,
+            mode="lines+markers" if runs.height <= _MARKED else "lines",
+            line={"color": colour, "width": 2},
+            marker={"size": 6},
+            hovertemplate=f"{words} {say}<extra></extra>",
+        )
+        figure.add_trace(mean, row=row, col=1)
+    figure.update_yaxes(axis("seconds", rangemode="tozero"), row=1, col=1)
+    figure.update_yaxes(axis("fill", tickformat=".0%", rangemode="tozero"), row=2, col=1)
+    figure.update_yaxes(axis("heaviest / mean", tickformat=".3~f"), row=3, col=1)
+    figure.update_xaxes(axis("step", tickformat=","), row=3, col=1)
+    figure.update_xaxes(zeroline=False, dtick=1 if runs.height <= _FEW else None)
+    figure.update_layout(layout(560, hovermode="x"))
+    return figure
+
+
+def _band(runs: pl.DataFrame, name: str, colour: str) -> list[go.Scatter]:
+    """From the least to the most of each run."""
+    line = {"width": 0, "color": colour}
+    shared = {"x": runs["first"], "mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
+    return [go.Scatter(y=runs[f"{name}_low"], **shared), go.Scatter(y=runs[f"{name}_high"], fill="tonexty", **shared)]
+
+
+def points_note(runs: pl.DataFrame) -> list[str]:
+    """What a point is, where it is not a step."""
+    run = _num_steps_a_point(runs)
+    if run == 1:
+        return []
+    return [f"A point is the mean of {run:,} steps in a row; bands reach from the least to the most of them."]
+
+
+def over_steps_table(runs: pl.DataFrame) -> Table:
+    """The numbers behind the panels."""
+    several = _num_steps_a_point(runs) > 1
+    head = ("step", "predicted", "lower bound", "fill", "heaviest rank over mean", "recomputed")
+    rows = []
+    for row in runs.iter_rows(named=True):
+        name = f"{row['first']:,} to {row['last']:,}" if several else f"{row['first']:,}"
+        words = (seconds, seconds, percent, "{:.4f}".format, percent)
+        rows.append((name, *(_spread(row, value, say) for value, say in zip(_VALUES, words, strict=True))))
+    caption = "Steps in runs: mean, and in brackets the least and the most" if several else "Steps"
+    return Table(caption, head, rows)
+
+
+def _num_steps_a_point(runs: pl.DataFrame) -> int:
+    return int(runs["last"][0]) - int(runs["first"][0]) + 1
+
+
+def _spread(row: dict[str, float], name: str, say: Callable[[float], str]) -> str:
+    """The mean; where there is more than that, the least and the most."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return say(row[name]) + ("" if low == high else f" [{say(low)} to {say(high)}]")

@@ -1,0 +1,63 @@
+"use strict";
+// Draws what the block of JSON has: {chart: {label: figure}}. Colours of text and lines are those of the style sheet.
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const isTouched = matchMedia("(pointer: coarse)").matches;
+const config = {
+  responsive: true,
+  displaylogo: false,
+  displayModeBar: "hover",
+  modeBarButtons: [["toImage"], ["zoom2d", "pan2d", "resetScale2d"]],
+  showTips: false,
+};
+
+/** What depends on light or dark, as a template that all axes of a chart take it from. */
+function template() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line") };
+  return {
+    layout: {
+      font: { color: colour("--ink") },
+      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--faint"), activecolor: colour("--ink") },
+      xaxis: axis,
+      yaxis: axis,
+    },
+  };
+}
+
+function draw(name, label) {
+  const { data, layout } = charts[name][label];
+  // A finger that moves over a chart scrolls the page.
+  const dragmode = isTouched ? false : "zoom";
+  return Plotly.react(name, data, { ...layout, dragmode, template: template() }, config);
+}
+
+function zoom(name, factor, shift) {
+  const chart = document.getElementById(name);
+  const changes = {};
+  for (const axis of Object.keys(chart.layout).filter((each) => /^xaxis\d*$/.test(each))) {
+    const [low, high] = chart.layout[axis].range;
+    const middle = (low + high) / 2 + shift * (high - low);
+    const half = (factor * (high - low)) / 2;
+    if (factor) changes[`${axis}.range`] = [middle - half, middle + half];
+    else changes[`${axis}.autorange`] = true;
+  }
+  return Plotly.relayout(name, changes);
+}
+
+for (const name of Object.keys(charts)) draw(name, Object.keys(charts[name])[0]);
+
+dark.addEventListener("change", () => {
+  for (const name of Object.keys(charts)) Plotly.relayout(name, { template: template() });
+});
+
+for (const select of document.querySelectorAll("select[data-chart]")) {
+  select.addEventListener("change", () => draw(select.dataset.chart, select.value));
+}
+
+for (const button of document.querySelectorAll("button[data-chart]")) {
+  const { chart, factor, shift } = button.dataset;
+  button.addEventListener("click", () => zoom(chart, Number(factor), Number(shift)));
+}

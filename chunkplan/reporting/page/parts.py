@@ -1,0 +1,43 @@
+"""What a page is made of: sections with words, charts and tables. All words are plain text, escaped when rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One drawing, or several of one kind to choose from.
+
+    `name` is its id; `words` say what it shows to those who cannot see it. `figures` by label: of several, the page
+    draws the first, until another is chosen.
+    """
+
+    name: str
+    words: str
+    figures: dict[str, go.Figure] = field(repr=False)
+    zooms: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers behind a chart. The first cell of a row heads it; columns named in `texts` are words, not numbers."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]] = field(repr=False)
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, notes (a paragraph each), charts, then tables that open when asked for."""
+
+    name: str
+    title: str
+    notes: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()

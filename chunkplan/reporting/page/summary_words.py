@@ -1,0 +1,73 @@
+"""The facts at the top of a page, and the numbers of a whole plan."""
+
+from __future__ import annotations
+
+from chunkplan.lengths import LengthReport
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import k_words, percent, seconds
+from chunkplan.reporting.page.parts import Table
+from chunkplan.reporting.plan_words import machine_words, schedule_words
+from chunkplan.summary import PlanSummary
+
+Facts = list[tuple[str, str]]
+
+
+def plan_facts(plan: Plan, summary: PlanSummary) -> Facts:
+    """What a plan is, and what it is predicted to take."""
+    config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
+    return [
+        ("model and GPUs", machine_words(cost_model)),
+        ("ChunkSize", f"{summary.chunk_size:,} tokens"),
+        ("K", k_words(summary.k, config["k_by_length"])),
+        ("dp x pp", f"{summary.dp} x {summary.pp}"),
+        ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
+        ("sequences a step", f"{summary.global_batch:,}"),
+        ("predicted time", seconds(summary.predicted_us)),
+        ("its lower bound", seconds(summary.lower_bound_us)),
+        ("content hash", plan.content_hash[:16]),
+    ]
+
+
+def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
+    """What an analysis is of."""
+    paths = [source["path"] for source in analysis.manifest.get("sources", ())]
+    several = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return [
+        ("source", f"{paths[0]}{several}" if paths else str(analysis.path)),
+        ("sequences", f"{report.num_sequences:,}"),
+        ("tokens", f"{report.num_tokens:,}"),
+        ("longest", f"{report.longest:,} tokens"),
+        ("content hash", analysis.content_hash[:16]),
+    ]
+
+
+def summary_table(summary: PlanSummary) -> Table:
+    """The numbers of a whole plan."""
+    heaviest = [
+        ("heaviest rank over the mean, mean of steps", summary.heaviest_rank_mean),
+        ("heaviest rank over the mean, worst step", summary.heaviest_rank_max),
+    ]
+    rows = [
+        ("sequences", f"{summary.num_sequences:,}"),
+        ("tokens", f"{summary.num_tokens:,}"),
+        ("target tokens", f"{summary.num_target_tokens:,}"),
+        ("longest sequence", f"{summary.longest_sequence:,} tokens"),
+        ("sequences of short last batches, dropped", f"{summary.num_dropped_sequences:,}"),
+        ("chunks", f"{summary.num_chunks:,}"),
+        ("standalone chunks", f"{summary.num_standalone - summary.num_zero_loss:,}"),
+        ("dependent chunks", f"{summary.num_dependent:,}"),
+        ("split sequences", f"{summary.num_groups:,}"),
+        ("zero-loss chunks", f"{summary.num_zero_loss:,}"),
+        ("fill of chunks", percent(summary.token_fill)),
+        ("chunks over their lower bound", f"{summary.chunks_over_bound:.4f}"),
+        ("chunks over the bound of each rank's sequences", f"{summary.packing_over_bound:.4f}"),
+        ("steps with the fewest chunks possible", f"{summary.num_optimal_steps:,}"),
+        *((name, f"{value:.4f}") for name, value in heaviest if value is not None),
+        ("steps that no spread can balance", f"{summary.num_exceeding_steps:,}"),
+        ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
+        ("recomputed", f"{percent(summary.recompute_share)} of the work"),
+        ("predicted time", seconds(summary.predicted_us)),
+        ("lower bound of the time", seconds(summary.lower_bound_us)),
+    ]
+    return Table("The plan in numbers", ("of the whole plan", "value"), rows)

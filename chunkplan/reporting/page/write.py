@@ -1,0 +1,67 @@
+"""A plan or an analysis as a page: the Python twin of `chunkplan inspect --html`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_analysis, load_plan, load_same_analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan.tuning.document import read_tuning_document, tuning_document
+from chunkplan.tuning.tune import Tuning
+from chunkplan.validation import is_analysis
+from chunkplan.whole_file import whole_file
+
+
+def write_report(
+    path: str | Path,
+    plan_or_analysis: Plan | Analysis | str | Path,
+    *,
+    tuning: Tuning | str | Path | None = None,
+    analysis: str | Path | None = None,
+    step: int | None = None,
+) -> None:
+    """Write one self-contained HTML page of a plan, or of an analysis, to `path`: whole or not at all.
+
+    `tuning`: what `tune` found, or the file that it left. `analysis`: where that of the plan is now, if it has moved.
+    `step`: drawn first, whatever it is like. The same arguments give the same bytes.
+
+    Raises:
+        UsageError: plotly is not installed, or something is not there.
+        DataError: a file is damaged, or `analysis` is not that of the plan.
+    """
+    try:
+        from chunkplan.reporting.page import content
+    except ImportError as error:
+        raise UsageError(f"the page needs plotly ({error})", hint="pip install 'chunkplan[report]'") from error
+    if isinstance(plan_or_analysis, str | Path):
+        place = Path(plan_or_analysis)
+        plan_or_analysis = load_analysis(place) if place.is_file() or is_analysis(place) else load_plan(place)
+    document = None if tuning is None else _document(tuning)
+    if isinstance(plan_or_analysis, Plan):
+        found, why_not = _analysis_of(plan_or_analysis, analysis)
+        text = content.plan_page(plan_or_analysis, found, why_not, document, step)
+    elif analysis is not None or step is not None:
+        raise UsageError(
+            "an analysis has neither steps nor an analysis of its own", hint="give a plan, or leave them out"
+        )
+    else:
+        text = content.analysis_page(plan_or_analysis, document)
+    with whole_file(Path(path)) as file:
+        file.write(text)
+
+
+def _document(tuning: Tuning | str | Path) -> dict[str, Any]:
+    return tuning_document(tuning) if isinstance(tuning, Tuning) else read_tuning_document(Path(tuning))
+
+
+def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None, str | None]:
+    """The analysis of `plan`; or None, where none is given and it cannot be had, and why."""
+    try:
+        return load_same_analysis(plan, given), None
+    except ChunkplanError as error:
+        if given is not None:
+            raise
+        return None, f"Lengths before are not shown: {error}."

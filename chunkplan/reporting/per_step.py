@@ -1,0 +1,88 @@
+"""A plan as a frame of numbers, one row a step: what `inspect`, its page and `diff` show of steps."""
+
+from __future__ import annotations
+
+import polars as pl
+import pyarrow as pa
+
+from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schema import SCHEDULE
+from chunkplan.planfile.tables import read_table
+from chunkplan.reporting.chunk_frame import chunk_frame
+
+#: Of schedule.parquet, all but what stages do, which is most of a plan.
+_STAGE_ENDS = pa.schema([field for field in SCHEDULE if field.name != "actions"])
+
+_COUNTS = (
+    *("step", "epoch", "num_sequences", "num_tokens", "num_target_tokens", "num_chunks", "num_standalone"),
+    *("num_dependent", "num_zero_loss", "num_groups"),
+)
+
+
+def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Count, weigh and time each step of `plan`, in order; `chunks` is its `chunk_frame`, where that is there already.
+
+    Columns (int64 unless said otherwise):
+
+        step, epoch, num_sequences, num_tokens, num_target_tokens, num_chunks, num_standalone (zero-loss chunks too),
+        num_dependent (mixed ones too), num_zero_loss, num_groups
+        fill                 float64, tokens over ChunkSize of the chunks that are not zero-loss
+        heaviest_over_mean   float64, predicted cost of the heaviest rank over the mean of the ranks, from 1
+        heaviest_rank        its dp_rank
+        recompute_share      float64, of the predicted cost
+        exceeds_share, optimal   bool
+        chunks_lower_bound, peak_retained_tokens
+        longest_prefix       how far into a split sequence the step gets, 0 without one: the length of the longest
+        predicted_us, lower_bound_us   float64
+        slowest_rank         the dp_rank whose stages are done last
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    chunks = chunk_frame(plan) if chunks is None else chunks
+    steps = pl.DataFrame(pl.from_arrow(plan.steps()))
+    stage_ends = pl.DataFrame(pl.from_arrow(read_table(plan.path / "schedule.parquet", _STAGE_ENDS)))
+    is_grouped = pl.col("group_id").is_not_null()
+    counted = chunks.group_by("step").agg(
+        num_standalone=(~is_grouped).sum(),
+        num_dependent=is_grouped.sum(),
+        num_zero_loss=(pl.col("num_tokens") == 0).sum(),
+        num_groups=(is_grouped & (pl.col("group_index") == 0)).sum(),
+        longest_prefix=pl.col("reach").filter(is_grouped).max().fill_null(0),
+        cost=pl.col("cost").cast(pl.Float64).sum(),
+    )
+    rank_cost = chunks.group_by("step", "dp_rank", maintain_order=True).agg(pl.col("cost").cast(pl.Float64).sum())
+    heaviest = (
+        rank_cost.sort("step", "cost", "dp_rank", descending=[False, True, False])
+        .group_by("step")
+        .agg(
+            heaviest_rank=pl.col("dp_rank").first(),
+            heaviest_over_mean=(pl.col("cost").max() / pl.col("cost").mean()).fill_nan(1.0),
+        )
+    )
+    slowest = (
+        stage_ends.sort("step", "predicted_us", "dp_rank", descending=[False, True, False])
+        .group_by("step")
+        .agg(slowest_rank=pl.col("dp_rank").first())
+    )
+    num_filled = (pl.col("num_chunks").cast(pl.Int64) - pl.col("num_zero_loss")).clip(1)
+    whole = (*_COUNTS, "heaviest_rank", "chunks_lower_bound", "peak_retained_tokens", "longest_prefix", "slowest_rank")
+    return (
+        steps.join(counted, on="step", how="left")
+        .join(heaviest, on="step", how="left")
+        .join(slowest, on="step", how="left")
+        .sort("step")
+        .with_columns(
+            fill=pl.col("num_tokens") / (num_filled * plan.config["chunk_size"]),
+            recompute_share=(pl.col("recompute_us") / pl.col("cost")).fill_nan(0.0),
+            predicted_us=pl.col("predicted_us").cast(pl.Float64),
+            lower_bound_us=pl.col("lower_bound_us").cast(pl.Float64),
+        )
+        .with_columns(pl.col(whole).cast(pl.Int64))
+        .select(
+            *_COUNTS,
+            *("fill", "heaviest_over_mean", "heaviest_rank", "recompute_share", "exceeds_share", "optimal"),
+            *("chunks_lower_bound", "peak_retained_tokens", "longest_prefix", "predicted_us", "lower_bound_us"),
+            "slowest_rank",
+        )
+    )

@@ -1,0 +1,153 @@
+"""What a plan comes to, looked at closely: the numbers `chunkplan inspect` shows, as its Python twin returns them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schema import CHUNKS
+from chunkplan.reporting.chunk_frame import KINDS, chunk_frame
+from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
+from chunkplan.reporting.slow_steps import StepTimes, step_times
+from chunkplan.summary import PlanSummary, summarize_plan
+
+_NUM_BANDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillBand:
+    """Chunks, zero-loss ones left out, with `low` < tokens over ChunkSize <= `high`."""
+
+    low: float
+    high: float
+    num_chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindRow:
+    """The chunks of a kind (`chunk_frame.KINDS`): how many, how full, and their shares (0..1) of the plan.
+
+    `attention_share`: of the pairs of a query and a key, t (2 p + t) / 2 for a segment of t tokens that sees p earlier
+    ones: over the parts of a sequence that is half its length squared.
+    """
+
+    kind: str
+    num_chunks: int
+    num_tokens: int
+    fill: float
+    token_share: float
+    attention_share: float
+    cost_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """What a data-parallel rank does over all steps: its work in predicted microseconds, that over the mean of the
+    ranks, and in how many steps it is the last to be done."""
+
+    dp_rank: int
+    num_chunks: int
+    num_tokens: int
+    cost_us: float
+    over_mean: float
+    num_steps_slowest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan's `summary` and what lies behind it; times and memory are predictions.
+
+    `fill`: ten bands. `kinds`: those there are. `ranks`: by dp_rank. `memory`: None where the plan does not describe
+    the model and the GPU that it was made for.
+    """
+
+    summary: PlanSummary
+    fill: tuple[FillBand, ...]
+    kinds: tuple[KindRow, ...]
+    ranks: tuple[RankRow, ...]
+    times: StepTimes
+    memory: PlanMemory | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for one JSON document."""
+        return {**asdict(self), "memory": self.memory and self.memory.to_dict()}
+
+
+def plan_report(plan: Plan | str | Path) -> PlanReport:
+    """Look at all chunks of a plan, and at the actions of two of its steps.
+
+    Raises:
+        UsageError: there is no plan.
+        DataError: a file is damaged.
+    """
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    config = plan.config
+    chunks = chunk_frame(plan)
+    steps = per_step(plan, chunks)
+    return PlanReport(
+        summary=summarize_plan(plan.steps(), chunks.select(_NUMBERS).to_arrow(), plan.manifest),
+        fill=_fill(chunks, config["chunk_size"]),
+        kinds=_kinds(chunks, config["chunk_size"]),
+        ranks=_ranks(chunks, steps),
+        times=step_times(steps, chunks, config["dp"], config["pp"]),
+        memory=plan_memory(plan, steps),
+    )
+
+
+#: What a summary looks at.
+_NUMBERS = [name for name in CHUNKS.names if name != "segments"]
+
+
+def _fill(chunks: pl.DataFrame, chunk_size: int) -> tuple[FillBand, ...]:
+    band = (pl.col("num_tokens").cast(pl.Int64) * _NUM_BANDS - 1) // chunk_size  # full chunks are in the last band
+    counted = chunks.filter(pl.col("num_tokens") > 0).group_by(band=band).len()
+    counts = dict(counted.iter_rows())
+    return tuple(
+        FillBand(low=place / _NUM_BANDS, high=(place + 1) / _NUM_BANDS, num_chunks=counts.get(place, 0))
+        for place in range(_NUM_BANDS)
+    )
+
+
+def _kinds(chunks: pl.DataFrame, chunk_size: int) -> tuple[KindRow, ...]:
+    sums = chunks.group_by("kind", maintain_order=True).agg(  # sums of floats depend on the order
+        pl.len().alias("num_chunks"),
+        pl.col("num_tokens").cast(pl.Int64).sum(),
+        pl.col("squares").sum(),
+        pl.col("cost").cast(pl.Float64).sum(),
+    )
+    rows = {row["kind"]: row for row in sums.to_dicts()}
+    in_all = {name: max(float(sums[name].sum()), 1e-30) for name in ("num_tokens", "squares", "cost")}
+    return tuple(
+        KindRow(
+            kind=kind,
+            num_chunks=row["num_chunks"],
+            num_tokens=row["num_tokens"],
+            fill=row["num_tokens"] / (row["num_chunks"] * chunk_size),
+            token_share=row["num_tokens"] / in_all["num_tokens"],
+            attention_share=row["squares"] / in_all["squares"],
+            cost_share=row["cost"] / in_all["cost"],
+        )
+        for kind in KINDS
+        if (row := rows.get(kind))
+    )
+
+
+def _ranks(chunks: pl.DataFrame, steps: pl.DataFrame) -> tuple[RankRow, ...]:
+    slowest = dict(steps.group_by("slowest_rank").len().iter_rows())
+    rows = (
+        chunks.group_by("dp_rank", maintain_order=True)
+        .agg(
+            pl.len().alias("num_chunks"),
+            pl.col("num_tokens").cast(pl.Int64).sum(),
+            cost_us=pl.col("cost").cast(pl.Float64).sum(),
+        )
+        .with_columns(over_mean=(pl.col("cost_us") / pl.col("cost_us").mean()).fill_nan(1.0))
+        .sort("dp_rank")
+    )
+    return tuple(RankRow(**row, num_steps_slowest=slowest.get(row["dp_rank"], 0)) for row in rows.to_dicts())

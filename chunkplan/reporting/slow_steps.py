@@ -1,0 +1,147 @@
+"""Which steps of a plan take longest, and what makes each take longer than the median step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from chunkplan.errors import DataError
+
+#: The time of a step is the product of these, over dp x pp: its tokens; what a token takes, forward and backward; the
+#: work with what is forwarded again over that without; the work of its slowest rank over the mean rank's; and its time
+#: over what a stage of that rank has to do.
+FACTORS = ("tokens", "work", "recompute", "balance", "waiting")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowStep:
+    """A step that takes `over_median` times as long as the median step.
+
+    `factors` [FACTORS] are how often each of the median step's goes into its own, so that their product is
+    `over_median`; `cause` is the one that explains most of it, and `why` says so in words.
+    """
+
+    step: int
+    predicted_us: float
+    over_median: float
+    factors: dict[str, float]
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Predicted microseconds of the steps of a plan; `slowest` has those that take longer than the median, from the
+    slowest on."""
+
+    median_step: int
+    median_us: float
+    slowest: tuple[SlowStep, ...]
+
+
+def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most: int = 5) -> StepTimes:
+    """Time the steps; `most` of them are told why.
+
+    `steps` is what `per_step` makes of `chunks`, a `chunk_frame`.
+
+    Raises:
+        DataError: rows of a step are missing.
+    """
+    ranked = steps.sort("predicted_us", "step", descending=[True, False])
+    median = ranked["step"][ranked.height // 2]
+    shown = ranked.head(most)["step"].to_list()
+    rows = _with_factors(steps.filter(pl.col("step").is_in([*shown, median])), chunks, dp, pp)
+    by_step = {row["step"]: row for row in rows.to_dicts()}
+    if missing := {*shown, median} - by_step.keys():
+        raise DataError(
+            "chunks or actions of the slowest rank are missing",
+            where=f"step {min(missing)}",
+            hint="`chunkplan validate` says what is wrong with the plan",
+        )
+    usual = by_step[median]
+    slower = [step for step in shown if by_step[step]["predicted_us"] > usual["predicted_us"]]
+    return StepTimes(
+        median_step=median,
+        median_us=usual["predicted_us"],
+        slowest=tuple(_explain(by_step[step], usual) for step in slower),
+    )
+
+
+def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -> pl.DataFrame:
+    """`steps` with a column for each of `FACTORS`, and what words about them take."""
+    mine = chunks.filter(pl.col("step").is_in(steps["step"].to_list())).with_columns(
+        pl.col("step", "dp_rank").cast(pl.Int64), pl.col("cost").cast(pl.Float64)
+    )
+    of_step = mine.group_by("step").agg(
+        step_cost=pl.col("cost").sum(), squares=pl.col("squares").sum(), longest=pl.col("reach").max()
+    )
+    of_rank = mine.group_by("step", slowest_rank="dp_rank").agg(rank_cost=pl.col("cost").sum())
+    once = pl.col("step_cost") * (1 - pl.col("recompute_share"))
+    return (
+        steps.join(of_step, on="step")
+        .join(of_rank, on=["step", "slowest_rank"])
+        .with_columns(
+            tokens=pl.col("num_tokens").cast(pl.Float64),
+            work=once / pl.col("num_tokens"),
+            recompute=pl.col("step_cost") / once,
+            balance=pl.col("rank_cost") * dp / pl.col("step_cost"),
+            waiting=pl.col("predicted_us") * pp / pl.col("rank_cost"),
+        )
+    )
+
+
+def _explain(row: dict[str, Any], usual: dict[str, Any]) -> SlowStep:
+    factors = {name: _ratio(row[name], usual[name]) for name in FACTORS}
+    cause = max(FACTORS, key=lambda name: math.log(factors[name]))
+    return SlowStep(
+        step=row["step"],
+        predicted_us=row["predicted_us"],
+        over_median=_ratio(row["predicted_us"], usual["predicted_us"]),
+        factors=factors,
+        cause=cause,
+        why=_WORDS[cause](row, usual),
+    )
+
+
+def _ratio(value: float, usual: float) -> float:
+    """How often `usual` goes into `value`; 1 where either says nothing, as in plans that predict no times."""
+    ratio = value / usual if usual else 0.0
+    return ratio if 0 < ratio < math.inf else 1.0
+
+
+def _tokens(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    return f"{row['num_tokens']:,} tokens, {row['tokens'] / usual['tokens']:.2f} times the median step's"
+
+
+def _work(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    more = f"a token takes {row['work'] / usual['work']:.2f} times the work"
+    if row["squares"] / row["num_tokens"] > usual["squares"] / usual["num_tokens"]:
+        return f"attention of up to {row['longest']:,} tokens: {more}"
+    return f"chunks {row['fill']:.0%} full: {more}"
+
+
+def _recompute(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    return f"{row['recompute_share']:.0%} of the work is forwarded again"
+
+
+def _balance(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    if row["exceeds_share"]:
+        return f"one sequence of {row['longest']:,} tokens: more than a rank's share"
+    return f"rank {row['slowest_rank']} has {row['balance']:.2f} of the mean rank's work"
+
+
+def _waiting(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    return f"stages of rank {row['slowest_rank']} wait {1 - 1 / row['waiting']:.0%} of the time"
+
+
+_WORDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+    "tokens": _tokens,
+    "work": _work,
+    "recompute": _recompute,
+    "balance": _balance,
+    "waiting": _waiting,
+}

@@ -1,0 +1,86 @@
+"""Tokens of an analysis as text again, by the tokenizer that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.backends import load_tokenizer
+from chunkplan.intake.backends.tiktoken_name import PREFIX as TIKTOKEN
+from chunkplan.intake.tokenizer import Backend, RecordTokenizer
+from chunkplan.planfile.analysis import Analysis
+
+#: Tokens before a run that are decoded with it, so that it begins as it does in the text: with a space, or without.
+NUM_CONTEXT = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens that all are targets, or all are not. A character that is cut shows as U+FFFD on both sides, an
+    id that is no token as `[token ID]`."""
+
+    text: str
+    is_target: bool
+    num_tokens: int
+
+
+def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> RecordTokenizer:
+    """The tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
+
+    Raises:
+        UsageError: there is none.
+        DataError: what is where it was is another one now, or damaged.
+    """
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer)
+    made_by = analysis.manifest["tokenizer"]
+    if made_by is None:
+        raise UsageError(
+            f"the analysis {analysis.path} does not say which tokenizer its tokens are of",
+            hint="give one with --tokenizer",
+        )
+    if not Path(made_by["path"]).exists() and not made_by["path"].startswith(TIKTOKEN):
+        # It may be a name on the hub, or a path from another folder; the network is only asked when somebody says so.
+        raise UsageError(
+            f"the tokenizer that the analysis was made with, {made_by['path']}, is not a path here",
+            hint="say with --tokenizer where it is, or which one on the hub",
+        )
+    found = load_tokenizer(made_by["path"])
+    if found.content_hash != made_by["content_hash"]:
+        raise DataError(
+            "not the tokenizer that the analysis was made with: content hash "
+            f"{found.content_hash[:12]}, the analysis has {made_by['content_hash'][:12]}",
+            where=made_by["path"],
+            hint="say with --tokenizer where that one is, or which one to use",
+        )
+    return found
+
+
+def decode_pieces(backend: Backend, input_ids: Int32Array, target: BoolArray, num_context: int) -> tuple[Piece, ...]:
+    """The text of tokens with their target mask, both [n]; the first `num_context` are there for context only."""
+    ids = input_ids.tolist()
+    is_known = np.array([backend.knows(input_id) for input_id in ids], np.bool_)
+    changes = np.flatnonzero((np.diff(target) | np.diff(is_known))[num_context:]) + num_context + 1
+    return tuple(
+        Piece(
+            text=_decode(backend, ids, first, last) if is_known[first] else _unknown(ids[first:last]),
+            is_target=bool(target[first]),
+            num_tokens=last - first,
+        )
+        for first, last in pairwise([num_context, *changes.tolist(), len(ids)])
+    )
+
+
+def _decode(backend: Backend, ids: list[int], first: int, last: int) -> str:
+    context = [input_id for input_id in ids[max(0, first - NUM_CONTEXT) : first] if backend.knows(input_id)]
+    before, through = backend.decode(context), backend.decode([*context, *ids[first:last]])
+    return through.removeprefix(before) if through.startswith(before) else backend.decode(ids[first:last])
+
+
+def _unknown(ids: list[int]) -> str:
+    return "".join(f"[token {input_id}]" for input_id in ids)

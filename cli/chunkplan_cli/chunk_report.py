@@ -1,0 +1,102 @@
+"""One chunk of a plan in the terminal: what it is, where its segments come from, and what they say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.quantities import percent, seconds
+from chunkplan_cli.plan_report import print_estimated
+from chunkplan_cli.step_report import kind_words
+from chunkplan_cli.tables import titled_table
+from chunkplan_cli.visible import marks, visible
+
+if TYPE_CHECKING:
+    from chunkplan.reporting.chunk_view import ChunkView, SegmentView
+
+
+def print_chunk(console: Console, view: ChunkView, manifest: dict[str, Any]) -> None:
+    """Print `view`; the text of its segments, where it is decoded, below all else."""
+    print_estimated(console, manifest)
+    title = f"step {view.step}, rank {view.dp_rank}, chunk {view.chunk.chunk_id}: {kind_words(view.chunk)}"
+    console.print(Text(title, style="bold"))
+    console.print(_facts(view, manifest["config"]["chunk_size"]))
+    if view.segments:
+        console.print()
+        console.print(_segments(console, view))
+    decoded = [segment for segment in view.segments if segment.pieces is not None]
+    if decoded:
+        before, behind = marks(console)
+        console.print()
+        console.print(Text(f"{before}targets{behind} are marked.", style="dim"))
+    for segment in decoded:
+        console.print()
+        console.print(_heading(console, segment))
+        console.print(_marked(console, segment), overflow="fold")
+
+
+def _facts(view: ChunkView, chunk_size: int) -> Table:
+    chunk = view.chunk
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    grid.add_row("tokens", f"{chunk.num_tokens:,}, {percent(chunk.num_tokens / chunk_size)} of chunk size")
+    grid.add_row("targets", f"{chunk.num_target_tokens:,} predicted in this chunk")
+    if chunk.prefix_tokens:
+        grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
+    again = "" if chunk.keeps_activations else ", with the forward that is done again"
+    grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{again}")
+    for stage in sorted({action.stage for action in view.actions}):
+        mine = [action for action in view.actions if action.stage == stage]
+        words = ", ".join(f"{action.op.replace('_', ' ')} {action.place + 1}" for action in mine)
+        grid.add_row(f"stage {stage}", f"{words} of {mine[0].num_actions:,} actions")
+    return grid
+
+
+def _segments(console: Console, view: ChunkView) -> Table:
+    table = titled_table("Segments")
+    for name in ("sequence", "tokens", "of", "part", "targets"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from", overflow="fold")
+    for segment in view.segments:
+        table.add_row(
+            str(segment.sequence_id),
+            Text(_range(segment)),
+            _number(segment.sequence_tokens),
+            "" if segment.part is None else f"{segment.part[0] + 1}/{segment.part[1]}",
+            _number(segment.num_target_tokens),
+            Text(_place(console, segment)),
+        )
+    return table
+
+
+def _heading(console: Console, segment: SegmentView) -> Text:
+    words = f"sequence {segment.sequence_id}, {_range(segment)} of {_number(segment.sequence_tokens)} tokens"
+    return Text(f"{words}, {_place(console, segment)}", style="bold")
+
+
+def _marked(console: Console, segment: SegmentView) -> Text:
+    before, behind = marks(console)
+    text = Text()
+    for piece in segment.pieces or ():
+        shown = visible(piece.text, console)
+        if piece.is_target:
+            text.append(f"{before}{shown}{behind}", style="green")
+        else:
+            text.append(shown)
+    return text
+
+
+def _range(segment: SegmentView) -> str:
+    return f"[{segment.start:,}, {segment.end:,})"
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def _place(console: Console, segment: SegmentView) -> str:
+    return "?" if segment.place is None else visible(segment.place, console)

@@ -1,0 +1,183 @@
+"""Two plans or two analyses side by side in the terminal. Readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.quantities import percent, seconds
+from chunkplan_cli.tables import titled_table
+from chunkplan_cli.visible import visible
+
+if TYPE_CHECKING:
+    from chunkplan.reporting.difference import Difference, Entry, Number, SameSteps
+    from chunkplan.reporting.source_changes import SourceChange
+
+#: Sources that are listed one by one.
+_LISTED = 20
+
+#: Characters of a content hash that are shown.
+_SHOWN = 16
+
+_STYLES = {"identical": "bold green", "different": "bold yellow"}
+
+#: What a number is called where its name is not words enough.
+_NAMES = {
+    "token_fill": "token fill",
+    "heaviest_rank_mean": "heaviest rank over mean",
+    "heaviest_rank_max": "the same, at worst",
+    "num_optimal_steps": "steps proved optimal",
+    "num_zero_loss": "zero-loss chunks",
+    "recompute_share": "recomputed, of the work",
+    "peak_retained_tokens": "tokens held at once",
+    "predicted_us": "predicted time",
+    "lower_bound_us": "at least",
+    "num_without_target": "without a target token",
+    "truncated_num_sequences": "sequences cut",
+    "truncated_num_tokens": "tokens cut off",
+    "quantile_100": "the longest",
+}
+
+
+def print_difference(console: Console, difference: Difference) -> None:
+    """Print one word first, then what differs, then the numbers."""
+    console.print(Text(difference.verdict, style=_STYLES.get(difference.verdict, "bold")))
+    console.print()
+    console.print(_sides(console, difference))
+    sections = dict.fromkeys(entry.section for entry in difference.entries)
+    for section in sections:
+        console.print()
+        console.print(_entries(console, section, [entry for entry in difference.entries if entry.section == section]))
+    if difference.sources:
+        console.print()
+        console.print(_sources(console, difference.sources[:_LISTED]))
+        if len(difference.sources) > _LISTED:
+            console.print(f"... and {len(difference.sources) - _LISTED:,} more (--json shows all)")
+    for title, numbers in (("Numbers", difference.numbers), ("Rejected records", difference.rejected)):
+        if numbers:
+            console.print()
+            console.print(_numbers(console, title, numbers))
+    if difference.kind == "plan":
+        console.print()
+        console.print(_same_steps(difference.same_steps))
+
+
+def _sides(console: Console, difference: Difference) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="bold yellow")
+    for name, side in (("before", difference.before), ("after", difference.after)):
+        doubts = [] if side.exact else ["ESTIMATED"]
+        doubts += [f"A SAMPLE of {100 * side.sample:g} %"] if side.sample else []
+        table.add_row(name, Text(visible(side.path, console)), side.content_hash[:_SHOWN], ", ".join(doubts))
+    return table
+
+
+def _entries(console: Console, section: str, entries: list[Entry]) -> Table:
+    table = titled_table(section.capitalize())
+    for name in ("", "before", "after"):
+        table.add_column(name, overflow="fold")
+    for entry in _worth_showing(entries):
+        table.add_row(Text(visible(entry.name, console)), _value(console, entry.before), _value(console, entry.after))
+    return table
+
+
+def _worth_showing(entries: list[Entry]) -> list[Entry]:
+    """Of a model or GPU that is another one its name says enough; --json has all that follows."""
+    renamed = {entry.name.removesuffix("name") for entry in entries if entry.name.endswith(".name")}
+    return [
+        entry
+        for entry in entries
+        if entry.name.endswith(".name") or not any(entry.name.startswith(prefix) for prefix in renamed)
+    ]
+
+
+def _value(console: Console, value: Any) -> Text:
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if value is None:
+        return Text("none", style="dim")
+    if isinstance(value, int):
+        return Text(f"{value:,}")
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return Text(text[:_SHOWN] if len(text) == 64 and text.isalnum() else visible(text, console))
+
+
+def _sources(console: Console, changes: tuple[SourceChange, ...]) -> Table:
+    table = titled_table("Sources")
+    for name in ("path", ""):
+        table.add_column(name, overflow="fold")
+    for name in ("sequences", "tokens"):
+        table.add_column(name, justify="right", overflow="fold")
+    for change in changes:
+        before, after = change.before, change.after
+        shown: dict[str, Any] = after or before or {}
+        path = (
+            f"{before['path']} -> {after['path']}" if change.change == "moved" and before and after else shown["path"]
+        )
+        counts = [
+            _from_to(before[name] if before else None, after[name] if after else None)
+            for name in ("num_sequences", "num_tokens")
+        ]
+        table.add_row(Text(visible(path, console)), change.change, *counts)
+    return table
+
+
+def _from_to(before: int | None, after: int | None) -> str:
+    if before is None or after is None or before == after:
+        only = before if after is None else after
+        return "" if only is None else f"{only:,}"
+    return f"{before:,} -> {after:,}"
+
+
+def _numbers(console: Console, title: str, numbers: tuple[Number, ...]) -> Table:
+    table = titled_table(title)
+    table.add_column("", overflow="fold")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number in numbers:
+        if number.before or number.after:
+            table.add_row(
+                Text(visible(_name(number.name), console)),
+                _number(number.before, number),
+                _number(number.after, number),
+                _change(number),
+            )
+    return table
+
+
+def _name(name: str) -> str:
+    if name.startswith("quantile_") and name not in _NAMES:
+        return f"{name.removeprefix('quantile_')} % are no longer than"
+    return _NAMES.get(name, name.removeprefix("num_").replace("_", " "))
+
+
+def _number(value: float | None, number: Number) -> str:
+    if value is None:
+        return ""
+    if number.unit == "share":
+        return percent(value)
+    if number.unit == "us":
+        return seconds(value)
+    return f"{value:.4f}" if number.unit == "ratio" else f"{value:,.0f}"
+
+
+def _change(number: Number) -> str:
+    """Of shares in points, of everything else in percent."""
+    before, after = number.before, number.after
+    if before is None or after is None or _number(before, number) == _number(after, number):
+        return ""
+    if number.unit == "share":
+        return f"{100 * (after - before):+.1f} points"
+    return f"{100 * (after / before - 1):+,.1f} %" if before else "new"
+
+
+def _same_steps(same: SameSteps | None) -> str:
+    if same is None:
+        return "The plans are of other data: their steps are not compared."
+    return f"{same.num_same:,} of {same.num_steps:,} steps hold the same sequences."

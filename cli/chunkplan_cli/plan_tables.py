@@ -1,0 +1,120 @@
+"""What lies behind a plan's overview, in tables: fill, kinds of chunks, ranks, slow steps, memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.quantities import gibibytes, percent, seconds
+from chunkplan_cli.tables import bar, titled_table
+
+if TYPE_CHECKING:
+    from chunkplan.reporting.plan_memory import PlanMemory
+    from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
+    from chunkplan.reporting.slow_steps import StepTimes
+
+_MAX_BAR = 30
+
+#: Of more ranks than twice that many, the heaviest and the lightest are shown.
+_MOST_RANKS = 3
+
+_WORDS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
+
+
+def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, Any]) -> None:
+    """Print all of them; those of which there is nothing to say are left out."""
+    from chunkplan.reporting.plan_words import machine_words
+
+    parts = [_fill(console, report.fill), _kinds(report.kinds)]
+    if report.summary.dp > 1:
+        parts.append(_ranks(console, report.ranks))
+    parts.append(_times(report.times))
+    for part in parts:
+        console.print()
+        console.print(part)
+    console.print()
+    console.print(_memory(report.memory))
+    console.print()
+    machine = machine_words(manifest["predictions"]["cost_model"])
+    console.print(Text(f"* pairs of a query and a key. Times and memory are predictions, of {machine}.", style="dim"))
+
+
+def _fill(console: Console, bands: tuple[FillBand, ...]) -> Table:
+    table = titled_table("Fill, of chunk size")
+    table.add_column("")
+    for name in ("chunks", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    num_chunks = sum(band.num_chunks for band in bands)
+    most = max(band.num_chunks for band in bands)
+    for band in bands:
+        table.add_row(
+            f"{100 * band.low:3.0f} - {100 * band.high:3.0f} %",
+            f"{band.num_chunks:,}",
+            percent(band.num_chunks / max(num_chunks, 1)),
+            bar(console, band.num_chunks, most, _MAX_BAR),
+        )
+    return table
+
+
+def _kinds(kinds: tuple[KindRow, ...]) -> Table:
+    table = titled_table("Chunks by kind")
+    table.add_column("")
+    for name in ("chunks", "tokens", "fill", "of tokens", "of attention*", "of work"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in kinds:
+        shares = (row.fill, row.token_share, row.attention_share, row.cost_share)
+        table.add_row(row.kind, f"{row.num_chunks:,}", f"{row.num_tokens:,}", *map(percent, shares))
+    return table
+
+
+def _ranks(console: Console, ranks: tuple[RankRow, ...]) -> Table:
+    table = titled_table("Ranks, over all steps")
+    for name in ("rank", "chunks", "tokens", "work", "of mean", "last done in"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    by_work = sorted(ranks, key=lambda row: -row.cost_us)
+    few = len(ranks) <= 2 * _MOST_RANKS
+    for row in ranks if few else [*by_work[:_MOST_RANKS], *by_work[-_MOST_RANKS:]]:
+        table.add_row(
+            str(row.dp_rank),
+            f"{row.num_chunks:,}",
+            f"{row.num_tokens:,}",
+            seconds(row.cost_us),
+            f"{row.over_mean:.4f}",
+            f"{row.num_steps_slowest:,} step{'' if row.num_steps_slowest == 1 else 's'}",
+            bar(console, row.cost_us, by_work[0].cost_us, _MAX_BAR // 3),
+        )
+    if not few:
+        table.title = Text(f"Ranks, over all steps: the heaviest and the lightest of {len(ranks):,}", style="bold")
+    return table
+
+
+def _times(times: StepTimes) -> Table:
+    table = titled_table("Slowest steps")
+    for name in ("step", "time", "of median"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("most of it because of", overflow="fold")
+    for step in times.slowest:
+        table.add_row(str(step.step), seconds(step.predicted_us), f"{step.over_median:.2f}", Text(step.why))
+    table.add_row(str(times.median_step), seconds(times.median_us), "1.00", "the median step")
+    return table
+
+
+def _memory(memory: PlanMemory | None) -> Text:
+    if memory is None:
+        return Text("Memory: the plan does not describe the model and the GPU it was made for.")
+    parts = sorted(asdict(memory.memory).items(), key=lambda part: -part[1])
+    words = ", ".join(
+        f"{_WORDS.get(name, name)} {gibibytes(num_bytes).removesuffix(' GiB')}"
+        for name, num_bytes in parts
+        if num_bytes
+    )
+    place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
+    total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
+    fits = "" if memory.memory.total <= memory.gpu_bytes else ", does not fit; `chunkplan tune` finds what does"
+    return Text.assemble(("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), f"\n{words}")

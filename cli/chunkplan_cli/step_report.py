@@ -1,0 +1,96 @@
+"""One step of a plan in the terminal: the chunks of each rank, and what its stages do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.quantities import seconds
+from chunkplan_cli.plan_report import print_estimated
+from chunkplan_cli.tables import titled_table
+
+if TYPE_CHECKING:
+    from chunkplan.planfile.plan import Action, Chunk, PlanStep
+
+#: One letter an op, for the line of a stage's actions.
+_LETTERS = {
+    "forward": "F",
+    "forward_kv": "f",
+    "recompute": "R",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+#: A step of a large plan has hundreds of chunks and actions: --json shows them all.
+_MAX_CHUNKS = 40
+_MAX_ACTIONS = 200
+
+
+def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> None:
+    """Print the chunks of each rank of a step, and what its stages do."""
+    config = manifest["config"]
+    print_estimated(console, manifest)
+    console.print(
+        f"step {step.step} (epoch {step.epoch}): {step.num_sequences:,} sequences, {step.num_tokens:,} tokens, "
+        f"{step.num_target_tokens:,} targets, {step.num_chunks:,} chunks"
+        + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
+    )
+    console.print(f"predicted {seconds(step.predicted_us)}, at least {seconds(step.lower_bound_us)}")
+    for rank, chunks in step.chunks.items():
+        console.print()
+        console.print(_chunk_table(rank, chunks, config["chunk_size"]))
+        if len(chunks) > _MAX_CHUNKS:
+            console.print(f"... and {len(chunks) - _MAX_CHUNKS:,} more chunks (--json shows all)")
+        console.print()
+        stages = Table.grid(padding=(0, 2))
+        stages.add_column(no_wrap=True, style="dim")
+        stages.add_column()
+        for stage in range(config["pp"]):
+            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage]))
+        console.print(stages)
+    console.print()
+    console.print(Text("F forward  f forward, keeps KV only  R recompute  B backward", style="dim"))
+
+
+def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
+    table = titled_table(f"rank {rank}")
+    for name in ("chunk", "kind", "tokens", "fill", "targets", "prefix", "cost"):
+        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+    table.add_column("sequences", overflow="ellipsis", no_wrap=True)
+    for chunk in chunks[:_MAX_CHUNKS]:
+        table.add_row(
+            str(chunk.chunk_id),
+            kind_words(chunk),
+            f"{chunk.num_tokens:,}",
+            f"{chunk.num_tokens / chunk_size:.0%}",
+            f"{chunk.num_target_tokens:,}",
+            f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else "",
+            seconds(chunk.cost),
+            _sequences(chunk),
+        )
+    return table
+
+
+def kind_words(chunk: Chunk) -> str:
+    """What a chunk is, in a word or two."""
+    if not chunk.segments:
+        return "zero-loss"
+    if chunk.group_id is None:
+        return "standalone"
+    return f"part {chunk.group_index + 1}/{chunk.group_size}" + ("" if chunk.keeps_activations else " kv")
+
+
+def _sequences(chunk: Chunk) -> str:
+    ids = [str(segment.sequence_id) for segment in chunk.segments]
+    shown = ", ".join(ids[:3])
+    return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
+
+
+def _action_line(actions: list[Action]) -> str:
+    words = [f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}" for action in actions[:_MAX_ACTIONS]]
+    if len(actions) > _MAX_ACTIONS:
+        words.append(f"... {len(actions) - _MAX_ACTIONS:,} more")
+    return " ".join(words)

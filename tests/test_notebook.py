@@ -1,0 +1,100 @@
+"""What a notebook shows of plans and analyses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import chunkplan
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=\"alert('2')\">&amp;"
+
+
+class Reader(HTMLParser):
+    """The tags of a document, the attributes in them, and its text; fails where a tag is not closed."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(document)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+@pytest.fixture
+def analysis(tmp_path: Path) -> Analysis:
+    """Estimated, with a record rejected, from a file that is named to harm."""
+    path = tmp_path / "<b onclick=x>&.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * number}) + "\n" for number in range(40)), encoding="utf-8")
+    options = chunkplan.IntakeOptions(on_error="skip")
+    return chunkplan.analyze([path], tmp_path / "analysis", options)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, analysis: Analysis) -> Plan:
+    return chunkplan.build(analysis, tmp_path / "plan", chunkplan.PlanConfig(chunk_size=32, k=1, dp=2))
+
+
+def test_the_facts_of_a_plan_are_there(plan: Plan) -> None:
+    text = Reader(plan._repr_html_()).text
+    assert "32 tokens, 1" in text and "2 x 1, algorithm2" in text
+    assert f"{plan.manifest['totals']['num_tokens']:,}" in text
+    assert plan.content_hash[:16] in text and str(plan.path) in text
+    assert "ESTIMATED" in text
+
+
+def test_the_facts_of_an_analysis_are_there(analysis: Analysis) -> None:
+    text = Reader(analysis._repr_html_()).text
+    assert f"{analysis.num_sequences}; rejected: 1" in text
+    assert f"{analysis.num_tokens.max():,} tokens" in text
+    assert "ESTIMATED" in text and "<b onclick=x>&.jsonl" in text
+    sampled = dataclasses.replace(analysis, manifest={**analysis.manifest, "sample": 0.25})
+    assert "A SAMPLE of 25 %" in Reader(sampled._repr_html_()).text
+
+
+def test_a_bare_file_of_lengths_is_shown(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 1001))
+    text = Reader(chunkplan.load_analysis(tmp_path / "lengths.npy")._repr_html_()).text
+    assert "1,000" in text and "500,500" in text and "median 500, 99 % up to 990" in text
+    assert "ESTIMATED" not in text
+
+
+def test_nothing_of_a_file_becomes_markup(plan: Plan, analysis: Analysis) -> None:
+    """Every string of a manifest is replaced by one that would run a script."""
+
+    def spoil(value: object) -> object:
+        if isinstance(value, dict):
+            return {
+                HOSTILE if isinstance(key, str) and "/" in key else key: spoil(inner) for key, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [spoil(inner) for inner in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    harmless = Reader(plan._repr_html_())
+    for one in (plan, analysis):
+        spoilt = dataclasses.replace(one, path=Path(HOSTILE), manifest=spoil(one.manifest))
+        shown = Reader(spoilt._repr_html_())
+        assert shown.tags <= harmless.tags | {"div"} and not shown.tags & {"script", "img"}
+        assert shown.attributes == {"style", "scope"}
+        assert "<script>alert(1)</script>" in shown.text

@@ -1,0 +1,292 @@
+"""What is said of a plan: numbers of steps, kinds, ranks and memory against plain loops; why a step is slow."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import chunkplan
+from chunkplan.cost.durations import split_layers
+from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.model import CostModel
+from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.planfile.plan import Chunk, Plan, PlanStep
+from chunkplan.planning.config import PlanConfig
+from chunkplan.reporting.plan_report import plan_report
+from chunkplan.reporting.slow_steps import FACTORS, StepTimes, step_times
+
+LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "one rank, tails shared": {"k": 1},
+    "pipelines": {"k": 2, "dp": 2, "pp": 2},
+    "equal counts": {"k": 1, "dp": 3, "equal_chunks": True},
+    "more ranks than sequences": {"k": 1, "dp": 8, "global_batch": 3},
+    "interleaved": {"k": 2, "pp": 2, "schedule": "interleaved", "dp": 2},
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
+    return built(tmp_path, LENGTHS, **CONFIGS[request.param])
+
+
+def built(folder: Path, lengths: Any, **config: Any) -> Plan:
+    np.save(folder / "lengths.npy", lengths)
+    settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, **config}
+    return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
+
+
+def chunks_of(step: PlanStep) -> list[Chunk]:
+    return [chunk for chunks in step.chunks.values() for chunk in chunks]
+
+
+def squares(chunk: Chunk) -> int:
+    return sum((part.end - part.start) * (part.end + part.start) for part in chunk.segments)
+
+
+def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> None:
+    rows = chunkplan.per_step(plan).to_dicts()
+    steps = list(plan.iter_steps())
+    assert [row["step"] for row in rows] == list(range(len(steps)))
+    for row, step in zip(rows, steps, strict=True):
+        chunks = chunks_of(step)
+        grouped = [chunk for chunk in chunks if chunk.group_id is not None]
+        work = [sum(chunk.cost for chunk in step.chunks[rank]) for rank in range(plan.config["dp"])]
+        filled = [chunk.num_tokens for chunk in chunks if chunk.segments]
+        last = {rank: max(us for (of, _), us in step.schedule_us.items() if of == rank) for rank in step.chunks}
+        split = {part.sequence_id for chunk in grouped for part in chunk.segments if part.end > 64}
+        expected = {
+            "num_standalone": len(chunks) - len(grouped),
+            "num_dependent": len(grouped),
+            "num_zero_loss": len(chunks) - len(filled),
+            "num_groups": len([chunk for chunk in grouped if chunk.group_index == 0]),
+            "fill": sum(filled) / (64 * len(filled)),
+            "heaviest_over_mean": max(work) * len(work) / sum(work),
+            "heaviest_rank": work.index(max(work)),
+            "recompute_share": step.recompute_us / sum(work),
+            "longest_prefix": int(max((LENGTHS[list(split)].max(),) if split else (0,))),
+            "slowest_rank": max(last, key=lambda rank: (last[rank], -rank)),
+        }
+        for name in ("epoch", "num_sequences", "num_tokens", "num_target_tokens", "num_chunks", "predicted_us"):
+            expected[name] = getattr(step, name)
+        for name in ("exceeds_share", "optimal", "chunks_lower_bound", "peak_retained_tokens", "lower_bound_us"):
+            expected[name] = getattr(step, name)
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        assert row.keys() == {*expected, "step"}
+
+
+def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
+    report = plan_report(plan)
+    chunks = [(step, chunk) for step in plan.iter_steps() for chunk in chunks_of(step)]
+    kinds = {row.kind: row for row in report.kinds}
+    assert sum(row.num_chunks for row in report.kinds) == len(chunks) == sum(row.num_chunks for row in report.ranks)
+    assert sum(row.num_tokens for row in report.ranks) == report.summary.num_tokens
+    assert plan.config["tail_sharing"] or "mixed" not in kinds
+    assert "zero-loss" in kinds or not plan.config["equal_chunks"]
+    for name in ("token_share", "attention_share", "cost_share"):
+        assert sum(getattr(row, name) for row in report.kinds) == pytest.approx(1)
+    for kind, row in kinds.items():
+        mine = [chunk for _, chunk in chunks if kind_of(chunk) == kind]
+        assert row.num_chunks == len(mine)
+        # Over the parts of a sequence, t (2 p + t) comes to its length squared.
+        assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(squares, mine)))
+    assert np.mean([row.over_mean for row in report.ranks]) == pytest.approx(1)
+    assert sum(row.num_steps_slowest for row in report.ranks) == report.summary.num_steps
+    for band in report.fill:
+        inside = [chunk for _, chunk in chunks if band.low < round(chunk.num_tokens / 64, 9) <= band.high]
+        assert band.num_chunks == len(inside)
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_every_kind_of_chunk_is_told_apart(tmp_path: Path) -> None:
+    """Three chunks of 64 hold 184 tokens only where the last 6 of a split sequence share theirs."""
+    rows = plan_report(built(tmp_path, [70, 58, 56], k=1, epochs=1)).kinds
+    assert [(row.kind, row.num_chunks, row.num_tokens) for row in rows] == [
+        ("standalone", 1, 56),
+        ("dependent", 1, 64),
+        ("mixed", 1, 64),
+    ]
+    rows = plan_report(built(tmp_path, [70, 58], k=1, dp=4, epochs=1)).kinds
+    assert [(row.kind, row.num_chunks) for row in rows] == [("standalone", 1), ("dependent", 2), ("zero-loss", 2)]
+
+
+def kind_of(chunk: Chunk) -> str:
+    if not chunk.segments:
+        return "zero-loss"
+    if chunk.group_id is None:
+        return "standalone"
+    return "dependent" if len(chunk.segments) == 1 else "mixed"
+
+
+def test_the_factors_of_a_slow_step_explain_all_of_its_time(plan: Plan) -> None:
+    times = plan_report(plan).times
+    predicted = {step.step: step.predicted_us for step in plan.iter_steps()}
+    assert times.median_us == predicted[times.median_step] == sorted(predicted.values())[(len(predicted) - 1) // 2]
+    slowest = sorted(predicted.values(), reverse=True)[: len(times.slowest)]
+    assert [step.predicted_us for step in times.slowest] == slowest
+    for step in times.slowest:
+        assert math.prod(step.factors.values()) == pytest.approx(step.over_median)
+        assert step.factors[step.cause] == max(step.factors.values())
+
+
+#: A step of two ranks with two stages each, 1000 tokens and nothing odd about it, and what a change makes of its time.
+USUAL = {"num_tokens": 1000, "work": 1.0, "recomputed": 0.0, "heavy": 0.5, "waiting": 1.2}
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens": ({"num_tokens": 3000}, "3,000 tokens, 3.00 times the median step's"),
+    "work": ({"work": 2.5, "longest": 900}, "attention of up to 900 tokens: a token takes 2.50 times the work"),
+    "recompute": ({"recomputed": 0.25}, "25% of the work is forwarded again"),
+    "balance": ({"heavy": 0.75}, "rank 1 has 1.50 of the mean rank's work"),
+    "waiting": ({"waiting": 4.0}, "stages of rank 1 wait 75% of the time"),
+}
+
+
+def timed(*changes: dict[str, Any]) -> StepTimes:
+    """Three usual steps, and one for each of `changes`."""
+    steps, chunks = [], []
+    for number, change in enumerate([{}, {}, {}, *changes]):
+        is_it = {**USUAL, "longest": 100, "exceeds_share": False, **change}
+        cost = is_it["num_tokens"] * is_it["work"] / (1 - is_it["recomputed"])
+        for rank, share in enumerate((1 - is_it["heavy"], is_it["heavy"])):
+            square = float(is_it["num_tokens"] * is_it["longest"] / 2)
+            columns = {"cost": cost * share, "squares": square, "reach": is_it["longest"]}
+            chunks.append({"step": number, "dp_rank": rank, **columns})
+        steps.append(
+            {
+                "step": number,
+                "num_tokens": is_it["num_tokens"],
+                "slowest_rank": 1,
+                "fill": 0.5,
+                "recompute_share": is_it["recomputed"],
+                "exceeds_share": is_it["exceeds_share"],
+                "predicted_us": cost * is_it["heavy"] / 2 * is_it["waiting"],
+            }
+        )
+    return step_times(pl.DataFrame(steps), pl.DataFrame(chunks), dp=2, pp=2)
+
+
+@pytest.mark.parametrize("cause", FACTORS)
+def test_a_step_is_slow_because_of_what_is_odd_about_it(cause: str) -> None:
+    change, why = CHANGES[cause]
+    [slow] = timed(change).slowest
+    assert (slow.cause, slow.why) == (cause, why)
+
+
+@pytest.mark.parametrize("cause", FACTORS)
+def test_of_two_causes_the_larger_is_named(cause: str) -> None:
+    """Each of the others, a little of it, is there too."""
+    little = {"num_tokens": 1100, "work": 1.1, "recomputed": 0.05, "heavy": 0.53, "waiting": 1.3}
+    [slow] = timed({**little, **CHANGES[cause][0]}).slowest
+    assert slow.cause == cause
+
+
+def test_a_sequence_beyond_a_ranks_share_is_named_as_such() -> None:
+    [slow] = timed({"heavy": 0.9, "exceeds_share": True, "longest": 800}).slowest
+    assert slow.why == "one sequence of 800 tokens: more than a rank's share"
+
+
+def test_half_empty_chunks_are_no_attention() -> None:
+    [slow] = timed({"work": 2.0, "longest": 10}).slowest
+    assert slow.why == "chunks 50% full: a token takes 2.00 times the work"
+
+
+def test_steps_that_take_the_same_are_not_slow() -> None:
+    assert timed().slowest == ()
+
+
+def test_the_longest_sequence_makes_its_step_the_slowest(tmp_path: Path) -> None:
+    lengths = np.full(64, 50)
+    lengths[20] = 20_000
+    plan = built(tmp_path, lengths, k=4, dp=2, global_batch=8, epochs=1)
+    [slow, *_] = plan_report(plan).times.slowest
+    assert any(
+        part.sequence_id == 20 for chunk in chunks_of(next(plan.iter_steps(slow.step))) for part in chunk.segments
+    )
+    assert slow.cause in ("tokens", "work", "balance", "recompute")
+
+
+def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) -> None:
+    """One stage, one sequence of ten chunks, K 1: activations of a chunk, keys and values of all of them."""
+    plan = built(tmp_path, [640], k=1, epochs=1)
+    cost = CostModel()
+    memory = plan_report(plan).memory
+    assert memory is not None
+    [expected] = stage_memory(
+        cost,
+        dp=1,
+        pp=1,
+        layers=split_layers(cost.shape.num_layers, 1),
+        sharding="optimizer",
+        retained_tokens=[64],
+        stage_input_tokens=[0],
+        kv_tokens=[640],
+        chunk_size=64,
+    )
+    assert memory.memory == expected
+    assert (memory.step, memory.dp_rank, memory.stage, memory.gpu_bytes) == (0, 0, 0, cost.hardware.memory_bytes)
+
+
+def test_memory_looks_at_what_retains_most_and_at_the_longest_sequence(plan: Plan) -> None:
+    memory = plan_report(plan).memory
+    steps = list(plan.iter_steps())
+    most = max(step.peak_retained_tokens for step in steps)
+    longest = [step for step in steps if any(part.end == LENGTHS.max() for c in chunks_of(step) for part in c.segments)]
+    assert memory is not None
+    assert memory.step in {step.step for step in longest} | {s.step for s in steps if s.peak_retained_tokens == most}
+    held = chunkplan.simulate_plan(plan, memory.step, rank=memory.dp_rank).peak_retained_tokens[memory.stage]
+    cost = CostModel()
+    config = plan.config
+    stages = stage_memory(
+        cost,
+        dp=config["dp"],
+        pp=config["pp"],
+        layers=split_layers(cost.shape.num_layers, config["pp"] * config["virtual_stages"]),
+        sharding="optimizer",
+        retained_tokens=[held * config["virtual_stages"]] * config["pp"],
+        stage_input_tokens=[0] * config["pp"],
+        kv_tokens=[int(LENGTHS.max())] * config["pp"],
+        chunk_size=64,
+    )
+    assert memory.memory.optimizer == stages[memory.stage].optimizer
+    assert 0 < memory.memory.activations <= stages[memory.stage].activations
+
+
+def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
+    plan = built(tmp_path, [640, 3], k=1)
+    manifest = json.loads((plan.path / "manifest.json").read_text())
+    del manifest["predictions"]["cost_model"]["hardware"]["memory_bytes"]
+    (plan.path / "manifest.json").write_text(json.dumps(manifest))
+    assert plan_report(plan.path).memory is None
+    assert plan_report(plan.path).to_dict()["memory"] is None
+
+
+def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:
+    steps = pl.DataFrame({"step": [0], "num_tokens": [5], "slowest_rank": [1], "predicted_us": [1.0], "fill": [1.0]})
+    steps = steps.with_columns(recompute_share=pl.lit(0.0), exceeds_share=pl.lit(False))
+    chunks = pl.DataFrame({"step": [0], "dp_rank": [0], "cost": [1.0], "squares": [1.0], "reach": [5]})
+    with pytest.raises(DataError, match="step 0"):
+        step_times(steps, chunks, dp=2, pp=1)
+
+
+@pytest.mark.parametrize("file", ["steps", "chunks", "schedule"])
+def test_rows_that_are_missing_are_damage(tmp_path: Path, file: str) -> None:
+    """Whatever row is gone: the report or a look at a chunk says so, or there is still enough to report."""
+    plan = built(tmp_path, LENGTHS[:8], k=1, dp=2, pp=2, global_batch=3, epochs=1)
+    path = plan.path / f"{file}.parquet"
+    whole, found = pq.read_table(path), 0
+    for row in range(whole.num_rows):
+        pq.write_table(pa.concat_tables([whole.slice(0, row), whole.slice(row + 1)]), path)
+        for look in (lambda: plan_report(plan), lambda: [chunkplan.view_chunk(plan, step, 0) for step in range(3)]):
+            try:
+                look()
+            except ChunkplanError as error:
+                assert error.hint
+                found += 1
+    assert found >= min(3, whole.num_rows)
