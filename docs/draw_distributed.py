@@ -1,16 +1,15 @@
 """Draws distributed.svg: one step of a small plan, as `chunkplan.build` makes it, on four processes.
 
-The same plan gives the same bytes. Run it after a change of the planner: python docs/draw_distributed.py [OUTPUT]
+The same plan gives the same bytes. Run it after a change of the planner: python docs/draw_distributed.py [FOLDER]
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from draw_planner import ACTIONS, FAINT, INK, LANE, LINE, Drawing
+from drawing import ACTIONS, FAINT, INK, LANE, LINE, Drawing, arrow, draw_legend, write_pictures
 
 import chunkplan
 from chunkplan.planfile.plan import Action, PlanStep
@@ -48,18 +47,6 @@ def layouts() -> list[Layout]:
 def box_place(layout: Layout) -> tuple[float, float]:
     """Where the box of a process begins: left and top."""
     return STAGE_X[layout.stage], TOP + layout.copy * (BOX_HEIGHT + BETWEEN)
-
-
-def arrow(drawing: Drawing, points: tuple[float, float, float, float], colour: str, *, both: bool = False) -> None:
-    """From x, y to x, y, straight along one of the axes, with a head at the end or at both."""
-    x, y, to_x, to_y = points
-    right, down = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
-    path = f"M{x:g} {y:g}L{to_x:g} {to_y:g}"
-    for tip_x, tip_y, sign in ((to_x, to_y, 1), (x, y, -1))[: 1 + both]:
-        back_x, back_y = tip_x - 5 * sign * right, tip_y - 5 * sign * down
-        path += f"M{back_x - 4 * down:g} {back_y - 4 * right:g}L{tip_x:g} {tip_y:g}"
-        path += f"L{back_x + 4 * down:g} {back_y + 4 * right:g}"
-    drawing.elements.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
 
 
 def draw_plan(drawing: Drawing) -> None:
@@ -134,17 +121,6 @@ def draw_heads(drawing: Drawing) -> None:
         drawing.text(STAGE_X[stage] + BOX_WIDTH / 2, TOP - 8, words, fill=FAINT, anchor="middle")
 
 
-def draw_legend(drawing: Drawing, y: float) -> None:
-    """What letters mean."""
-    x = float(PLAN_X)
-    words = ("forward", "forward, leaves keys and values only", "recompute, from the stage's own input", "backward")
-    for (name, fill, ink), label in zip(ACTIONS.values(), words, strict=True):
-        drawing.box(x, y - 14, 17, 18, fill=fill)
-        drawing.text(x + 8.5, y, name, fill=ink, bold=True, anchor="middle")
-        drawing.text(x + 23, y, label)
-        x += 42 + 6.1 * len(label)
-
-
 def draw() -> str:
     """The picture, as SVG."""
     step, drawing = plan_one_step(), Drawing()
@@ -154,7 +130,8 @@ def draw() -> str:
         draw_process(drawing, layout, step)
     draw_links(drawing)
     end = TOP + 2 * BOX_HEIGHT + BETWEEN
-    draw_legend(drawing, end + 34)
+    words = ("forward", "forward, leaves keys and values only", "recompute, from the stage's own input", "backward")
+    draw_legend(drawing, PLAN_X, end + 34, words)
     served = "; ".join(
         f"process {layout.rank} is {layout.describe().partition('(')[2].rstrip(')')} and does ranks "
         + " and ".join(map(str, layout.dp_ranks(CONFIG.dp)))
@@ -171,5 +148,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("distributed.svg")
-    output.write_text(draw(), encoding="utf-8", newline="\n")
+    write_pictures({"distributed": draw})

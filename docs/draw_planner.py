@@ -1,17 +1,16 @@
 """Draws planner.svg: one step of a small plan, as `chunkplan.build` makes it, from its sequences to its actions.
 
-The same plan gives the same bytes. Run it after a change of the planner: python docs/draw_planner.py [OUTPUT]
+The same plan gives the same bytes. Run it after a change of the planner: python docs/draw_planner.py [FOLDER]
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 import numpy as np
+from drawing import ACTIONS, FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, draw_legend, write_pictures
 
 import chunkplan
 from chunkplan.planfile.plan import Action, Chunk, PlanStep
@@ -19,61 +18,11 @@ from chunkplan.planfile.plan import Action, Chunk, PlanStep
 LENGTHS = [27500, 12000, 7400, 5200, 4700, 3900, 3100, 2600, 2100, 1700, 1300, 1000, 800, 600]
 CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=2)
 
-# Everything is measured in units of the view box, which is as wide as a page of text.
-WIDTH = 760
+# Everything is measured in units of the view box.
 STEP_X, RANK_X, CHUNK_X, ORDER_X = 14, 166, 322, 534
 BAR_WIDTH, CHUNK_WIDTH, ACTION_WIDTH = 110, 180, 17.5
 TOP, BAR_PITCH, BAR_HEIGHT, CHUNK_PITCH, CHUNK_HEIGHT = 86, 17, 12, 29, 22
 LANE_HEAD, LANE_GAP = 27, 14
-
-INK, FAINT, LINE, PAPER, LANE = "#1f2933", "#52606d", "#9aa5b1", "#f7f8fa", "#ffffff"
-SHORT = "#dfe4ea"
-#: Split sequences, longest first: the colour of what holds activations, and of what leaves keys and values only.
-SPLIT = [("#1d5fa8", "#bcd5f0"), ("#a6480f", "#f3cdb3")]
-#: An op's letter, its colour and that of the letter.
-ACTIONS = {
-    "forward": ("F", "#276749", "#ffffff"),
-    "forward_kv": ("f", "#bfe3cd", INK),
-    "recompute": ("R", "#dcc6f7", INK),
-    "backward": ("B", "#52606d", "#ffffff"),
-}
-
-
-class Drawing:
-    """SVG elements, one after another."""
-
-    def __init__(self) -> None:
-        self.elements: list[str] = []
-
-    def text(
-        self, x: float, y: float, words: str, *, size: int = 12, fill: str = INK, bold: bool = False, anchor: str = ""
-    ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
-        align = f' text-anchor="{anchor}"' if anchor else ""
-        self.elements.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}"{weight}{align}>{escape(words)}</text>'
-        )
-
-    def box(
-        self, x: float, y: float, width: float, height: float, *, fill: str, stroke: str = "", dashed: bool = False
-    ) -> None:
-        line = (f' stroke="{stroke}"' if stroke else "") + (' stroke-dasharray="3 3"' if dashed else "")
-        self.elements.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{fill}"{line}/>'
-        )
-
-    def arrow(self, x: float, y: float) -> None:
-        path = f"M{x:g} {y:g}h14m-5 -5l5 5l-5 5"
-        self.elements.append(f'<path d="{path}" fill="none" stroke="{FAINT}" stroke-width="2"/>')
-
-    def svg(self, height: float, title: str, description: str) -> str:
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-            'aria-labelledby="title description" font-family="sans-serif">'
-        )
-        described = f'<title id="title">{escape(title)}</title>\n<desc id="description">{escape(description)}</desc>'
-        paper = f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="{PAPER}"/>'
-        return "\n".join([head, described, paper, *self.elements, "</svg>"]) + "\n"
 
 
 def plan_one_step() -> PlanStep:
@@ -172,22 +121,6 @@ def draw_heads(drawing: Drawing) -> None:
             drawing.text(x, 50 + 16 * row, line, fill=FAINT)
 
 
-def draw_legend(drawing: Drawing, y: float) -> None:
-    """What letters and colours mean."""
-    x = float(STEP_X)
-    words = ("forward", "forward, leaves keys and values only", "recompute", "backward")
-    for (name, fill, ink), label in zip(ACTIONS.values(), words, strict=True):
-        drawing.box(x, y - 14, 17, 18, fill=fill)
-        drawing.text(x + 8.5, y, name, fill=ink, bold=True, anchor="middle")
-        drawing.text(x + 23, y, label)
-        x += 45 + 6.3 * len(label)
-    drawing.text(
-        STEP_X,
-        y + 24,
-        "Blue and orange: split sequences, whose pale parts leave keys and values only. Grey: whole ones.",
-    )
-
-
 def draw() -> str:
     """The picture, as SVG."""
     step, drawing = plan_one_step(), Drawing()
@@ -197,7 +130,9 @@ def draw() -> str:
     end = float(TOP)
     for rank in range(CONFIG.dp):
         end = draw_rank(drawing, rank, end, step) + LANE_GAP
-    draw_legend(drawing, end + 12)
+    draw_legend(drawing, STEP_X, end + 12, ("forward", "forward, leaves keys and values only", "recompute", "backward"))
+    words = "Blue and orange: split sequences, whose pale parts leave keys and values only. Grey: whole ones."
+    drawing.text(STEP_X, end + 36, words)
     chunks = "; ".join(
         f"rank {rank} has {len(own)} chunks, {sum(chunk.group_id is not None for chunk in own)} of them parts"
         for rank, own in step.chunks.items()
@@ -213,5 +148,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("planner.svg")
-    output.write_text(draw(), encoding="utf-8", newline="\n")
+    write_pictures({"planner": draw})

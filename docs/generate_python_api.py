@@ -1,0 +1,213 @@
+"""Writes python-api.md: the public names of both packages with signature and first line, from their docstrings.
+
+Run it after a change of one, with the extra `hf` installed: python docs/generate_python_api.py [OUTPUT]
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from page_writing import WIDTH, code, paragraph, table, write_page
+
+import chunkplan
+import chunkplan_runtime
+
+HEAD = """# The Python API
+
+Every command is a function of `chunkplan` that does the same and gives back an object. Lengths are tokens, times
+microseconds (`_us`) unless a name says otherwise; paths may be strings. In the folder of the repository this analyzes
+the sample data, builds two plans and compares them:
+
+```python
+import chunkplan
+
+analysis = chunkplan.analyze(["sample_data"], "out/analysis", tokenizer="sample_data/tokenizer")
+print(analysis.num_sequences, chunkplan.length_report(analysis).longest)
+
+plan = chunkplan.build(analysis, "out/plan", chunkplan.PlanConfig(chunk_size=8192, k=4, dp=2))
+assert chunkplan.validate(plan.path).ok
+for step in plan.iter_steps():
+    print(step.step, step.num_sequences, step.num_chunks, step.predicted_us / 1e6)
+
+other = chunkplan.build(analysis, "out/other", chunkplan.PlanConfig(chunk_size=8192, k=1, dp=2))
+for number in chunkplan.diff(plan.path, other.path).numbers:
+    print(number.name, number.before, number.after)
+```
+
+In a notebook, a plan or an analysis as the last line of a cell shows its facts as a table. `import chunkplan` takes
+nothing along: what a name needs is imported when it is first used, and torch never.
+
+This page is written by `python docs/generate_python_api.py` (`make docs`) from signatures and docstrings; `help(NAME)`
+has the rest of each.
+"""
+
+RESULTS = """## What they give back
+
+`load_analysis` and `analyze` give an `Analysis`, `load_plan` and `build` a `Plan`. [plan-format.md](plan-format.md)
+says what the columns are.
+"""
+
+#: Classes of what is given back, by module.
+GIVEN_BACK = {"chunkplan.planfile.analysis": ["Analysis"], "chunkplan.planfile.plan": ["Plan", "PlanStep", "Chunk"]}
+
+#: What else is given back: dataclasses, whose docstrings name their fields.
+NAMED = {
+    "chunkplan.lengths": ["LengthReport"],
+    "chunkplan.summary": ["PlanSummary"],
+    "chunkplan.validation": ["Validation"],
+    "chunkplan.schedule.simulated": ["Simulation"],
+    "chunkplan.rows": ["PackedRows"],
+    "chunkplan.tuning.tune": ["Tuning"],
+    "chunkplan.cost.hardware": ["Hardware"],
+    "chunkplan.cost.shape": ["ModelShape"],
+    "chunkplan.reporting.plan_report": ["PlanReport"],
+    "chunkplan.reporting.chunk_view": ["ChunkView"],
+    "chunkplan.reporting.difference": ["Difference"],
+    "chunkplan.exporting.export": ["Export"],
+    "chunkplan.intake.tokenizer": ["RecordTokenizer"],
+    "chunkplan_runtime.parity": ["ParityReport"],
+}
+
+#: Characters of a default that are shown.
+_LONGEST = 60
+
+ERRORS = """## Errors
+
+All of them are a `chunkplan.errors.ChunkplanError`, with `message`, `where`, `hint` and `exit_code`, and pass through
+`pickle` as they are.
+"""
+
+RUNTIME = """## chunkplan_runtime
+
+Needs the extra `runtime`, and `ChunkTrainer` also `hf`. [runtime.md](runtime.md) explains how a plan is executed,
+`examples/own_loop.py` is a training loop of one's own, and [chunk-trainer.md](chunk-trainer.md) the `Trainer` of
+transformers with a plan.
+"""
+
+TRAINING = """## chunkplan_runtime.training
+
+What `python -m chunkplan_runtime.train` does, as functions. [training.md](training.md) says what the options do.
+"""
+
+#: Functions and classes of the trainer, by module.
+TRAINER = {
+    "chunkplan_runtime.training.config": ["TrainConfig"],
+    "chunkplan_runtime.training.processes": ["train_alone", "train_together"],
+    "chunkplan_runtime.parity": ["parity"],
+}
+
+
+def names(module: Any) -> Iterator[str]:
+    """An entry for each public name of `module`: functions first, then classes."""
+    public = {name: getattr(module, name) for name in sorted(module.__all__) if not name.startswith("__")}
+    for kind in (FunctionType, type):
+        for name, thing in public.items():
+            if isinstance(thing, kind):
+                yield from entry(module.__name__, name, thing)
+
+
+def entries(places: dict[str, list[str]]) -> Iterator[str]:
+    """Entries of what lies in modules that users need not import all of."""
+    for place, inside in places.items():
+        for name in inside:
+            yield from entry(place, name, getattr(import_module(place), name))
+
+
+def entry(module: str, name: str, thing: Any) -> Iterator[str]:
+    """Its name, signature and first line, and of a class its members."""
+    yield f"### {module}.{name}"
+    yield code(signature(name, thing), "python")
+    yield paragraph(first_line(thing))
+    if isinstance(thing, type) and (rows := list(members(thing))):
+        yield table(("member", "what it is"), rows)
+
+
+def signature(name: str, thing: Any) -> str:
+    """As it would be written, on one line where that is short enough."""
+    found = inspect.signature(thing)
+    shown: list[str] = []
+    for parameter in found.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        shown.append(written(parameter))
+    returns = "" if isinstance(thing, type) else f" -> {annotation(found.return_annotation)}"
+    line = f"{name}({', '.join(shown)}){returns}"
+    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """`name: kind = default`."""
+    before = stars(parameter)
+    kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
+    if parameter.default is parameter.empty:
+        return f"{before}{parameter.name}{kind}"
+    default = f'"{parameter.default}"' if isinstance(parameter.default, str) else repr(parameter.default)
+    return f"{before}{parameter.name}{kind} = {'...' if len(default) > _LONGEST or '<' in default else default}"
+
+
+def stars(parameter: inspect.Parameter) -> str:
+    """What is written before a parameter that takes all others."""
+    return {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+
+
+def annotation(kind: Any) -> str:
+    """As it is written in the source."""
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+
+
+def members(kind: type) -> Iterator[tuple[str, str]]:
+    """Public methods and properties of a class of ours, in their order, each with its first line."""
+    for name, member in vars(kind).items():
+        if name.startswith("_") or name == "to_dict":
+            continue
+        if isinstance(member, property):
+            yield f"`{name}`", first_line(member)
+        elif isinstance(member, FunctionType | classmethod | staticmethod):
+            taken = inspect.signature(getattr(kind, name)).parameters.values()
+            names = [stars(each) + each.name for each in taken if each.name not in ("self", "cls")]
+            yield f"`{name}({', '.join(names)})`", first_line(member)
+
+
+def first_line(thing: Any) -> str:
+    """The first paragraph of a docstring."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+
+
+def named() -> Iterator[tuple[str, str]]:
+    """Rows: every class of `NAMED` and its first line."""
+    for place, inside in NAMED.items():
+        for name in inside:
+            yield f"`{place}.{name}`", first_line(getattr(import_module(place), name))
+
+
+def errors() -> Iterable[tuple[str, str]]:
+    """Rows: every kind, its exit code and its words."""
+    from chunkplan.errors import ChunkplanError
+
+    for kind in (ChunkplanError, *ChunkplanError.__subclasses__()):
+        yield f"`{kind.__name__}`, {kind.exit_code}", first_line(kind)
+
+
+if __name__ == "__main__":
+    write_page(
+        "python-api.md",
+        [
+            HEAD,
+            "## chunkplan",
+            *names(chunkplan),
+            RESULTS,
+            *entries(GIVEN_BACK),
+            "The others, most of them dataclasses with a `to_dict()` for JSON; `help` of them names their fields.",
+            table(("class", "what it is"), sorted(named())),
+            ERRORS,
+            table(("error, exit code", "what it means"), errors()),
+            RUNTIME,
+            *names(chunkplan_runtime),
+            TRAINING,
+            *entries(TRAINER),
+        ],
+    )
