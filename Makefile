@@ -4,18 +4,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test soak test-oldest check format clean
+.PHONY: demo test soak test-oldest check format docs clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
 
-# One thread each: two processes share two cores better than four threads do.
+# One thread each: two processes share two cores better than four threads do. Each takes a file at a time, in the order
+# of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak'
+	$(PYTEST) -m 'not soak'
 
 # The slow hardening that `make test` leaves out: sweeps of which it has a few cases.
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak
+	$(PYTEST) -m soak
 
 # The runtime with the oldest versions it promises to run with. This torch comes with CUDA libraries: several GB.
 test-oldest:
@@ -33,6 +36,10 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The pages and pictures that programs write.
+docs: $(INSTALLED)
+	for program in docs/draw_*.py docs/generate_*.py docs/list_*.py; do $(BIN)/python $$program || exit 1; done
 
 clean:
 	rm -rf .venv .venv-oldest chunkplan-out dist

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,58 @@ settings.load_profile("chunkplan")
 # A command line in this process builds its parser anew for every call, which takes longer than most of the calls.
 typer.main.get_command = cache(typer.main.get_command)
 
+#: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
+LONGEST = (
+    *("test_docs", "test_distributed_train", "test_distributed_gradients", "test_runtime_train_resume"),
+    *("test_runtime_chunk_trainer", "test_cli_tune", "test_tuning", "test_distributed_watch", "test_clean_environment"),
+)
+
 #: (sequence_id, start, end)
 Piece = tuple[int, int, int]
 HandmadePlan = Callable[..., tuple[Path, Path]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run `chunkplan ARGUMENTS` in an empty folder, in a terminal of `width` columns, with colour or without."""
+    from chunkplan_cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def invoke(*arguments: object, width: int = 80, colour: bool = False) -> Ran:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", str(width))
+            if colour:
+                patch.setenv("FORCE_COLOR", "1")
+                patch.setenv("TERM", "xterm-256color")
+            patch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
+            try:
+                main()
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err, captured.err
+        return Ran(code, captured.out, captured.err)
+
+    return invoke
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files, not what is in them."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

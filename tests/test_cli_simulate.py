@@ -254,8 +254,8 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "hardware of a unit": ((*K2, "--hardware", "h100"), "--cost unit knows no model"),
     "unknown hardware": (("--lengths", "9", "--chunk-size", "none", "--hardware", "z80"), "z80 is no hardware"),
     "no such model": (("--lengths", "9", "--chunk-size", "none", "--model-config", "no.json"), "no.json"),
-    "a trace in no folder": ((*K2, "--trace", "nowhere/trace.json"), "nowhere/trace.json cannot be written"),
-    "a trace that is a folder": ((*K2, "--trace", "."), "cannot be written"),
+    "a trace in no folder": ((*K2, "--trace", "nowhere/trace.json"), "cannot write nowhere/trace.json"),
+    "a trace that is a folder": ((*K2, "--trace", "."), "cannot write .:"),
     "a cluster beyond reason": (("--lengths", "9", "--chunk-size", "none", "--pp", 5000), "pp is 5000"),
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,9 @@ import pytest
 
 from chunkplan import load_plan, validate
 from chunkplan.cost.model import CostModel
+from tests.command_line import run_here as run
 
 GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--global-batch", "32")
-
-
-def run(folder: Path, *words: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(Path(sys.executable).parent / "chunkplan"), *words],
-        cwd=folder,
-        env={"PATH": "", "COLUMNS": str(columns), "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -96,8 +96,8 @@ def test_models_are_exact_on_two_pipelines_of_two_stages(pool: ProcessPool, made
     "how, schedule",
     [
         (["lora"], "search"),
-        (["kv_offload"], "1f1b"),
-        (["checkpointing"], "search"),
+        pytest.param(["kv_offload"], "1f1b", marks=pytest.mark.soak),
+        pytest.param(["checkpointing"], "search", marks=pytest.mark.soak),
         (["lora", "kv_offload", "checkpointing"], "1f1b"),
     ],
 )
@@ -129,7 +129,12 @@ def test_ranks_of_unequal_work_or_none_are_exact(pool: ProcessPool, made: Any, d
 
 
 @pytest.mark.parametrize(
-    "dp, pp, name", [(1, 2, "llama with biases, tied"), (2, 1, "qwen3"), (2, 2, "llama with biases, tied")]
+    "dp, pp, name",
+    [
+        pytest.param(1, 2, "llama with biases, tied", marks=pytest.mark.soak),
+        (2, 1, "qwen3"),
+        (2, 2, "llama with biases, tied"),
+    ],
 )
 def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targets(
     pool: ProcessPool, made: Any, dp: int, pp: int, name: str
@@ -140,7 +145,7 @@ def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targe
     check(pool, dp * pp, nothing, steps=(0, 0), evaluates=True)
 
 
-@pytest.mark.parametrize("k, schedule", [(1, "1f1b"), (5, "search"), (100, "1f1b")])
+@pytest.mark.parametrize("k, schedule", [(1, "1f1b"), (5, "search"), pytest.param(100, "1f1b", marks=pytest.mark.soak)])
 def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool: ProcessPool, made: Any, k: int, schedule: str) -> None:
     check(pool, 4, made(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
 

@@ -48,8 +48,9 @@ def _stages(actions: Actions) -> list[list[tuple[str, int]]]:
     return [pairs[first:last] for first, last in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
 
 
-def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool) -> None:
-    check(pool, [random_pipeline(seed, most_units=4) for seed in range(150)])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.soak)])
+def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool, seeds: range) -> None:
+    check(pool, [random_pipeline(seed, most_units=4) for seed in seeds])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "search"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -19,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from tests import training_checks
 from tests.process_pool import ProcessPool, process_pool
+from tests.training_cases import run_main
 from tests.training_checks import hidden_files, learning, lines, make_training, same_weights
 
 #: Plans of the same steps: name -> how they are spread.
@@ -52,27 +50,13 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as started:
+    with process_pool(4, joined=False) as started:
         yield started
 
 
 def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
     """Without GPUs, of which there may be too few."""
     return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
-
-
-def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:
-    """The trainer as torchrun would start it on this process: (exit code, stderr)."""
-    dist.destroy_process_group()  # it makes its own
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        try:
-            code = main(arguments[min(rank, len(arguments) - 1)])
-        except SystemExit as end:
-            code = int(str(end.code))
-    return code, told.getvalue()
 
 
 def together(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[int, str]]:
@@ -132,7 +116,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         assert hidden_files(output) == []
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(made, tmp_path, pool, precision):
     more = ("--precision", precision, "--save-every", 2, "--keep-last", 9)
     arguments = options(made, tmp_path / "run", *more, plan="both")
@@ -220,6 +204,7 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.soak
 def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):
     """Under torchrun; the message names the process and its step."""
     how = ("--save-every", 2, "--max-steps", 40)

@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,7 @@ from chunkplan.planfile import schema
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
 from chunkplan.tuning.document import tuning_document
 from chunkplan.validation import PLAN_INVARIANTS
+from chunkplan_runtime.training.config import TrainConfig, flag
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,10 +35,15 @@ FORMAT = (ROOT / "docs" / "plan-format.md").read_text(encoding="utf-8")
 PLANNER = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
 COST_MODEL = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
-PICTURES = ("planner", "distributed")
-DRAWN = runpy.run_path(str(ROOT / "docs" / "draw_planner.py"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PICTURES = sorted((ROOT / "docs").glob("*.svg"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = Path(sys.executable).parent
+
+#: Whose options documents name: those of `chunkplan`, and the trainer.
+PROGRAMS = (
+    *("analyze", "merge", "tune", "build", "inspect", "diff", "simulate", "validate", "parity", "calibrate", "export"),
+    "train",
+)
 
 #: Where an option in a document may be from, if it is not part of a whole command.
 COMMANDS = {
@@ -45,6 +52,11 @@ COMMANDS = {
     "schedules.md": ("simulate", "build"),
     "tuning.md": ("tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
+    "export.md": ("export", "build"),
+    "concepts.md": ("build",),
+    "guide.md": PROGRAMS,
+    "tutorial.md": PROGRAMS,
+    "errors.md": PROGRAMS,
 }
 
 
@@ -53,7 +65,7 @@ def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     [block] = re.findall(r"## In five minutes\n.*?```sh\n(.*?)```", README, re.DOTALL)
     commands = [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-    assert len(commands) == 8
+    assert len(commands) == 5
     for command in commands:
         program, *arguments = shlex.split(command)
         ran = subprocess.run(
@@ -81,6 +93,18 @@ def test_the_rooms_of_the_readme_are_those_of_the_repository() -> None:
     named = set(re.findall(r"^    (\S+)", block, re.MULTILINE))
     rooms = {path.name + "/" for path in (ROOT / "chunkplan").iterdir() if (path / "__init__.py").exists()}
     assert rooms <= named
+
+
+def test_the_table_of_contents_has_every_page_once() -> None:
+    links = re.findall(r"^- \[(\S+)\]\(\1\): ", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(links) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"})
+
+
+def test_the_readme_names_every_command() -> None:
+    [table] = re.findall(r"^\| command \|.*?\n\n", README, re.M | re.S)
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])}
+    shown = subprocess.run([str(SCRIPTS / "chunkplan")], capture_output=True, text=True, check=True).stdout
+    assert named == {*re.findall(r"^│ ([a-z]+)  ", shown, re.M), "chunkplan_runtime.train"}
 
 
 def leaves(kind: pa.DataType) -> set[str]:
@@ -141,9 +165,8 @@ def test_the_options_a_document_names_are_those_of_the_command_line(document: st
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
     spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
-    names = ("analyze", "merge", "build", "calibrate", "inspect", "simulate", "tune")
-    known = {command: options_of(command) for command in names}
-    assert len(spans) > 5
+    known = {command: options_of(command) for command in PROGRAMS}
+    assert spans
     for span in spans:
         command = re.match(r"chunkplan (\w+)", span)
         commands = (command[1],) if command else COMMANDS[document]
@@ -153,8 +176,11 @@ def test_the_options_a_document_names_are_those_of_the_command_line(document: st
 OPTION = r"(?<!\S)--[a-z][a-z-]*"
 
 
+@cache
 def options_of(command: str) -> set[str]:
-    """What `--help` names."""
+    """What `--help` names; of the trainer also what torchrun is told."""
+    if command == "train":
+        return {*(flag(name) for name in TrainConfig.__dataclass_fields__), "--nproc-per-node"}
     ran = subprocess.run(
         [str(SCRIPTS / "chunkplan"), command, "--help"],
         env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
@@ -184,7 +210,9 @@ def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: 
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PLANNER, re.S):
         exec(block, names)
-    assert (names["lengths"], names["plan"].config["k"]) == (DRAWN["LENGTHS"], DRAWN["CONFIG"].k)
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_planner.py"))
+    assert (names["lengths"], names["plan"].config["k"]) == (drawn["LENGTHS"], drawn["CONFIG"].k)
     assert names["step"].optimal and names["rows"].is_optimal
 
 
@@ -268,20 +296,20 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
             assert memory.total / 2**30 == pytest.approx(float(stated), abs=0.051)
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_the_one_that_its_script_draws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte. It is of a real plan: run `python docs/draw_NAME.py` when the planner makes another one."""
-    script = ROOT / "docs" / f"draw_{name}.py"
-    monkeypatch.syspath_prepend(script.parent)  # as when it is run by itself
-    monkeypatch.setattr(sys, "argv", [script.name, str(tmp_path / "drawn.svg")])
-    runpy.run_path(str(script), run_name="__main__")
-    assert (tmp_path / "drawn.svg").read_bytes() == (ROOT / "docs" / f"{name}.svg").read_bytes()
+def test_pictures_are_those_that_the_scripts_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte. They are of real plans: run `python docs/draw_NAME.py` when the planner makes other ones."""
+    monkeypatch.syspath_prepend(ROOT / "docs")  # as when a script is run by itself
+    for script in (ROOT / "docs").glob("draw_*.py"):
+        monkeypatch.setattr(sys, "argv", [script.name, str(tmp_path)])
+        runpy.run_path(str(script), run_name="__main__")
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES}
+    assert [path.name for path in PICTURES if path.read_bytes() != (tmp_path / path.name).read_bytes()] == []
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_whole(name: str) -> None:
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_a_picture_is_whole(path: Path) -> None:
     """Well-formed, described for those who cannot see it, nothing outside, no letter under 11 units."""
-    picture = ElementTree.fromstring((ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8"))
+    picture = ElementTree.fromstring(path.read_text(encoding="utf-8"))
     space = "{http://www.w3.org/2000/svg}"
     width, height = (float(value) for value in picture.attrib["viewBox"].split()[2:])
     assert picture.findtext(f"{space}title") and picture.findtext(f"{space}desc")

@@ -35,13 +35,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_screens_are_what_the_commands_print(here: Path) -> None:
-    """Every command in order, in one folder; a line `...` stands for any lines."""
+@pytest.mark.parametrize("needing", ["bad.jsonl|rejected.jsonl", pytest.param("", marks=pytest.mark.soak)])
+def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
+    """Commands in order, in one folder, those of `bad.jsonl` or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
     assert len(commands) == 9
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
+        if not re.search(needing, command):
+            continue
         ran = subprocess.run(
             ["bash", "-c", command],
             env=environment,

@@ -214,8 +214,9 @@ def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:
     assert staged.lower_bound_us == pytest.approx(chunk.cost / 4, rel=1e-6)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(1, 130), min_size=1, max_size=12), st.integers(2, 3), st.integers(1, 3))
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.soak)])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(lengths=st.lists(st.integers(1, 130), min_size=1, max_size=12), k=st.integers(1, 3))
 def test_searched_plans_keep_every_invariant_and_their_memory(lengths: list[int], pp: int, k: int) -> None:
     """With the least memory that K allows, and with none to spare: no slower than the template where that fits."""
     config = PlanConfig(chunk_size=16, k=k, global_batch=6, pp=pp)

@@ -66,6 +66,13 @@ def test_what_is_too_long_is_named_unless_it_may_be_cut(folder: Path) -> None:
     assert pack(analysis, 10, split="full").num_rows == 2
 
 
+def test_what_is_too_long_may_be_left_out_unless_nothing_is_left(folder: Path) -> None:
+    analysis = analysis_of(folder, [3, 12, 5])
+    assert sorted(pack(analysis, 10, drop_longer=True).sequence_id.tolist()) == [0, 2]
+    with pytest.raises(UsageError, match="every sequence has more than 2 tokens"):
+        pack(analysis, 2, drop_longer=True)
+
+
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True, 2**31])
 def test_rows_have_a_whole_number_of_tokens(folder: Path, chunk_size: int) -> None:
     with pytest.raises(UsageError, match="chunk size is"):

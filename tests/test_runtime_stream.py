@@ -193,7 +193,7 @@ COLUMNS = ("input_ids", "target")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, "cannot read the tokens"),
+        (Path.unlink, "missing"),
         (lambda part: part.write_bytes(b""), "cannot read the tokens"),
         (nothing_but_its_start, "cannot read the tokens"),
         (a_hole, "cannot read the tokens"),

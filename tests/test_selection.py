@@ -93,7 +93,7 @@ def test_tokens_are_read_once_an_analysis(make):
     for part in (analysis.path / "tokens").iterdir():
         part.unlink()
     assert content_keys(analysis) is keys
-    with pytest.raises(DataError, match="cannot read the tokens"):
+    with pytest.raises(DataError, match="missing"):
         content_keys(load_analysis(analysis.path))
 
 
@@ -103,8 +103,8 @@ def test_tokens_of_another_number_of_sequences_are_refused(make):
     manifest = json.loads(path.read_text())
     manifest["tokens"] *= 2
     path.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="tokens of 18 sequences, expected 9"):
-        content_keys(load_analysis(analysis.path))
+    with pytest.raises(DataError, match="is said to begin with sequence 0, expected 9"):
+        load_analysis(analysis.path)
 
 
 def test_keys_without_tokens_are_those_of_split_mix_64(make_lengths):

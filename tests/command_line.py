@@ -1,0 +1,27 @@
+"""The command line in this process: what a process of its own would print, without the time it takes to import."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from chunkplan_cli.main import main
+
+
+def run_here(folder: Path, *words: str, columns: int = 100) -> CompletedProcess[str]:
+    """`chunkplan WORDS` in `folder`, on a terminal of `columns`, with nothing set in the environment."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["chunkplan", *words])
+        patch.setenv("COLUMNS", str(columns))
+        for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE"):
+            patch.delenv(name, raising=False)
+        with pytest.raises(SystemExit) as end:
+            main()
+    return CompletedProcess(words, int(end.value.code or 0), out.getvalue(), err.getvalue())

@@ -1,0 +1,135 @@
+"""Installed with what the core asks for, and nothing else, the planner works; what needs an extra names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.packages import PROJECT, ROOT, build_copy
+
+pytestmark = pytest.mark.soak
+
+TOKENIZER = ("--tokenizer", "sample_data/tokenizer")
+MODEL = ("--model-config", "sample_data/model/config.json")
+
+#: In order, in one folder: what a planner's machine is for.
+WORK = [
+    ("analyze", "sample_data/chat.jsonl", "sample_data/math.jsonl", *TOKENIZER),
+    ("tune", "--gpus", "8", "--chunk-sizes", "512,1024", "--ks", "1,2"),
+    ("build", "--chunk-size", "512", "--k", "2", "--global-batch", "64"),
+    ("build", "--chunk-size", "512", "--k", "1", "--global-batch", "64", "--output", "other"),
+    ("inspect",),
+    ("inspect", "--step", "0"),
+    ("validate",),
+    ("simulate", "--step", "0"),
+    ("diff", "chunkplan-out/plan", "other"),
+    ("export", "--to", "jsonl", "--whole-only", "--output", "rows.jsonl"),
+]
+
+#: What asks for more, and the extra it has to name.
+MORE = {
+    "parity": (("parity", "--lengths", "70,13", "--chunk-size", "32", "--k", "1"), "runtime"),
+    "calibrate": (("calibrate", *MODEL, "--output", "here.toml"), "runtime"),
+    "page": (("inspect", "--html", "page.html"), "report"),
+    "hub": (("analyze", "sample_data/math.jsonl", "--tokenizer", "some/name"), "hub"),
+    "tiktoken": (("analyze", "sample_data/math.jsonl", "--tokenizer", "tiktoken:cl100k_base"), "tiktoken"),
+    "ray": (("analyze", "sample_data/math.jsonl", *TOKENIZER, "--ray", "local"), "ray"),
+}
+
+IMPORT_ALL = """
+import importlib, importlib.util, pkgutil
+import chunkplan, chunkplan_cli, chunkplan_runtime
+for name in chunkplan.__all__:
+    getattr(chunkplan, name)
+for package in (chunkplan, chunkplan_cli):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            print(module.name, error.name)
+print(*map(importlib.util.find_spec, ("torch", "transformers")))
+"""
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run(program, *words)` in a folder with the sample data, by the environment that has the wheel."""
+    folder = tmp_path_factory.mktemp("clean")
+    (folder / "source").mkdir()
+    wheel = build_copy(folder / "source").wheel
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    scripts = folder / "venv" / "bin"
+    pip = [scripts / "python", "-m", "pip", "--quiet"]
+    reached = subprocess.run(
+        [*pip, "download", "--no-deps", "--dest", folder / "reached", "shellingham"], capture_output=True, text=True
+    )
+    if reached.returncode:
+        pytest.skip(f"pip gets no packages here: {reached.stderr.strip().splitlines()[-1]}")
+    subprocess.run([*pip, "install", "--constraint", ROOT / "constraints.txt", wheel], check=True)
+    work = folder / "work"
+    work.mkdir()
+    (work / "sample_data").symlink_to(ROOT / "sample_data")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [scripts / program, *words], cwd=work, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_the_core_is_whole_and_has_nothing_of_the_extras(run: Run) -> None:
+    checked = run("python", "-m", "pip", "check")
+    assert checked.returncode == 0, checked.stdout
+    listed = json.loads(run("python", "-m", "pip", "list", "--format", "json").stdout)
+    names = {each["name"].lower() for each in listed}
+    for extra in ("runtime", "lora", "hf", "report", "ray", "tiktoken"):
+        for requirement in PROJECT["project"]["optional-dependencies"][extra]:
+            assert requirement.partition(">")[0].partition("=")[0] not in names
+
+
+def test_every_module_but_those_of_the_runtime_is_imported_without_torch_or_a_warning(run: Run) -> None:
+    """Those that draw pages alone need plotly."""
+    done = run("python", "-W", "error", "-c", IMPORT_ALL)
+    *unable, found = done.stdout.splitlines()
+    assert (found, done.stderr) == ("None None", "")
+    assert all(line.startswith("chunkplan.reporting.page.") and line.endswith(" plotly") for line in unable), unable
+
+
+def test_the_planner_works(run: Run) -> None:
+    helped = run("chunkplan", "--help")
+    assert helped.returncode == 0
+    for words in WORK:
+        done = run("chunkplan", *words)
+        assert done.returncode == 0, (words, done.stderr)
+        assert "warning" not in done.stderr.lower(), (words, done.stderr)
+
+
+def test_every_command_has_its_help(run: Run) -> None:
+    from chunkplan_cli.main import app
+
+    for command in app.registered_commands:
+        done = run("chunkplan", command.callback.__name__, "--help")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Example" in done.stdout
+
+
+def test_what_needs_an_extra_names_it(run: Run) -> None:
+    run("chunkplan", *WORK[0])
+    run("chunkplan", *WORK[2])
+    for words, extra in MORE.values():
+        done = run("chunkplan", *words)
+        assert (done.returncode, done.stdout) == (2, ""), (words, done.stderr)
+        assert f"pip install 'chunkplan[{extra}]'" in done.stderr
+        assert "Traceback" not in done.stderr
+    done = run("python", "-m", "chunkplan_runtime.train", "--plan", "chunkplan-out/plan", *MODEL, "--output", "run")
+    assert done.returncode == 2
+    assert "pip install 'chunkplan[runtime]'" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,106 @@
+"""CONTRIBUTING.md: its map of the rooms is complete and holds for every import, and the files it names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+[MAP] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+
+#: Name of a package -> where it is.
+PACKAGES = {
+    "chunkplan": ROOT / "chunkplan",
+    "chunkplan_runtime": ROOT / "runtime" / "chunkplan_runtime",
+    "chunkplan_cli": ROOT / "cli" / "chunkplan_cli",
+}
+
+#: What the planner does without.
+RUNTIME_ONLY = {"torch", "peft", "accelerate", "flash_attn"}
+
+
+def rooms_of(line: str) -> list[str]:
+    """The names at the beginning of a line of the map, before what it says of them."""
+    return [re.sub(r"/$|\.py$", "", name) for name in re.split(r"\s{2,}", line)[0].split()]
+
+
+#: Room -> line of the map, from the top.
+LEVELS = {room: level for level, line in enumerate(MAP.splitlines()) for room in rooms_of(line)}
+GROUND = max(LEVELS.values())
+
+
+def room_of(module: str) -> str:
+    """The room of a module of ours; "" for the names that `chunkplan` itself has."""
+    package, *inside = module.split(".")
+    shorts = {"chunkplan_runtime": "runtime", "chunkplan_cli": "cli"}
+    return shorts.get(package) or (inside[0] if inside else "")
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """(module, module it imports), wherever the import stands, also inside of functions."""
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            module = ".".join((package, *parts)).removesuffix(".__init__")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    yield from ((module, name.name) for name in node.names)
+                elif isinstance(node, ast.ImportFrom):
+                    assert node.module and not node.level, f"{path}: imports are absolute"
+                    yield module, node.module
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[str, str]]:
+    pairs = list(imports())
+    assert len(pairs) > 1000
+    return pairs
+
+
+def test_the_map_has_every_room() -> None:
+    planner = {path.stem for path in PACKAGES["chunkplan"].iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert planner - {"__init__", "__pycache__", "py"} <= LEVELS.keys()
+    assert {"cli", "runtime", "planning", "planfile"} <= LEVELS.keys()
+
+
+def test_imports_go_down(found: list[tuple[str, str]]) -> None:
+    """To a lower line of the map; the ground is one line, and the names of `chunkplan` itself are for all above it."""
+    wrong = []
+    for module, imported in found:
+        home, room = room_of(module), room_of(imported)
+        if imported.split(".")[0] not in PACKAGES or home == room or not home or not room:
+            continue
+        if not (LEVELS[room] > LEVELS[home] or LEVELS[room] == LEVELS[home] == GROUND):
+            wrong.append(f"{module} imports {imported}")
+    assert wrong == []
+
+
+def test_the_runtime_takes_of_the_planner_what_the_map_says(found: list[tuple[str, str]]) -> None:
+    [line] = [line for line in MAP.splitlines() if line.startswith("runtime/")]
+    said = {re.sub(r"/$|\.py$", "", name) for name in re.findall(r"\w+(?:/|\.py)", line)}
+    taken = {room_of(imported) for module, imported in found if room_of(module) == "runtime"}
+    assert {room for room in taken & LEVELS.keys() if LEVELS[room] < GROUND} <= said
+
+
+def test_the_planner_never_imports_torch(found: list[tuple[str, str]]) -> None:
+    users = {module for module, imported in found if imported.split(".")[0] in RUNTIME_ONLY}
+    assert {module for module in users if module.startswith("chunkplan.")} == set()
+
+
+def test_the_files_it_names_exist() -> None:
+    paths = re.findall(r"`((?:chunkplan|cli|runtime|tests|docs|examples)/[\w./-]*)`", PAGE)
+    assert len(paths) > 25
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_names_it_says_to_add_to_are_there() -> None:
+    """`NAME` of `FILE` or in `FILE`."""
+    pairs = re.findall(r"`(\w+)`\s(?:of|to|in)\s`((?:chunkplan|cli|runtime|tests)/[\w./]+\.py)`", PAGE)
+    assert len(pairs) > 5
+    for name, path in pairs:
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)

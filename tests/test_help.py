@@ -1,0 +1,170 @@
+"""Help, shell completion, and that both come at once: what a user meets before anything is done."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.errors import UsageError
+from chunkplan.intake.schemas.registry import SCHEMAS
+from chunkplan.packing import PACKERS
+from chunkplan.schedule.families import SCHEDULES
+from chunkplan_cli import completion
+from chunkplan_cli.main import app
+from chunkplan_runtime.train import main as train
+from chunkplan_runtime.training.options import read_options
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+PROGRAM = Path(sys.executable).parent / "chunkplan"
+
+#: Commands that a user may take for one another; the help of each names the others.
+NEIGHBOURS = [
+    ("validate", "parity"),
+    ("tune", "simulate"),
+    ("analyze", "merge"),
+    ("inspect", "validate"),
+    ("inspect", "diff"),
+    ("inspect", "simulate"),
+    ("diff", "validate"),
+    ("build", "tune"),
+    ("build", "export"),
+]
+
+#: What takes longer to import than help may take.
+HEAVY = (
+    *("numpy", "polars", "pyarrow", "numba", "ortools", "tokenizers", "jinja2"),
+    *("torch", "transformers", "plotly", "datasets", "ray", "fsspec"),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_ends_with_an_example_that_parses(name: str, command: Callable[..., Any]) -> None:
+    ran = command(name, "--help")
+    assert ran.code == 0
+    below = ran.out.rpartition("╯")[2]
+    program, named, *arguments = shlex.split(" ".join(below.split()).removeprefix("Example: "))
+    assert (program, named) == ("chunkplan", name)
+    COMMANDS[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize(("one", "other"), NEIGHBOURS)
+def test_commands_that_are_close_name_each_other(one: str, other: str) -> None:
+    for name, neighbour in ((one, other), (other, one)):
+        assert re.search(rf"`(chunkplan )?{neighbour}\b", COMMANDS[name].help), f"{name} does not name {neighbour}"
+
+
+def test_every_option_says_what_it_is() -> None:
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def test_the_help_of_the_trainer_ends_with_an_example_that_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        train(["--help"])
+    _, example = " ".join(capsys.readouterr().out.split()).split("Example: ")
+    launcher, arguments = example.split(" -m chunkplan_runtime.train ")
+    assert launcher.split()[0] == "torchrun"
+    config = read_options(shlex.split(arguments), lambda error: pytest.fail(str(error)))
+    assert config.plan == Path("chunkplan-out/plan")
+
+
+def test_help_and_completion_import_nothing_heavy() -> None:
+    """`import chunkplan`, the help of everything, and a completion; in a process that has imported nothing yet."""
+    code = (
+        "import os, sys, chunkplan\n"
+        "from chunkplan_cli.main import main\n"
+        "def run(*words):\n"
+        "    sys.argv = ['chunkplan', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "commands = sys.argv[2:]\n"
+        "heavy = set(sys.argv[1].split(','))\n"
+        "run('--help')\n"
+        "for name in commands: run(name, '--help')\n"
+        "words = {'COMP_WORDS': 'chunkplan build --packing ', 'COMP_CWORD': '3'}\n"
+        "os.environ.update(words, _CHUNKPLAN_COMPLETE='complete_bash')\n"
+        "run()\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    arguments = [sys.executable, "-c", code, ",".join(HEAVY), *COMMANDS]
+    ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("Example: chunkplan ") == len(COMMANDS)
+    assert ran.stdout.splitlines()[-1] == completion.PACKERS[-1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_completion_script_for_every_shell(shell: str) -> None:
+    ran = complete(f"source_{shell}")
+    assert "_CHUNKPLAN_COMPLETE=complete_" + shell in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Path) -> None:
+    """Installed by its option into an empty home, read by a bash, and asked as bash asks when a key is pressed."""
+    script = (
+        "chunkplan --show-completion && chunkplan --install-completion > /dev/null && . ~/.bashrc\n"
+        "COMP_WORDS=(chunkplan build --packing m) COMP_CWORD=3\n"
+        "_chunkplan_completion chunkplan\n"
+        'echo "offered ${COMPREPLY[*]}"\n'
+    )
+    path = os.pathsep.join([str(PROGRAM.parent), os.environ["PATH"]])
+    environment = {"HOME": str(tmp_path), "PATH": path, "SHELL": "/bin/bash"}
+    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "complete -o default -F _chunkplan_completion chunkplan" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "offered mbs"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("chunkplan val", ["validate"]),
+        ("chunkplan build --chunk-s", ["--chunk-size"]),
+        ("chunkplan build --split ", ["full", "even", "cost", "none"]),
+        ("chunkplan build --packing ", [*completion.PACKERS]),
+        ("chunkplan build --hardware h", ["h100", "h200"]),
+        ("chunkplan simulate --compare 1f1b,z", ["1f1b,zero-bubble"]),
+        ("chunkplan analyze --format p", ["prompt+completion"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("_CHUNKPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    assert command().out.split() == offered
+
+
+def test_names_that_are_completed_are_those_there_are() -> None:
+    assert set(completion.SCHEDULES) == set(SCHEDULES)
+    assert set(completion.PACKERS) == set(PACKERS)
+    assert set(completion.SCHEMAS) == set(SCHEMAS)
+    with pytest.raises(UsageError) as refused:
+        load_hardware("no such profile")
+    assert f"one of {', '.join(sorted(completion.HARDWARE))}," in refused.value.hint
+
+
+def test_kernels_that_are_completed_are_those_there_are() -> None:
+    kernel = pytest.importorskip("chunkplan_runtime.attention.kernel", reason="kernels are torch's")
+    assert set(completion.ATTENTION) == {kernel.AUTO, *kernel.KERNELS}
+
+
+def complete(instruction: str) -> subprocess.CompletedProcess[str]:
+    """What a shell gets from `chunkplan`, called as its completion script calls it."""
+    environment = {**os.environ, "_CHUNKPLAN_COMPLETE": instruction}
+    return subprocess.run([str(PROGRAM)], env=environment, capture_output=True, text=True, check=True)
