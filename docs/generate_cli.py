@@ -33,7 +33,7 @@ EXIT_CODES = """## Exit codes
 | exit code | of `chunkplan`, and of `python -m chunkplan_runtime.train` |
 | --- | --- |
 | 0 | done |
-| 1 | a bug, a full disk, or a run that its own numbers stopped; of `parity`, gradients that are not exact |
+| 1 | a bug, a killed process; training with a full disk or bad numbers; of `parity`, gradients that are not exact |
 | 2 | usage: an option or a path is wrong, or an extra is not installed |
 | 3 | a file is not what it should be |
 | 4 | `validate`: an invariant is broken |

@@ -5,12 +5,27 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from chunkplan_cli.main import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+#: Runs `chunkplan ARGUMENTS`: the fixture `command`.
+Run = Callable[..., Ran]
 
 
 def run_here(folder: Path, *words: str, columns: int = 100) -> CompletedProcess[str]:

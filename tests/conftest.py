@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from tests.command_line import Ran, Run
 
 # Workers of pytest-xdist ignore it, and so does what is started in the background of a script; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,17 +46,8 @@ Piece = tuple[int, int, int]
 HandmadePlan = Callable[..., tuple[Path, Path]]
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `chunkplan ARGUMENTS` in an empty folder, in a terminal of `width` columns, with colour or without."""
     from chunkplan_cli.main import main
 

@@ -16,14 +16,16 @@ from chunkplan.errors import DataError
 
 MIB = 1 << 20
 
-#: Analyzes a file in one process, leaves out what is rejected, and prints what came of it and the most memory it took.
+#: Analyzes a file in one process, leaves out what is rejected, and prints what came of it and the most memory it took
+#: (`ru_maxrss` would also count what its parent had).
 ANALYZE = """
-import json, resource, sys
+import json, re, sys
+from pathlib import Path
 from chunkplan import analyze
 from chunkplan.intake.options import IntakeOptions
 file, folder = sys.argv[1:]
 analysis = analyze(file, folder + "/analysis", IntakeOptions(on_error="skip"), cache=folder + "/cache", workers=1)
-most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+most = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 print(json.dumps([analysis.num_sequences, analysis.manifest["rejected"], most]))
 """
 

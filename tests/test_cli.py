@@ -10,49 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from chunkplan_cli.main import main
+from tests.command_line import Run
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "sample_data"
 
 
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `chunkplan ARGUMENTS` in an empty folder, in a terminal of 80 columns."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def invoke(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1 if end.code else 0
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err, captured.err
-        return Ran(code, captured.out, captured.err)
-
-    return invoke
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in an empty folder."""
+    return command
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +21,16 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan_cli import progress
 from chunkplan_cli.length_report import print_length_report
-from chunkplan_cli.main import main
+from tests.command_line import Run
 
 TOKENIZER = Path(__file__).parents[1] / "sample_data" / "tokenizer"
 
 
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `chunkplan ARGUMENTS` at 80 columns, in a folder with `dataset.jsonl` in it and no settings from outside."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in ("CHUNKPLAN_WORKSPACE", "CHUNKPLAN_TOKENIZER"):
-        monkeypatch.delenv(name, raising=False)
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in a folder with `dataset.jsonl` in it."""
     write("dataset.jsonl", *({"text": "word " * 3**power} for power in range(10)))
-
-    def invoke(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err, captured.err
-        assert isinstance(end.value.code, int | None)
-        return Ran(end.value.code or 0, captured.out, captured.err)
-
-    return invoke
+    return command
 
 
 def write(name: str, *records: Any) -> None:

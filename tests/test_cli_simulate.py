@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +12,17 @@ import numpy as np
 import pytest
 
 from chunkplan.schedule.families import SCHEDULES
-from chunkplan_cli.main import main
+from tests.command_line import Run
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "schedules.md").read_text(encoding="utf-8")
 EXAMPLE = ("--lengths", "1024,1024,2048,4096", "--pp", "4", "--cost", "unit")
 K2 = (*EXAMPLE, "--chunk-size", "2048", "--k", "2")
 
 
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `chunkplan ARGUMENTS` in a folder of its own, in a terminal of `width` columns, with colour or without."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("CHUNKPLAN_WORKSPACE", "NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-    def invoke(*arguments: object, width: int = 80, colour: bool = False) -> Ran:
-        monkeypatch.setenv("COLUMNS", str(width))
-        if colour:
-            monkeypatch.setenv("FORCE_COLOR", "1")
-            monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1 if end.code else 0
-        monkeypatch.delenv("FORCE_COLOR", raising=False)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err, captured.err
-        return Ran(code, captured.out, captured.err)
-
-    return invoke
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in an empty folder."""
+    return command
 
 
 @pytest.fixture

@@ -184,7 +184,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_word(data: list[Path], tmp_
     dice = random.Random(seed)
     running = begin_analyze(*data, workspace=tmp_path)
     wait_until(lambda: len(workers_of(running.pid)) == 2)
-    time.sleep(dice.uniform(0, 0.8))
+    done = dice.randint(0, 15)  # of about 30 pieces
+    wait_until(lambda: len(list(tmp_path.glob("cache/pieces/*/piece.json"))) >= done)
     os.kill(dice.choice(workers_of(running.pid)), signal.SIGKILL)
     _, screen = running.communicate(timeout=60)
     assert running.returncode == 1
