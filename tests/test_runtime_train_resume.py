@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -282,6 +283,14 @@ def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
     lock.release()
     assert main(options(made, tmp_path, "--resume", "--device", "cuda:99")) == 2, "what is refused lets go again"
     assert main(options(made, tmp_path, "--resume", "--max-steps", 1)) == 0
+
+
+def test_a_file_system_without_locks_can_be_trained_on(made, tmp_path, monkeypatch):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "as NFS answers for a folder")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert main(options(made, tmp_path / "run", "--max-steps", 1)) == 0
 
 
 @pytest.mark.parametrize(

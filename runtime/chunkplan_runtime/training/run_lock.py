@@ -17,7 +17,7 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Hold the folder, if it is there and not held by this run already.
+        """Hold the folder, if it is there and not held by this run already, and its file system has locks.
 
         Raises:
             UsageError: another run holds it.
@@ -32,6 +32,8 @@ class RunLock:
             raise UsageError(
                 f"another run is at work in {self._path}", hint="wait for it to end, or give another --output"
             ) from error
+        except OSError:  # some network file systems have no locks on folders
+            pass
         self._descriptor = descriptor
 
     def release(self) -> None:
