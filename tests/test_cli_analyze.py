@@ -198,7 +198,7 @@ def test_a_sample_says_that_it_is_one_everywhere_with_ranges(run: Run) -> None:
     write("lengths.jsonl", *({"length": int(length)} for length in lengths))
     ran = run("analyze", "lengths.jsonl", "--sample", "0.1")
     assert ran.code == 0
-    assert ran.out.startswith("A SAMPLE of 10 % of the records; ranges hold in 95 of 100 samples.\n")
+    assert ran.out.startswith("A SAMPLE of 10% of the records; ranges hold in 95 of 100 samples.\n")
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "…" not in ran.out
     [count, whole, low, high] = re.findall(r"^sequences +(\d+) +in all ([\d,]+) \(([\d,]+)-([\d,]+)\)", ran.out, re.M)[
@@ -207,8 +207,8 @@ def test_a_sample_says_that_it_is_one_everywhere_with_ranges(run: Run) -> None:
     assert int(low.replace(",", "")) <= 5000 <= int(high.replace(",", ""))
     assert int(whole.replace(",", "")) == pytest.approx(10 * int(count), abs=1)
     assert f"5,000 records = {count} sequences + {5000 - int(count):,} left out of the sample\n" in ran.err
-    assert "warning: a sample of 10 %: enough to plan roughly, nothing of it can be trained" in ran.err
-    between = re.findall(r"^ +50 % +(\d+) +(\d+)-(\d+) ", ran.out, re.M)
+    assert "warning: a sample of 10%: enough to plan roughly, nothing of it can be trained" in ran.err
+    between = re.findall(r"^ +50% +(\d+) +(\d+)-(\d+) ", ran.out, re.M)
     [(median, least, most)] = [tuple(map(int, found)) for found in between]
     assert least <= median <= most
     assert least <= np.median(lengths) <= most
@@ -288,8 +288,8 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
     lines = re.findall(r"^reading: .*$", ran.err, re.M)
     assert lines
     for line in lines:
-        assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+ %\), [\d.,]+[KMG]? tokens/s, \d+ s left", line)
-    assert "(100 %)" in lines[-1]
+        assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s, \d+ s left", line)
+    assert "(100%)" in lines[-1]
     assert ran.out == run("inspect", "chunkplan-out/analysis").out + ran.out[ran.out.index("Qwen2.5-7B on") :]
 
 

@@ -136,7 +136,7 @@ def kv_gib(context: int) -> float:
 
 
 def test_table_5_memory_is_a_base_and_a_slope_and_long_sequences_add_their_keys_and_values() -> None:
-    """Base and slope of the 32K row, by least squares; the 256K row within 10 %, by the KV that it has more."""
+    """Base and slope of the 32K row, by least squares; the 256K row within 10%, by the KV that it has more."""
     slope, base = np.polyfit(SIZES, PEAK_32K, 1)
     assert base + slope * SIZES == pytest.approx(PEAK_32K, rel=0.002)
     predicted = base + slope * SIZES + kv_gib(256 << 10) - kv_gib(32 << 10)
@@ -144,7 +144,7 @@ def test_table_5_memory_is_a_base_and_a_slope_and_long_sequences_add_their_keys_
 
 
 def test_table_5_predicted_without_a_fit_has_the_base_and_part_of_the_slope() -> None:
-    """The base within 5 %. The slope is about half of the paper's: logits of a whole chunk, which this model of memory
+    """The base within 5%. The slope is about half of the paper's: logits of a whole chunk, which this model of memory
     does not hold, explain a quarter of the difference; the paper does not tell what else its setup keeps.
     """
     slope, base = np.polyfit(SIZES, PEAK_32K, 1)

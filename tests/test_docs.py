@@ -266,7 +266,7 @@ def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> Non
         [sys.executable, str(ROOT / "benchmarks" / "paper.py")], capture_output=True, text=True, check=True
     )
     found = {figures["experiment"]: figures for figures in map(json.loads, ran.stdout.splitlines())}
-    row = r"^\| ([\d.]+) \| `(.*?)` \| `(.*?)` \| (\d+\.?(\d*)) \| ([+-]?\d+) % \|$"
+    row = r"^\| ([\d.]+) \| `(.*?)` \| `(.*?)` \| (\d+\.?(\d*)) \| ([+-]?\d+)% \|$"
     rows = re.findall(row, COST_MODEL, re.M)
     assert len(rows) > 8
     for published, experiment, figure, predicted, decimals, off in rows:

@@ -69,13 +69,13 @@ def test_the_facts_of_an_analysis_are_there(analysis: Analysis) -> None:
     assert f"{analysis.num_tokens.max():,} tokens" in text
     assert "ESTIMATED" in text and "<b onclick=x>&.jsonl" in text
     sampled = dataclasses.replace(analysis, manifest={**analysis.manifest, "sample": 0.25})
-    assert "A SAMPLE of 25 %" in Reader(sampled._repr_html_()).text
+    assert "A SAMPLE of 25%" in Reader(sampled._repr_html_()).text
 
 
 def test_a_bare_file_of_lengths_is_shown(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 1001))
     text = Reader(chunkplan.load_analysis(tmp_path / "lengths.npy")._repr_html_()).text
-    assert "1,000" in text and "500,500" in text and "median 500, 99 % up to 990" in text
+    assert "1,000" in text and "500,500" in text and "median 500, 99% up to 990" in text
     assert "ESTIMATED" not in text
 
 

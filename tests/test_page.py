@@ -261,7 +261,7 @@ def test_an_analysis_shows_its_lengths_and_nothing_of_a_plan(
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"), [({"exact": False}, "ESTIMATED lengths"), ({"sample": 0.25}, "A SAMPLE of 25 %")]
+    ("entries", "words"), [({"exact": False}, "ESTIMATED lengths"), ({"sample": 0.25}, "A SAMPLE of 25%")]
 )
 def test_lengths_that_are_not_all_or_not_exact_are_said_first(
     made: Page, write: Callable[..., Page], plan: Plan, entries: dict[str, Any], words: str

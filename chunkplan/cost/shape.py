@@ -29,7 +29,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer's matrices: queries and output, keys and values, gated MLP. What else there is, is under 1 %."""
+        """Of one layer's matrices: queries and output, keys and values, gated MLP. What else there is, is under 1%."""
         return self.hidden_size * (2 * self.query_width + 2 * self.kv_width + 3 * self.all_mlp_width)
 
     @property

@@ -71,7 +71,7 @@ class Analysis:
             UsageError: the analysis holds lengths only, or is of a sample.
         """
         if not self.has_tokens:
-            what = f"is of a sample of {100 * self.sample:g} %" if self.sample else "holds lengths only, no tokens"
+            what = f"is of a sample of {100 * self.sample:g}%" if self.sample else "holds lengths only, no tokens"
             command = "chunkplan analyze DATA --tokenizer FILE"
             raise UsageError(
                 f"the analysis {self.path} {what}",

@@ -66,7 +66,7 @@ def analysis_html(
     rows = [
         ("sequences", f"{len(num_tokens):,}" + (f"; rejected: {rejected:,}" if rejected else "")),
         ("tokens", f"{total:,}, of which {int(num_target_tokens.sum(dtype=np.int64)):,} targets"),
-        ("lengths", f"mean {total / len(num_tokens):,.0f}, median {middle:,}, 99 % up to {high:,}"),
+        ("lengths", f"mean {total / len(num_tokens):,.0f}, median {middle:,}, 99% up to {high:,}"),
         ("the longest", f"{int(num_tokens.max()):,} tokens"),
     ]
     if sources := manifest.get("sources"):
@@ -79,7 +79,7 @@ def analysis_html(
 
 
 def _warnings(*, exact: bool, sample: float | None) -> list[str]:
-    warnings = [f"A SAMPLE of {100 * sample:g} % of the records"] if sample else []
+    warnings = [f"A SAMPLE of {100 * sample:g}% of the records"] if sample else []
     return warnings + ([] if exact else ["ESTIMATED lengths, from bytes: to look at, not to train"])
 
 

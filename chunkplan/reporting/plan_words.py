@@ -11,7 +11,7 @@ def caveats(manifest: dict[str, Any]) -> list[str]:
     """What has to be said above everything else: that lengths behind a plan were estimated, or are a sample."""
     said = []
     if sample := manifest["analysis"].get("sample"):
-        said.append(f"A SAMPLE of {100 * sample:g} % of the records: a plan to look at, not to train.")
+        said.append(f"A SAMPLE of {100 * sample:g}% of the records: a plan to look at, not to train.")
     if not manifest["analysis"]["exact"]:
         said.append("ESTIMATED lengths, from bytes: a plan to look at, not to train.")
     return said

@@ -53,7 +53,7 @@ class Tuning:
     """What was found for `options`.
 
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
-    as fast within 0.5 %, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
+    as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
     compared. `baselines` are on the layout of `chosen`. `token_histogram`: of the data.

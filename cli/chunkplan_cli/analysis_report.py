@@ -117,7 +117,7 @@ def _say_what_it_is_good_for(analysis: Analysis) -> None:
         note('hint: give --tokenizer FILE, set CHUNKPLAN_TOKENIZER, or put tokenizer = "FILE" in workspace.toml')
     elif analysis.manifest["sample"]:
         warn(
-            f"a sample of {100 * analysis.manifest['sample']:g} %: enough to plan roughly, nothing of it can be trained"
+            f"a sample of {100 * analysis.manifest['sample']:g}%: enough to plan roughly, nothing of it can be trained"
         )
     elif not analysis.has_tokens:
         warn("lengths only, no tokens are stored: enough to plan but not to train")

@@ -73,7 +73,7 @@ def _sides(console: Console, difference: Difference) -> Table:
     table.add_column(style="bold yellow")
     for name, side in (("before", difference.before), ("after", difference.after)):
         doubts = [] if side.exact else ["ESTIMATED"]
-        doubts += [f"A SAMPLE of {100 * side.sample:g} %"] if side.sample else []
+        doubts += [f"A SAMPLE of {100 * side.sample:g}%"] if side.sample else []
         table.add_row(name, Text(visible(side.path, console)), side.content_hash[:_SHOWN], ", ".join(doubts))
     return table
 
@@ -153,7 +153,7 @@ def _numbers(console: Console, title: str, numbers: tuple[Number, ...]) -> Table
 
 def _name(name: str) -> str:
     if name.startswith("quantile_") and name not in _NAMES:
-        return f"{name.removeprefix('quantile_')} % are no longer than"
+        return f"{name.removeprefix('quantile_')}% are no longer than"
     return _NAMES.get(name, name.removeprefix("num_").replace("_", " "))
 
 
@@ -174,7 +174,7 @@ def _change(number: Number) -> str:
         return ""
     if number.unit == "share":
         return f"{100 * (after - before):+.1f} points"
-    return f"{100 * (after / before - 1):+,.1f} %" if before else "new"
+    return f"{100 * (after / before - 1):+,.1f}%" if before else "new"
 
 
 def _same_steps(same: SameSteps | None) -> str:

@@ -22,7 +22,7 @@ _BESIDE_BARS = 52
 def print_length_report(console: Console, report: LengthReport, manifest: dict[str, Any]) -> None:
     """Print `report`, and what `manifest` (of the same analysis) says of records rejected and sequences cut."""
     if report.sample is not None:
-        message = f"A SAMPLE of {100 * report.sample:g} % of the records; ranges hold in 95 of 100 samples."
+        message = f"A SAMPLE of {100 * report.sample:g}% of the records; ranges hold in 95 of 100 samples."
         console.print(Text(message, style="bold yellow"))
         console.print()
     if not report.exact:
@@ -83,7 +83,7 @@ def _cumulative(report: LengthReport) -> Table:
         table.add_column(name, justify="right")
     for quantile, band in zip(report.quantiles, report.cumulative, strict=True):
         table.add_row(
-            "longest" if quantile.share == 1 else f"{100 * quantile.share:g} %",
+            "longest" if quantile.share == 1 else f"{100 * quantile.share:g}%",
             f"{quantile.num_tokens:,}",
             _range(quantile, report.sample),
             power_of_two(band.high),
@@ -135,7 +135,7 @@ def _tails(report: LengthReport) -> Table:
         table.add_row(name, f"{tail.low:,}", f"{tail.num_sequences:,}", *map(_share, shares))
 
     add("over 8K", report.over_8k)
-    add("longest 1 %", report.longest_1_percent)
+    add("longest 1%", report.longest_1_percent)
     return table
 
 
@@ -147,7 +147,7 @@ def _table(report: LengthReport, title: str) -> Table:
 def _share(share: float) -> str:
     """A percentage; what is not all or nothing is never rounded to it."""
     if 0 < share < 0.001:
-        return "<0.1 %"
+        return "<0.1%"
     if 0.999 < share < 1:
-        return ">99.9 %"
-    return f"{100 * share:.1f} %"
+        return ">99.9%"
+    return f"{100 * share:.1f}%"

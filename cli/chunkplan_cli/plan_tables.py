@@ -53,7 +53,7 @@ def _fill(console: Console, bands: tuple[FillBand, ...]) -> Table:
     most = max(band.num_chunks for band in bands)
     for band in bands:
         table.add_row(
-            f"{100 * band.low:3.0f} - {100 * band.high:3.0f} %",
+            f"{100 * band.low:3.0f} - {100 * band.high:3.0f}%",
             f"{band.num_chunks:,}",
             percent(band.num_chunks / max(num_chunks, 1)),
             bar(console, band.num_chunks, most, _MAX_BAR),

@@ -70,7 +70,7 @@ def _reading_lines() -> ReadingReport:
             return
         seconds = time.monotonic() - started
         left = "" if total is None else f", {_left(num_bytes, total, num_bytes / seconds)}"
-        whole = "" if total is None else f" of {total / 1e6:,.0f} MB ({100 * num_bytes // max(1, total)} %)"
+        whole = "" if total is None else f" of {total / 1e6:,.0f} MB ({100 * num_bytes // max(1, total)}%)"
         done = f"{num_bytes / 1e6:,.0f}" + (whole or " MB")
         note(f"reading: {done}, {_short(num_tokens / seconds)} tokens/s{left}")
 
@@ -86,7 +86,7 @@ def _lines(doing: str, unit: str, scale: int) -> Report:
             return
         rate = done / (time.monotonic() - started)
         note(
-            f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total} %), "
+            f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%), "
             f"{rate / scale:,.1f} {unit}/s, {_left(done, total, rate)}"
         )
 

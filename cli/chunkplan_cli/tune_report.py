@@ -135,7 +135,7 @@ def _verdict(tuning: Tuning) -> list[Text]:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
     if choice is not rivals[0]:
-        lines.append(Text("Of those as fast within 0.5 %, it takes least memory."))
+        lines.append(Text("Of those as fast within 0.5%, it takes least memory."))
     if not tuning.recommended:
         lines.append(
             Text(f"Not recommended: the runtime cannot run {choice.plan_only} yet. Other trainers can follow its plan.")
