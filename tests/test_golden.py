@@ -30,7 +30,7 @@ PLAN_3_HASH = "6718d933b9a563d952258c061e3149b274ef575dd4b704019d51b0461c2402ae"
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "one GPU": ({}, "c6bf17d7bc60d43ca338441d8de6dc4bcc84d6ca9314a68a405150982eda50df"),
+    "one GPU": ({}, "b7b80d3e69b781a41b58fc5eb96a04faae189224fb9edf0f717342f67f5730d2"),
     "1F1B": ({"dp": 2, "pp": 2, "seed": 3}, "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62"),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
@@ -44,7 +44,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "memory": ({"pp": 2, "memory_tokens": 256}, "6207a5ec12e76f0acc9ef38a7a2b4db261366433360417107d53005e0d4be0f5"),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
-        "e8cbd9ffa5ade02f5bfa3b2a5c56d736dbac0160e6f2afdab72f279afb62e309",
+        "bef0659de311643d5f5c73e700e093b619a75f36b17f8972a291b8fe5d5c1a9e",
     ),
     "equal chunks": (
         {"dp": 3, "equal_chunks": True},
@@ -52,7 +52,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "even parts": (
         {"split": "even", "tail_sharing": False},
-        "b0428cc3f2f3f193da37f8920036329f8f75d337b857f349150d110075ad7174",
+        "d7076b844f4278e66d2cc3ccb05e00ca800bc2ac469a378c57f6eafb4b7dd418",
     ),
     "searched balance": (
         {"dp": 2, "balance": "search"},
@@ -60,12 +60,12 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two epochs": (
         {"epochs": 2, "last_batch": "drop"},
-        "75581b4cdb7f015602fc98d6a11769d87e9733b41e46d73c84bf053b7556d587",
+        "be2f1e4cf633423cd091aabfd87829d565603d52a969bc03835ba4ebb79c7f41",
     ),
     "hold-out": ({"holdout": 0.2}, "4abd21453232356c3bbf9e58aa2da05795a7a61e4816bdb3868b9d4ac87aa658"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
-        "b3bd93d5b85b05bc867cc38d975bd802eaa9ac8b2ffda7ce2e0d448c04ccfa12",
+        "e5a026a14ae0104f1c08d2ee47a10871982b67272d4a4c7767869a57e8fae03c",
     ),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
 from chunkplan.planning.config import PlanConfig
 from chunkplan.reporting.plan_report import plan_report
-from chunkplan.reporting.slow_steps import FACTORS, StepTimes, step_times
+from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimes, step_times
 
 LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -62,7 +64,6 @@ def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> No
         work = [sum(chunk.cost for chunk in step.chunks[rank]) for rank in range(plan.config["dp"])]
         filled = [chunk.num_tokens for chunk in chunks if chunk.segments]
         last = {rank: max(us for (of, _), us in step.schedule_us.items() if of == rank) for rank in step.chunks}
-        split = {part.sequence_id for chunk in grouped for part in chunk.segments if part.end > 64}
         expected = {
             "num_standalone": len(chunks) - len(grouped),
             "num_dependent": len(grouped),
@@ -72,7 +73,6 @@ def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> No
             "heaviest_over_mean": max(work) * len(work) / sum(work),
             "heaviest_rank": work.index(max(work)),
             "recompute_share": step.recompute_us / sum(work),
-            "longest_prefix": int(max((LENGTHS[list(split)].max(),) if split else (0,))),
             "slowest_rank": max(last, key=lambda rank: (last[rank], -rank)),
         }
         for name in ("epoch", "num_sequences", "num_tokens", "num_target_tokens", "num_chunks", "predicted_us"):
@@ -134,7 +134,7 @@ def test_the_factors_of_a_slow_step_explain_all_of_its_time(plan: Plan) -> None:
     assert [step.predicted_us for step in times.slowest] == slowest
     for step in times.slowest:
         assert math.prod(step.factors.values()) == pytest.approx(step.over_median)
-        assert step.factors[step.cause] == max(step.factors.values())
+        assert step.cause == SEQUENCE or step.factors[step.cause] == max(step.factors.values())
 
 
 #: A step of two ranks with two stages each, 1000 tokens and nothing odd about it, and what a change makes of its time.
@@ -152,12 +152,13 @@ def timed(*changes: dict[str, Any]) -> StepTimes:
     """Three usual steps, and one for each of `changes`."""
     steps, chunks = [], []
     for number, change in enumerate([{}, {}, {}, *changes]):
-        is_it = {**USUAL, "longest": 100, "exceeds_share": False, **change}
+        is_it = {**USUAL, "longest": 100, "exceeds_share": False, "split": 0.1, **change}
         cost = is_it["num_tokens"] * is_it["work"] / (1 - is_it["recomputed"])
         for rank, share in enumerate((1 - is_it["heavy"], is_it["heavy"])):
             square = float(is_it["num_tokens"] * is_it["longest"] / 2)
-            columns = {"cost": cost * share, "squares": square, "reach": is_it["longest"]}
-            chunks.append({"step": number, "dp_rank": rank, **columns})
+            row = {"step": number, "dp_rank": rank, "squares": square, "reach": is_it["longest"]}
+            chunks.append({**row, "cost": cost * share * (1 - is_it["split"]), "group_id": None})
+            chunks += [{**row, "cost": cost * share * is_it["split"] / 4, "group_id": 0} for _ in range(4)]
         steps.append(
             {
                 "step": number,
@@ -169,7 +170,8 @@ def timed(*changes: dict[str, Any]) -> StepTimes:
                 "predicted_us": cost * is_it["heavy"] / 2 * is_it["waiting"],
             }
         )
-    return step_times(pl.DataFrame(steps), pl.DataFrame(chunks), dp=2, pp=2)
+    frame = pl.DataFrame(chunks, schema_overrides={"group_id": pl.Int32})
+    return step_times(pl.DataFrame(steps), frame, dp=2, pp=2)
 
 
 @pytest.mark.parametrize("cause", FACTORS)
@@ -187,9 +189,14 @@ def test_of_two_causes_the_larger_is_named(cause: str) -> None:
     assert slow.cause == cause
 
 
-def test_a_sequence_beyond_a_ranks_share_is_named_as_such() -> None:
-    [slow] = timed({"heavy": 0.9, "exceeds_share": True, "longest": 800}).slowest
-    assert slow.why == "one sequence of 800 tokens: more than a rank's share"
+def test_a_sequence_that_is_most_of_the_slowest_ranks_work_is_named() -> None:
+    """Whatever else it brings: more tokens, more attention, ranks out of balance."""
+    change = {"num_tokens": 9000, "work": 1.5, "heavy": 0.7, "split": 0.8, "longest": 8000}
+    [slow] = timed(change).slowest
+    assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 8,000 tokens: 80% of rank 1's work")
+    assert slow.factors["tokens"] == 9
+    [slow] = timed({**change, "exceeds_share": True}).slowest
+    assert slow.why == "one sequence of 8,000 tokens: over a rank's share"
 
 
 def test_half_empty_chunks_are_no_attention() -> None:
@@ -209,7 +216,7 @@ def test_the_longest_sequence_makes_its_step_the_slowest(tmp_path: Path) -> None
     assert any(
         part.sequence_id == 20 for chunk in chunks_of(next(plan.iter_steps(slow.step))) for part in chunk.segments
     )
-    assert slow.cause in ("tokens", "work", "balance", "recompute")
+    assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 20,000 tokens: over a rank's share")
 
 
 def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) -> None:
@@ -233,29 +240,45 @@ def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) 
     assert (memory.step, memory.dp_rank, memory.stage, memory.gpu_bytes) == (0, 0, 0, cost.hardware.memory_bytes)
 
 
-def test_memory_looks_at_what_retains_most_and_at_the_longest_sequence(plan: Plan) -> None:
-    memory = plan_report(plan).memory
-    steps = list(plan.iter_steps())
-    most = max(step.peak_retained_tokens for step in steps)
-    longest = [step for step in steps if any(part.end == LENGTHS.max() for c in chunks_of(step) for part in c.segments)]
-    assert memory is not None
-    assert memory.step in {step.step for step in longest} | {s.step for s in steps if s.peak_retained_tokens == most}
-    held = chunkplan.simulate_plan(plan, memory.step, rank=memory.dp_rank).peak_retained_tokens[memory.stage]
-    cost = CostModel()
-    config = plan.config
-    stages = stage_memory(
-        cost,
-        dp=config["dp"],
-        pp=config["pp"],
-        layers=split_layers(cost.shape.num_layers, config["pp"] * config["virtual_stages"]),
-        sharding="optimizer",
-        retained_tokens=[held * config["virtual_stages"]] * config["pp"],
-        stage_input_tokens=[0] * config["pp"],
-        kv_tokens=[int(LENGTHS.max())] * config["pp"],
-        chunk_size=64,
-    )
-    assert memory.memory.optimizer == stages[memory.stage].optimizer
-    assert 0 < memory.memory.activations <= stages[memory.stage].activations
+def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
+    """Every action of every step, played one after another."""
+    report = plan_report(plan).memory
+    assert report is not None
+    totals = {
+        (step.step, rank, stage): max(totals_of(plan, step, rank, stage))
+        for step in plan.iter_steps()
+        for rank, stage in step.actions
+    }
+    assert report.memory.total == max(totals.values()) == totals[report.step, report.dp_rank, report.stage]
+
+
+def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
+    """Bytes that a stage holds after each of its forwards."""
+    pp, num_virtual, cost = plan.config["pp"], plan.config["virtual_stages"], CostModel()
+    held: Counter[str] = Counter()
+    for action in step.actions[rank, stage]:
+        chunk = step.chunks[rank][action.chunk_id]
+        is_first_part = action.virtual_stage == 0
+        held["retained"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
+        saves = stage > 0 or not is_first_part
+        held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
+        if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
+            held["kv"] += chunk.num_tokens
+        yield stage_memory(
+            cost,
+            dp=plan.config["dp"],
+            pp=pp,
+            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
+            sharding="optimizer",
+            retained_tokens=[held["retained"]] * pp,
+            stage_input_tokens=[held["inputs"]] * pp,
+            kv_tokens=[held["kv"]] * pp,
+            chunk_size=64,
+        )[stage].total
+        held["retained"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
+        if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:
+            group = [other for other in step.chunks[rank] if other.group_id == chunk.group_id is not None]
+            held["kv"] -= sum(other.num_tokens for other in group)
 
 
 def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
@@ -271,6 +294,7 @@ def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:
     steps = pl.DataFrame({"step": [0], "num_tokens": [5], "slowest_rank": [1], "predicted_us": [1.0], "fill": [1.0]})
     steps = steps.with_columns(recompute_share=pl.lit(0.0), exceeds_share=pl.lit(False))
     chunks = pl.DataFrame({"step": [0], "dp_rank": [0], "cost": [1.0], "squares": [1.0], "reach": [5]})
+    chunks = chunks.with_columns(group_id=pl.lit(None, pl.Int32))
     with pytest.raises(DataError, match="step 0"):
         step_times(steps, chunks, dp=2, pp=1)
 

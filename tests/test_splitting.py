@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkplan.cost.durations import squares_of
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.config import Split
 from chunkplan.planning.splitting import split_sequences
@@ -50,12 +51,12 @@ def test_parts_of_equal_cost_take_the_same_time(length: int, chunk_size: int) ->
     """But for whole tokens; where every full part is the same length the last takes several times the first."""
 
     def times(parts: np.ndarray) -> np.ndarray:
-        return COST.forward_ns(parts, np.cumsum(parts) - parts)
+        return COST.work_ns(parts, squares_of(parts, np.cumsum(parts) - parts))
 
     [equal], [full] = cut([length], chunk_size, "cost"), cut([length], chunk_size, "full")
     assert np.ptp(times(equal)) <= 0.01 * times(equal).max()
     assert np.ptp(times(full)) > 2 * np.ptp(times(equal))
-    assert times(equal).max() <= 1.01 * COST.forward_ns(np.array([chunk_size]), np.array([0]))[0]
+    assert times(equal).max() <= 1.01 * times(np.array([chunk_size]))[0]
 
 
 def test_parts_of_equal_cost_all_have_a_token() -> None:

@@ -151,19 +151,21 @@ class CostModel:
         fetched = 2 * self.shape.kv_width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
         return math.ceil(fetched / (2 * 2 * self.rates.square))
 
-    def forward_ns(self, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
-        """Time of a forward of segments through all model parts, without overhead; both [n]."""
-        return whole_ns(self._forward(num_tokens, squares_of(num_tokens, prefix_tokens)))
+    def recompute_ns(self, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
+        """Time of what is done twice with segments whose chunks keep no activations, without overhead; both [n].
+
+        That is a forward through all layers: the head is left out the first time, see `durations`.
+        """
+        return whole_ns(self._layers(num_tokens, squares_of(num_tokens, prefix_tokens)))
 
     def work_ns(self, num_tokens: IntArray, squares: Float64Array) -> Int64Array:
         """Time of a forward and a backward through all model parts, without overhead and recompute; both [n]."""
         head = self.rates.head * num_tokens.astype(np.float64)
-        return whole_ns(self.passes * self._forward(num_tokens, squares) - (self.passes - 3) * head)
+        return whole_ns(self.passes * self._layers(num_tokens, squares) + 3 * head)
 
-    def _forward(self, num_tokens: IntArray, squares: Float64Array) -> Float64Array:
+    def _layers(self, num_tokens: IntArray, squares: Float64Array) -> Float64Array:
         rates = self.rates
-        tokens = num_tokens.astype(np.float64)
-        return self.shape.num_layers * (rates.token * tokens + rates.square * squares) + rates.head * tokens
+        return self.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.square * squares)
 
     def model_flops(self, num_tokens: float, squares: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute."""

@@ -170,7 +170,7 @@ def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences
     keeps = index >= np.repeat(num_parts - k, num_parts)
     part_tokens = ends - starts
     part_ns = cost.work_ns(part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
-    part_ns[~keeps] += cost.forward_ns(part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
+    part_ns[~keeps] += cost.recompute_ns(part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, np.concatenate([[0], np.cumsum(num_parts)]))
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts

@@ -16,6 +16,9 @@ from chunkplan.planning.chunks import Chunks
 from chunkplan.planning.ranks import Placement, Sequences
 from chunkplan.schedule.actions import Actions
 
+#: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
+_OVER_SHARE = 1.001
+
 
 def steps_table(
     first_step: int,
@@ -55,6 +58,9 @@ def steps_table(
     sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
     one_sequence_ns = necessary_ns + chunk_ns
     all_ns = np.add.reduceat(necessary_ns, starts) + bound * chunk_ns
+    end_ns = rank_end_ns.reshape(num_steps, dp).max(axis=1)
+    bound_ns = np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
+    mean_rank_ns = rank_ns.reshape(num_steps, dp).sum(axis=1) / dp
     return _table(
         STEPS,
         step=_int32(np.arange(first_step, first_step + num_steps)),
@@ -66,13 +72,12 @@ def steps_table(
         chunks_lower_bound=_int32(bound),
         packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
         optimal=num_chunks == bound,
-        exceeds_share=np.maximum.reduceat(sequence_ns, starts) * dp > rank_ns.reshape(num_steps, dp).sum(axis=1),
+        exceeds_share=np.maximum.reduceat(sequence_ns, starts) > _OVER_SHARE * mean_rank_ns,
         peak_retained_tokens=rank_retained.reshape(num_steps, dp).max(axis=1),
         recompute_us=_microseconds(recompute_ns),
-        predicted_us=_microseconds(rank_end_ns.reshape(num_steps, dp).max(axis=1)),
-        lower_bound_us=_microseconds(
-            np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
-        ),
+        predicted_us=_microseconds(end_ns),
+        # Whole nanoseconds of a sequence are not the sum of those of its chunks: it might be a few above.
+        lower_bound_us=_microseconds(np.minimum(bound_ns, end_ns)),
     )
 
 

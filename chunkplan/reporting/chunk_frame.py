@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from chunkplan.arrays import sum_runs
 from chunkplan.cost.durations import squares_of
+from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import Plan
 
@@ -22,9 +24,10 @@ def chunk_frame(plan: Plan) -> pl.DataFrame:
     largest `end` of its segments, 0 without any.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: the file is damaged, or has steps, ranks or tokens that the plan cannot have.
     """
     table = plan.chunks()
+    _check_numbers(table, plan)
     lists = table.column("segments").combine_chunks()
     offsets = to_numpy(lists.offsets).astype(np.int64)
     offsets -= offsets[0]
@@ -43,6 +46,20 @@ def chunk_frame(plan: Plan) -> pl.DataFrame:
         .with_columns(kind=_kind())
         .drop("num_segments")
     )
+
+
+def _check_numbers(table: pa.Table, plan: Plan) -> None:
+    """Raises DataError where a number cannot be one of this plan, so that nothing is counted that is not there."""
+    num_steps, dp = plan.manifest["totals"]["num_steps"], plan.config["dp"]
+    hint = "`chunkplan validate` says what is wrong with the plan"
+    path = plan.path / "chunks.parquet"
+    for name, most in (("step", num_steps - 1), ("dp_rank", dp - 1), ("num_tokens", plan.config["chunk_size"])):
+        values = to_numpy(table.column(name).combine_chunks())
+        if values.min() < 0 or values.max() > most:
+            wrong = values.min() if values.min() < 0 else values.max()
+            raise DataError(f"`{name}` is {wrong}, expected 0 to {most}", where=str(path), hint=hint)
+    if not values.any():
+        raise DataError("no chunk has a token", where=str(path), hint=hint)
 
 
 def _kind() -> pl.Expr:

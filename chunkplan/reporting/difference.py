@@ -30,6 +30,7 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "num_chunks": "count",
     "num_zero_loss": "count",
     "num_optimal_steps": "count",
+    "num_exceeding_steps": "count",
     "token_fill": "share",
     "heaviest_rank_mean": "ratio",
     "heaviest_rank_max": "ratio",

@@ -32,7 +32,6 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         recompute_share      float64, of the predicted cost
         exceeds_share, optimal   bool
         chunks_lower_bound, peak_retained_tokens
-        longest_prefix       how far into a split sequence the step gets, 0 without one: the length of the longest
         predicted_us, lower_bound_us   float64
         slowest_rank         the dp_rank whose stages are done last
 
@@ -48,7 +47,6 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         num_dependent=is_grouped.sum(),
         num_zero_loss=(pl.col("num_tokens") == 0).sum(),
         num_groups=(is_grouped & (pl.col("group_index") == 0)).sum(),
-        longest_prefix=pl.col("reach").filter(is_grouped).max().fill_null(0),
         cost=pl.col("cost").cast(pl.Float64).sum(),
     )
     rank_cost = chunks.group_by("step", "dp_rank", maintain_order=True).agg(pl.col("cost").cast(pl.Float64).sum())
@@ -66,7 +64,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         .agg(slowest_rank=pl.col("dp_rank").first())
     )
     num_filled = (pl.col("num_chunks").cast(pl.Int64) - pl.col("num_zero_loss")).clip(1)
-    whole = (*_COUNTS, "heaviest_rank", "chunks_lower_bound", "peak_retained_tokens", "longest_prefix", "slowest_rank")
+    whole = (*_COUNTS, "heaviest_rank", "chunks_lower_bound", "peak_retained_tokens", "slowest_rank")
     return (
         steps.join(counted, on="step", how="left")
         .join(heaviest, on="step", how="left")
@@ -82,7 +80,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         .select(
             *_COUNTS,
             *("fill", "heaviest_over_mean", "heaviest_rank", "recompute_share", "exceeds_share", "optimal"),
-            *("chunks_lower_bound", "peak_retained_tokens", "longest_prefix", "predicted_us", "lower_bound_us"),
+            *("chunks_lower_bound", "peak_retained_tokens", "predicted_us", "lower_bound_us"),
             "slowest_rank",
         )
     )

@@ -9,15 +9,20 @@ import numpy as np
 import polars as pl
 
 from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import Sharding, StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
-from chunkplan.planfile.places import find_step
-from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schedule_columns import ScheduleColumns
+from chunkplan.planfile.schema import OPS, SCHEDULE
+from chunkplan.planfile.tables import read_table
 from chunkplan.planning.config import PlanConfig
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest_moments
-from chunkplan.simulation import planned_actions
 from chunkplan.tuning.trial import memory_of_stages, stage_token_bytes
+
+_VALIDATE = "`chunkplan validate` says what is wrong with the plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,57 +47,73 @@ class PlanMemory:
         return document
 
 
-def plan_memory(plan: Plan, steps: pl.DataFrame) -> PlanMemory | None:
-    """Predict the memory of `plan`, whose `per_step` is `steps`; None where its manifest does not describe the model
-    and the GPU it was planned for.
+def plan_memory(plan: Plan, chunks: pl.DataFrame) -> PlanMemory | None:
+    """Predict the memory of `plan`, whose `chunk_frame` is `chunks`; None where its manifest does not describe the
+    model and the GPU it was planned for.
 
-    Looked at are the actions of two steps: the one that retains activations of most tokens, and the one with the
-    longest split sequence, whose keys and values take most. Optimizer states are taken to be spread over data-parallel
-    ranks, as the runtime does, and weights where times were predicted so.
+    Looked at are all actions of all steps. Optimizer states are taken to be spread over data-parallel ranks, as the
+    runtime does, and weights where times were predicted so.
 
     Raises:
-        DataError: a file is damaged.
+        DataError: a file is damaged, or chunks and actions do not belong together.
     """
     place = str(plan.path / "manifest.json")
     try:
         cost = CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where=place)
     except DataError:
         return None
-    candidates = {steps["step"][steps[name].arg_max() or 0] for name in ("peak_retained_tokens", "longest_prefix")}
-    found = [_fullest_of_step(find_step(plan, step), plan, cost) for step in sorted(candidates)]
-    return max(found, key=lambda each: each.memory.total)
-
-
-def _fullest_of_step(step: PlanStep, plan: Plan, cost: CostModel) -> PlanMemory:
     names = ("chunk_size", "dp", "pp", "virtual_stages")
     sizes = {name: plan.config[name] for name in names}
     config = PlanConfig(k=1, schedule="interleaved" if sizes["virtual_stages"] > 1 else None, **sizes)
     sharding: Sharding = "weights" if cost.weight_shards > 1 else "optimizer"
-    found = [
-        PlanMemory(
-            step=step.step,
-            dp_rank=rank,
-            stage=stage,
-            sharding=sharding,
-            memory=memory,
-            gpu_bytes=cost.hardware.memory_bytes,
+    moments, fullest = _fullest_moments(plan, chunks, config, stage_token_bytes(config, cost))
+    memory = memory_of_stages(config, cost, sharding, moments)
+    stage = max(range(config.pp), key=lambda stage: memory[stage].total)
+    return PlanMemory(
+        step=int(fullest[stage]) // config.dp,
+        dp_rank=int(fullest[stage]) % config.dp,
+        stage=stage,
+        sharding=sharding,
+        memory=memory[stage],
+        gpu_bytes=cost.hardware.memory_bytes,
+    )
+
+
+def _fullest_moments(
+    plan: Plan, chunks: pl.DataFrame, config: PlanConfig, token_bytes: Float64Array
+) -> tuple[Int64Array, Int64Array]:
+    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 3], and step * dp + rank of
+    where that is, int64 [pp]."""
+    rank = chunks["step"].to_numpy().astype(np.int64) * config.dp + chunks["dp_rank"].to_numpy()
+    if (np.diff(rank, prepend=0) < 0).any() or rank[-1] >= rank.size:
+        raise DataError(
+            "the rows are not sorted, or ranks have no chunk", where=str(plan.path / "chunks.parquet"), hint=_VALIDATE
         )
-        for rank in range(config.dp)
-        for stage, memory in enumerate(memory_of_stages(config, cost, sharding, _moments(step, rank, config, cost)))
-    ]
-    return max(found, key=lambda each: each.memory.total)
-
-
-def _moments(step: PlanStep, rank: int, config: PlanConfig, cost: CostModel) -> Int64Array:
-    """What each stage of a rank holds when that takes most bytes, int64 [pp, 3]."""
-    chunks = step.chunks.get(rank, [])
-    place = f"step {step.step}, rank {rank}"
-    moments: Int64Array = fullest_moments(
-        planned_actions(step, rank, config.pp, int(config.virtual_stages or 1), len(chunks), place),
-        np.array([0, len(chunks)]),
-        np.array([-1 if chunk.group_id is None else chunk.group_id for chunk in chunks], np.int32),
-        np.array([chunk.num_tokens for chunk in chunks], np.int64),
+    sizes = np.bincount(rank)
+    moments = fullest_moments(
+        _actions(plan, sizes, config),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        chunks["group_id"].fill_null(-1).to_numpy().astype(np.int32),
+        chunks["num_tokens"].to_numpy().astype(np.int64),
         config.pp,
-        stage_token_bytes(config, cost),
-    )[0]
-    return moments
+        token_bytes,
+    )
+    fullest = (moments * token_bytes).sum(axis=2).argmax(axis=0)
+    return moments[fullest, np.arange(config.pp)], fullest
+
+
+def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:
+    """All actions of a plan whose ranks have `sizes` chunks, int64 [num_steps * dp]."""
+    path = plan.path / "schedule.parquet"
+    rows = ScheduleColumns.of(read_table(path, SCHEDULE))
+    place = (rows.step.astype(np.int64) * config.dp + rows.dp_rank) * config.pp + rows.stage
+    if not np.array_equal(place, np.arange(sizes.size * config.pp)):
+        raise DataError("a stage has no row or two, or they are not sorted", where=str(path), hint=_VALIDATE)
+    most = np.repeat(np.repeat(sizes, config.pp), np.diff(rows.actions))
+    is_known = (rows.op < len(OPS)) & (rows.chunk_id >= 0) & (rows.chunk_id < most)
+    is_known &= (rows.virtual_stage >= 0) & (rows.virtual_stage < int(config.virtual_stages or 1))
+    if not is_known.all():
+        row = int(np.searchsorted(rows.actions, np.argmin(is_known), side="right")) - 1
+        where = f"{path}, step {rows.step[row]}, rank {rows.dp_rank[row]}, stage {rows.stage[row]}"
+        raise DataError("an action is not of this step", where=where, hint=_VALIDATE)
+    return Actions(rows.op.astype(np.int8), rows.chunk_id, rows.virtual_stage, rows.actions)

@@ -80,23 +80,27 @@ class PlanReport:
 
 
 def plan_report(plan: Plan | str | Path) -> PlanReport:
-    """Look at all chunks of a plan, and at the actions of two of its steps.
+    """Look at all chunks and actions of a plan.
 
     Raises:
         UsageError: there is no plan.
         DataError: a file is damaged.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    config = plan.config
     chunks = chunk_frame(plan)
-    steps = per_step(plan, chunks)
+    return report_of(plan, chunks, per_step(plan, chunks))
+
+
+def report_of(plan: Plan, chunks: pl.DataFrame, steps: pl.DataFrame) -> PlanReport:
+    """The `plan_report` of a plan whose `chunk_frame` and `per_step` are there already."""
+    config = plan.config
     return PlanReport(
         summary=summarize_plan(plan.steps(), chunks.select(_NUMBERS).to_arrow(), plan.manifest),
         fill=_fill(chunks, config["chunk_size"]),
         kinds=_kinds(chunks, config["chunk_size"]),
         ranks=_ranks(chunks, steps),
         times=step_times(steps, chunks, config["dp"], config["pp"]),
-        memory=plan_memory(plan, steps),
+        memory=plan_memory(plan, chunks),
     )
 
 

@@ -16,13 +16,17 @@ from chunkplan.errors import DataError
 #: over what a stage of that rank has to do.
 FACTORS = ("tokens", "work", "recompute", "balance", "waiting")
 
+#: The cause where one split sequence is most of the slowest rank's work. Tokens, work and balance all tell of it then,
+#: and none of them alone.
+SEQUENCE = "sequence"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlowStep:
     """A step that takes `over_median` times as long as the median step.
 
     `factors` [FACTORS] are how often each of the median step's goes into its own, so that their product is
-    `over_median`; `cause` is the one that explains most of it, and `why` says so in words.
+    `over_median`; `cause` is the one that explains most of it, or `SEQUENCE`, and `why` says so in words.
     """
 
     step: int
@@ -35,8 +39,8 @@ class SlowStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Predicted microseconds of the steps of a plan; `slowest` has those that take longer than the median, from the
-    slowest on."""
+    """Predicted microseconds of the steps of a plan; `slowest` has those that take longer than the median step (of an
+    even number of steps the faster one in the middle), from the slowest on."""
 
     median_step: int
     median_us: float
@@ -80,23 +84,34 @@ def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -
         step_cost=pl.col("cost").sum(), squares=pl.col("squares").sum(), longest=pl.col("reach").max()
     )
     of_rank = mine.group_by("step", slowest_rank="dp_rank").agg(rank_cost=pl.col("cost").sum())
+    of_sequence = (
+        mine.filter(pl.col("group_id").is_not_null())
+        .group_by("step", "group_id", slowest_rank="dp_rank")
+        .agg(largest_cost=pl.col("cost").sum(), largest_tokens=pl.col("reach").max())
+        .sort("largest_cost", "group_id", descending=[True, False])
+        .unique(["step", "slowest_rank"], keep="first")
+        .drop("group_id")
+    )
     once = pl.col("step_cost") * (1 - pl.col("recompute_share"))
     return (
         steps.join(of_step, on="step")
         .join(of_rank, on=["step", "slowest_rank"])
+        .join(of_sequence, on=["step", "slowest_rank"], how="left")
         .with_columns(
             tokens=pl.col("num_tokens").cast(pl.Float64),
             work=once / pl.col("num_tokens"),
             recompute=pl.col("step_cost") / once,
             balance=pl.col("rank_cost") * dp / pl.col("step_cost"),
             waiting=pl.col("predicted_us") * pp / pl.col("rank_cost"),
+            largest_share=(pl.col("largest_cost") / pl.col("rank_cost")).fill_null(0.0).fill_nan(0.0),
         )
     )
 
 
 def _explain(row: dict[str, Any], usual: dict[str, Any]) -> SlowStep:
     factors = {name: _ratio(row[name], usual[name]) for name in FACTORS}
-    cause = max(FACTORS, key=lambda name: math.log(factors[name]))
+    is_of_one = row["largest_share"] > 0.5
+    cause = SEQUENCE if is_of_one else max(FACTORS, key=lambda name: math.log(factors[name]))
     return SlowStep(
         step=row["step"],
         predicted_us=row["predicted_us"],
@@ -111,6 +126,13 @@ def _ratio(value: float, usual: float) -> float:
     """How often `usual` goes into `value`; 1 where either says nothing, as in plans that predict no times."""
     ratio = value / usual if usual else 0.0
     return ratio if 0 < ratio < math.inf else 1.0
+
+
+def _sequence(row: dict[str, Any], usual: dict[str, Any]) -> str:
+    said = f"one sequence of {row['largest_tokens']:,} tokens: "
+    if row["exceeds_share"]:
+        return f"{said}over a rank's share"
+    return f"{said}{row['largest_share']:.0%} of rank {row['slowest_rank']}'s work"
 
 
 def _tokens(row: dict[str, Any], usual: dict[str, Any]) -> str:
@@ -129,8 +151,6 @@ def _recompute(row: dict[str, Any], usual: dict[str, Any]) -> str:
 
 
 def _balance(row: dict[str, Any], usual: dict[str, Any]) -> str:
-    if row["exceeds_share"]:
-        return f"one sequence of {row['longest']:,} tokens: more than a rank's share"
     return f"rank {row['slowest_rank']} has {row['balance']:.2f} of the mean rank's work"
 
 
@@ -139,6 +159,7 @@ def _waiting(row: dict[str, Any], usual: dict[str, Any]) -> str:
 
 
 _WORDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+    SEQUENCE: _sequence,
     "tokens": _tokens,
     "work": _work,
     "recompute": _recompute,
