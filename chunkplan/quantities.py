@@ -1,8 +1,13 @@
-"""Shares, durations and sizes as people say them."""
+"""Counts, shares, durations and sizes as people say them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+
+def counted(number: int, noun: str) -> str:
+    """How many there are: "1 step", "1,030 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:

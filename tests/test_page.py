@@ -9,24 +9,20 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 from plotly.offline import get_plotlyjs
 
 import chunkplan
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting import page
-from chunkplan.reporting.page.chosen_steps import drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure
-from chunkplan.reporting.page.lengths import histogram
-from chunkplan.reporting.page.over_steps import over_steps_table, points, points_note
 from chunkplan.reporting.per_step import per_step
-from tests.page_cases import HOSTILE, PLOTLY, Page, build_plan, hostile_plan, hostile_tuning, tuning_of
+from tests.page_cases import HOSTILE, PLOTLY, Page, build_plan, hostile_plan, hostile_tuning, tuning_of, write_and_read
 
 Command = Callable[..., Any]
 
@@ -54,19 +50,13 @@ def tuning_file(tuning: dict[str, Any], tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def made(plan: Plan) -> Page:
     """The page of the plan."""
-    chunkplan.write_report(plan.path.parent / "page.html", plan)
-    return Page((plan.path.parent / "page.html").read_text(encoding="utf-8"))
+    return write_and_read(plan.path.parent / "page.html", plan)
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Page]:
     """Write a page and read it."""
-
-    def write_and_read(shown: Any, **options: Any) -> Page:
-        chunkplan.write_report(tmp_path / "page.html", shown, **options)
-        return Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-
-    return write_and_read
+    return partial(write_and_read, tmp_path / "page.html")
 
 
 def test_a_page_fetches_nothing_and_runs_only_its_own_scripts(made: Page) -> None:
@@ -146,88 +136,6 @@ def test_tables_say_what_the_plan_holds(write: Callable[..., Page], plan: Plan, 
     assert any("chosen" in row[-1] for caption, table in tables.items() if "Choices" in caption for row in table)
 
 
-def test_the_bars_of_a_step_end_when_the_plan_says(plan: Plan) -> None:
-    drawn, left_out = drawn_steps(plan, per_step(plan), None)
-    assert not left_out
-    for each in drawn:
-        assert set(each.ranks) == set(each.step.chunks)
-        for rank, simulation in each.ranks.items():
-            ends = simulation.ends[simulation.actions.stages[1:] - 1] / 1000
-            said = [each.step.schedule_us[rank, stage] for stage in range(simulation.pp)]
-            np.testing.assert_allclose(ends, said, rtol=1e-5)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: str) -> None:
-    plan = build_plan(tmp_path, schedule=schedule)
-    drawn, _ = drawn_steps(plan, per_step(plan), None)
-    for each in drawn:
-        figure = gantt_figure(each)
-        done = [(action.op, action.chunk_id) for actions in each.step.actions.values() for action in actions]
-        assert sorted(chunk for bars in figure.data for chunk in bars.text.tolist()) == sorted(
-            chunk for _, chunk in done
-        )
-        assert {bars.legendgroup for bars in figure.data} == {op for op, _ in done}
-        assert ("model part" in figure.data[0].hovertemplate) == (schedule == "interleaved")
-        end = max(float((bars.base + bars.x).max()) for bars in figure.data)
-        assert end == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
-
-
-def test_a_step_that_is_asked_for_comes_first(write: Callable[..., Page], plan: Plan) -> None:
-    labels = list(write(plan, step=2).charts["gantt-chart"])
-    assert labels[0].startswith("step 2: asked for")
-    assert len(labels) == len({label.split(":")[0] for label in labels})
-    with pytest.raises(UsageError, match="no step 4"):
-        write(plan, step=4)
-
-
-def test_of_many_ranks_those_that_are_done_last_are_drawn(tmp_path: Path) -> None:
-    plan = build_plan(tmp_path, dp=80, pp=1, global_batch=60)
-    drawn, _ = drawn_steps(plan, per_step(plan), None)
-    [only] = drawn
-    ends = sorted((end for end in only.step.schedule_us.values()), reverse=True)
-    assert len(only.ranks) == 64
-    assert sorted((only.step.schedule_us[rank, 0] for rank in only.ranks), reverse=True) == ends[:64]
-    chunkplan.write_report(tmp_path / "page.html", plan)
-    assert "the 64 ranks that are done last, of 80" in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
-def test_a_step_of_too_many_actions_is_left_out_and_said_so(tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.full(12_000, 16))
-    config = chunkplan.PlanConfig(chunk_size=16, k=1, global_batch=11_000)
-    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1)
-    chunkplan.write_report(tmp_path / "page.html", plan)
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert list(Page(html).charts["gantt-chart"]) == ["step 1: fastest"]
-    assert "Too many actions to draw: step 0." in html
-    assert len(html) < MOST_BYTES
-
-
-def test_bars_of_lengths_end_at_powers_of_two() -> None:
-    """A chunk that is full of a power of two is in the bar below ChunkSize, one more token in the next."""
-    counted = histogram(np.array([1, 1023, 1024, 1025, 8192, 8193]))
-    assert counted.counts.sum() == 6
-    assert counted.tokens.sum() == 1 + 1023 + 1024 + 1025 + 8192 + 8193
-    edges = {counted.edge(bar): count for bar, count in enumerate(counted.counts.tolist()) if count}
-    assert [round(edge) for edge in edges] == [1, 1024, 1448, 8192, 11585]
-    assert list(edges.values()) == [1, 2, 1, 1, 1]
-
-
-def test_of_many_steps_runs_keep_the_least_and_the_most() -> None:
-    rng = np.random.default_rng(0)
-    values = {name: rng.random(25_003) for name in ("predicted_us", "lower_bound_us", "fill", "recompute_share")}
-    steps = pl.DataFrame({"step": np.arange(25_003), "heaviest_over_mean": 1 + rng.random(25_003), **values})
-    runs = points(steps)
-    assert 900 < runs.height <= 1000
-    assert (runs["first"][0], runs["last"][-1]) == (0, 25_002)
-    assert runs["predicted_us_high"].max() == values["predicted_us"].max()
-    assert runs["fill_low"].min() == values["fill"].min()
-    assert runs["fill"][1] == pytest.approx(values["fill"][26:52].mean())
-    assert "26 steps" in points_note(runs)[0]
-    assert over_steps_table(runs).rows[0][0] == "0 to 25"
-    assert points_note(points(steps.head(1000))) == []
-
-
 @pytest.mark.parametrize("change", ["gone", "another"])
 def test_without_its_analysis_a_plan_is_shown_all_the_same(
     plan: Plan, tmp_path: Path, change: str, write: Callable[..., Page]
@@ -303,6 +211,9 @@ def test_what_does_not_go_together_or_is_not_there_leaves_the_old_page(
         lambda document: document["baselines"][0].update(name=7),
         lambda document: document.update(pareto=[10**6]),
         lambda document: document["cost_model"].update(shape=3),
+        lambda document: document["choices"][0].update(step_seconds=0),
+        lambda document: document["baselines"][0].update(step_seconds=1e300),
+        lambda document: document["chosen"]["memory"].update(total=0),
     ],
 )
 def test_a_damaged_tuning_is_refused_by_name(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import chunkplan
 from chunkplan.planfile.plan import Plan
 from tests.page_cases import build_plan, hostile_plan, hostile_tuning, tuning_of
+from tests.page_scripts import LOOK_AT_TEXT, TICKS, TRY_TO_LEAVE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 
@@ -28,48 +30,6 @@ CHARTS = ["lengths-chart", "candidates-chart", "steps-chart", "gantt-chart"]
 
 #: Of text in pixels, and its contrast with what is behind it (WCAG 2, level AA).
 SMALLEST, CONTRAST = 11, 4.5
-
-#: {words of an element: [pixels, contrast]} of what shows text; what is behind charts is the card they lie on.
-LOOK_AT_TEXT = """() => {
-  const parse = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
-  const light = ([red, green, blue]) => [red, green, blue]
-    .map((value) => value / 255)
-    .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, value, place) => sum + value * [0.2126, 0.7152, 0.0722][place], 0);
-  const behind = (element) => {
-    for (let each = element; each; each = each.parentElement) {
-      const colour = parse(getComputedStyle(each).backgroundColor);
-      if (colour.length === 3 || colour[3] === 1) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const found = {};
-  for (const element of document.querySelectorAll("body *")) {
-    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    const { width, height } = element.getBoundingClientRect();
-    const isChart = element instanceof SVGElement;
-    if (!own || !width || !height || element.closest("script, style, option, .bartext")) continue;
-    const style = getComputedStyle(element);
-    const [one, other] = [light(parse(isChart ? style.fill : style.color)), light(behind(element))];
-    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-    found[`${element.tagName} ${element.textContent.trim().slice(0, 40)}`] = [parseFloat(style.fontSize), contrast];
-  }
-  return found;
-}"""
-
-TRY_TO_LEAVE = """async (address) => {
-  const image = document.createElement("img");
-  const failed = new Promise((resolve) => { image.onerror = () => resolve("blocked"); });
-  image.src = `${address}image.png`;
-  document.body.append(image);
-  const script = document.createElement("script");
-  script.textContent = "window.hacked = true";
-  document.body.append(script);
-  const fetched = fetch(address).catch(() => "blocked");
-  const unanswered = new Promise((resolve) => setTimeout(() => resolve("unanswered"), 5000));
-  const outcomes = [failed, fetched].map((each) => Promise.race([each, unanswered]));
-  return [...await Promise.all(outcomes), window.hacked ?? "blocked"];
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +63,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any) -> Callable[..., tuple[Any, list[str]]]:
-    """`open(file, width, scheme)` -> the page with its charts drawn, and what it complains of or asks of others."""
+    """`open(file, width, scheme, charts)` -> the page, its charts drawn, and what it complains of or asks of others."""
 
-    def open_and_wait(file: Path, width: int = 1280, scheme: str = "light") -> tuple[Any, list[str]]:
+    def open_and_wait(
+        file: Path, width: int = 1280, scheme: str = "light", charts: Sequence[str] = CHARTS
+    ) -> tuple[Any, list[str]]:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(30_000)
         trouble: list[str] = []
@@ -113,7 +75,7 @@ def open_page(browser: Any) -> Callable[..., tuple[Any, list[str]]]:
         page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
         page.on("request", lambda request: None if request.url == file.as_uri() else trouble.append(request.url))
         page.goto(file.as_uri())
-        page.wait_for_function("names => names.every(name => document.querySelector(`#${name} .trace`))", arg=CHARTS)
+        page.wait_for_function("names => names.every(name => document.querySelector(`#${name} .trace`))", arg=charts)
         return page, trouble
 
     return open_and_wait
@@ -203,6 +165,27 @@ def test_a_step_zooms_by_dragging_and_by_keys(page: Any) -> None:
     assert wait_for_range(page, part) == whole
 
 
+def test_nothing_beyond_the_data_can_be_gone_to(page: Any) -> None:
+    """Neither earlier than the start, nor later than the end, nor further out than all of it."""
+    buttons = page.get_by_role("group", name="Zoom").last
+    whole = x_range(page)
+    for name in ("Earlier", "Later", "Zoom out"):
+        for _ in range(3):
+            buttons.get_by_role("button", name=name).press("Enter")
+        assert x_range(page) == whole
+    for name, end in (("Earlier", 0), ("Later", 1)):
+        part = x_range(page)
+        buttons.get_by_role("button", name="Zoom in").press("Enter")
+        wait_for_range(page, part)
+        for _ in range(9):
+            buttons.get_by_role("button", name=name).press("Enter")
+        page.wait_for_function(
+            "([end, most]) => Math.abs(document.getElementById('gantt-chart').layout.xaxis.range[end] - most) < 1e-9",
+            arg=[end, whole[end]],
+        )
+    buttons.get_by_role("button", name="Whole").press("Enter")
+
+
 def test_a_bar_says_what_it_is(page: Any) -> None:
     bar = page.locator("#gantt-chart .trace.bars .point").first
     bar.scroll_into_view_if_needed()
@@ -254,4 +237,35 @@ def test_tables_can_be_read_without_scripts(browser: Any, page_file: Path) -> No
     assert table.is_visible()
     assert table.locator("thead th[scope=col]").count() == 6
     assert table.locator("tbody th[scope=row]").count() == 4
+    page.close()
+
+
+def test_numbers_of_a_plan_are_all_in_sight(page: Any) -> None:
+    """No table that is open from the start is cut, nor is any other one at its right."""
+    tables = page.locator("#numbers .scroll")
+    assert tables.count() > 4
+    for side in ("Height", "Width"):
+        cut = f"all => all.filter((each) => each.scroll{side} > each.client{side}).map((each) => each.ariaLabel)"
+        assert tables.evaluate_all(cut) == []
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert page.locator(".scroll").evaluate_all(cut) == []
+    page.evaluate("document.querySelectorAll('.behind details').forEach((each) => { each.open = false; })")
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "changes"),
+    [(1, {"dp": 1, "pp": 1}), (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450})],
+)
+def test_no_two_ticks_of_an_axis_say_the_same(
+    open_page: Callable[..., tuple[Any, list[str]]], tmp_path: Path, num_sequences: int, changes: dict[str, Any]
+) -> None:
+    """Of a plan of one tiny sequence, and of one that is almost perfectly balanced."""
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 900, num_sequences))
+    config = chunkplan.PlanConfig(**({"chunk_size": 512, "k": 2, "dp": 2} | changes))
+    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1)
+    chunkplan.write_report(tmp_path / "page.html", plan)
+    page, _ = open_page(tmp_path / "page.html", 390, charts=("lengths-chart", "steps-chart", "gantt-chart"))
+    ticks = page.evaluate(TICKS)
+    assert len(ticks) >= 6
+    assert {axis: words for axis, words in ticks.items() if len(set(words)) < len(words)} == {}
     page.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from chunkplan.cost.durations import split_layers
+from chunkplan.cost.memory import StageMemory
+
+_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
 
 
 def caveats(manifest: dict[str, Any]) -> list[str]:
@@ -15,6 +19,24 @@ def caveats(manifest: dict[str, Any]) -> list[str]:
     if not manifest["analysis"]["exact"]:
         said.append("ESTIMATED lengths, from bytes: a plan to look at, not to train.")
     return said
+
+
+def selection_words(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
+    config, selection = manifest["config"], manifest["selection"]
+    rows = []
+    if config["holdout"] is not None:
+        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
+        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
+    if config["mix"]:
+        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
+    return rows
+
+
+def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
+    """What of it there is, by name, most bytes first."""
+    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
 
 
 def machine_words(cost_model: dict[str, Any]) -> str:

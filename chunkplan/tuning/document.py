@@ -49,8 +49,11 @@ _SHARES = (
 #: Rounding may take what is nothing below zero.
 _RATIO = (lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
 
+#: No step takes no time, and what is nowhere near a step cannot be drawn beside one.
+_SECONDS = (lambda value: NUMBER[0](value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
+
 #: Of a choice, and of a way of today.
-_OUTCOME = {"step_seconds": NUMBER, "memory": {"total": whole()}, "checkpointing": TEXT}
+_OUTCOME = {"step_seconds": _SECONDS, "memory": {"total": whole(1)}, "checkpointing": TEXT}
 
 _CHOICE = {
     **_OUTCOME,

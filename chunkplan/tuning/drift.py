@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.memory import StageMemory
@@ -17,21 +18,26 @@ _DRIFTED = 0.05
 
 
 @dataclass(frozen=True)
-class Drift:
-    """`moved`: share of tokens in other length classes (powers of two) than when tuned. `memory`: of the fullest stage
-    with the data as it is now."""
+class LengthDrift:
+    """`moved`: share of tokens in other length classes (powers of two) than when tuned."""
 
     moved: float
     longest_before: int
     longest_now: int
-    memory: StageMemory
-    gpu_memory: int
 
     @property
     def has_drifted(self) -> bool:
         """Whether tuning again is worth it: many tokens moved, or the longest sequence is in another length class."""
         before, now = (length_class(longest) for longest in (self.longest_before, self.longest_now))
         return self.moved > _DRIFTED or now > before
+
+
+@dataclass(frozen=True)
+class Drift(LengthDrift):
+    """`memory`: of the fullest stage with the data as it is now."""
+
+    memory: StageMemory
+    gpu_memory: int
 
     @property
     def fits(self) -> bool:
@@ -41,13 +47,17 @@ class Drift:
 
 def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drift:
     """Compare sequences of `num_tokens` int32 [n] with what `tuned` was found for; `config` is the plan's."""
-    now, before = token_histogram(num_tokens), tuned.token_histogram
-    moved = sum(abs(now.get(length, 0.0) - before.get(length, 0.0)) for length in now.keys() | before.keys()) / 2
+    lengths = length_drift(num_tokens, tuned.token_histogram, tuned.longest_sequence)
     outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost), config, tuned.cost)
     return Drift(
-        moved=moved,
-        longest_before=tuned.longest_sequence,
-        longest_now=int(num_tokens.max()),
+        **asdict(lengths),
         memory=outcome.memory(tuned.cost, tuned.sharding),
         gpu_memory=tuned.gpu_memory,
     )
+
+
+def length_drift(num_tokens: Int32Array, before: Mapping[int, float], longest_before: int) -> LengthDrift:
+    """Compare sequences of `num_tokens` int32 [n] with the `token_histogram` and `longest_sequence` of a `Tuned`."""
+    now = token_histogram(num_tokens)
+    moved = sum(abs(now.get(length, 0.0) - before.get(length, 0.0)) for length in now.keys() | before.keys()) / 2
+    return LengthDrift(moved, longest_before, int(num_tokens.max()))

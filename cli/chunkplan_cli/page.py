@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chunkplan_cli.compilation import note_compilation
-from chunkplan_cli.terminal import note
+from chunkplan_cli.terminal import note, warn
 
 
 def write_page(output: Path, shown: Path, *, tuning: Path | None, analysis: Path | None, step: int | None) -> None:
@@ -13,5 +13,7 @@ def write_page(output: Path, shown: Path, *, tuning: Path | None, analysis: Path
     from chunkplan.reporting.page.write import write_report
 
     with note_compilation():
-        write_report(output, shown, tuning=tuning, analysis=analysis, step=step)
+        warnings = write_report(output, shown, tuning=tuning, analysis=analysis, step=step)
+    for warning in warnings:
+        warn(warning)
     note(f"page in {output}")

@@ -14,12 +14,16 @@ from chunkplan.reporting.page.parts import Table
 #: Rows of the table: the choices that fit, fastest first.
 _MOST_ROWS = 100
 
-#: Powers of ten, on an axis of fewer of which more ticks have room.
-_SHORT = 1.2
+#: The most over the least of an axis: less is shown on a linear one.
+_FAR_APART = 3
+#: Powers of ten on an axis, and those of ten times each that have a tick.
+_TICKS = ((0.8, (1, 1.5, 2, 3, 4, 5, 7)), (1.2, (1, 2, 3, 5)), (3.0, (1, 2, 5)), (math.inf, (1,)))
+#: Room around what is drawn, of the range.
+_ROOM = 0.06
 
 
 def candidates_figure(document: dict[str, Any]) -> go.Figure:
-    """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step, both on log axes."""
+    """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step."""
     figure = go.Figure()
     fitting = [choice for choice in document["choices"] if choice["fits"]]
     runnable = [choice for choice in fitting if choice["plan_only"] is None]
@@ -32,38 +36,50 @@ def candidates_figure(document: dict[str, Any]) -> go.Figure:
     _add(figure, "Pareto front", front, {"color": BLUE, "size": 8}, line={"color": BLUE, "width": 2, "shape": "vh"})
     _add(figure, "today", document["baselines"], {"color": ORANGE, "size": 11, "symbol": "diamond"})
     _add(figure, "chosen", [document["chosen"]], {"color": GREEN, "size": 17, "symbol": "star"})
-    rows = [*document["choices"], *document["baselines"]]
+    memory = _memory(document)
     limit = document["options"]["gpu_memory"] / 2**30
-    figure.add_vline(x=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
-    figure.add_annotation(
-        text=f"{gibibytes(document['options']['gpu_memory'])} a GPU",
-        x=math.log10(limit),  # where annotations of log axes are
-        xref="x",
-        xanchor="right",
-        y=1,
-        yref="y domain",
-        textangle=-90,
-        showarrow=False,
-    )
-    figure.update_layout(
-        layout(
-            460,
-            hovermode="closest",
-            xaxis=axis(
-                "memory of the fullest stage, GiB", **_log_ticks([row["memory"]["total"] / 2**30 for row in rows])
-            ),
-            yaxis=axis("seconds a step", **_log_ticks([row["step_seconds"] for row in rows])),
-        )
-    )
+    if is_near := _is_near(limit, memory):
+        figure.add_vline(x=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
+    x_axis = _axis("memory of the fullest stage, GiB", [*memory, limit] if is_near else memory)
+    y_axis = _axis("seconds a step", [row["step_seconds"] for row in _rows(document)])
+    figure.update_layout(layout(460, hovermode="closest", xaxis=x_axis, yaxis=y_axis))
     return figure
 
 
-def _log_ticks(values: list[float]) -> dict[str, Any]:
-    """Entries of a log axis for `values`, with ticks at round numbers."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high - low < _SHORT else (1, 2, 5)
+def limit_words(document: dict[str, Any]) -> str:
+    """What a GPU has, and where in the chart that is."""
+    limit = document["options"]["gpu_memory"]
+    memory = _memory(document)
+    where = "the dashed line" if _is_near(limit / 2**30, memory) else "beyond the chart"
+    return f"A GPU has {gibibytes(limit)}, {where}; what is drawn takes {min(memory):,.1f} to {max(memory):,.1f}."
+
+
+def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*document["choices"], *document["baselines"]]
+
+
+def _memory(document: dict[str, Any]) -> list[float]:
+    """GiB of all that is drawn."""
+    return [row["memory"]["total"] / 2**30 for row in _rows(document)]
+
+
+def _is_near(limit: float, memory: list[float]) -> bool:
+    """Whether a chart of `memory` has room for the limit: it must not press all else into a corner."""
+    return min(memory) / 2 <= limit <= max(memory) * 2
+
+
+def _axis(title: str, values: list[float]) -> dict[str, Any]:
+    """An axis with all `values`: a log one with ticks at round numbers where they are far apart."""
+    low, high = min(values), max(values)
+    if high < _FAR_APART * low:
+        room = _ROOM * ((high - low) or high)
+        return axis(title, range=[low - room, high + room], tickangle=0)
+    low, high = math.log10(low), math.log10(high)
+    room = _ROOM * (high - low)
+    steps = next(steps for decades, steps in _TICKS if high - low < decades)
     ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.4g}" for tick in ticks]}
+    words = [f"{tick:,.4g}" for tick in ticks]
+    return axis(title, type="log", range=[low - room, high + room], tickvals=ticks, ticktext=words, tickangle=0)
 
 
 def _add(

@@ -11,55 +11,67 @@ from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import simulate_step
 
-#: Stages of ranks of a step, actions of a step, and of all steps; a rank is drawn whole, the first even if it has more.
-_MOST_ROWS, _MOST_ACTIONS, _MOST_IN_ALL = 64, 4_000, 20_000
+#: Stages of ranks of a step; its actions: one rank is there even if it has more, of which the first are drawn.
+_MOST_ROWS, MOST_ACTIONS = 64, 5_000
+
+#: Of so few steps all are drawn.
+_FEW_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnStep:
-    """A step with what its ranks do, by dp_rank; of many ranks those that are done last. `why` it is drawn."""
+    """A step with what its ranks do, by dp_rank; of many ranks those that are done last. `why` it is drawn, if there is
+    more to say than that it is one of few."""
 
     step: PlanStep
     why: str
     ranks: dict[int, Simulation]
 
+    @property
+    def label(self) -> str:
+        """Its number, and why it is drawn."""
+        return f"step {self.step.step:,}" + (f": {self.why}" if self.why else "")
 
-def drawn_steps(plan: Plan, steps: pl.DataFrame, first: int | None) -> tuple[list[DrawnStep], list[int]]:
-    """The steps to draw, and those that are too large for it.
+    @property
+    def num_actions(self) -> int:
+        """Of all ranks here; see `MOST_ACTIONS`."""
+        return sum(int(simulation.actions.ops.size) for simulation in self.ranks.values())
 
-    `steps` is `per_step` of the plan. `first` is a step to draw before all others, whatever it is like.
+
+def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None) -> list[DrawnStep]:
+    """The steps to draw.
+
+    `steps` is `per_step` of the plan, `median` its `StepTimes.median_step`. `first` is a step to draw before all
+    others, whatever it is like.
 
     Raises:
         UsageError: there is no step `first`.
         DataError: the plan is damaged.
     """
-    drawn, left_out, room = [], [], _MOST_IN_ALL
-    for number, reasons in _worth_a_look(steps, first).items():
+    drawn = []
+    for number, reasons in _worth_a_look(steps, median, first).items():
         step = find_step(plan, number)
-        ranks = _ranks(step, plan.config["pp"])
-        num_actions = sum(len(done) for (rank, _), done in step.actions.items() if rank in ranks)
-        if num_actions > room:
-            left_out.append(number)
-            continue
-        room -= num_actions
-        simulated = {rank: simulate_step(plan, step, rank) for rank in ranks}
+        simulated = {rank: simulate_step(plan, step, rank) for rank in _ranks(step, plan.config["pp"])}
         drawn.append(DrawnStep(step, ", ".join(reasons), simulated))
-    return drawn, left_out
+    return drawn
 
 
-def _worth_a_look(steps: pl.DataFrame, first: int | None) -> dict[int, list[str]]:
+def _worth_a_look(steps: pl.DataFrame, median: int, first: int | None) -> dict[int, list[str]]:
     """Numbers of steps, those first that should be there by all means, and what is special about each."""
     time = pl.col("predicted_us")
-    candidates = [("first", pl.col("step")), ("slowest", -time), ("median time", (time - time.median()).abs())]
+    candidates = [("first", pl.col("step")), ("slowest", -time), ("median time", pl.col("step") != median)]
     candidates += [("fastest", time), ("least full", pl.col("fill"))]
     if steps["heaviest_over_mean"].max() != 1:
         candidates.append(("least balanced", -pl.col("heaviest_over_mean")))
     if steps["recompute_share"].max() != 0:
         candidates.append(("most recomputed", -pl.col("recompute_share")))
     reasons: dict[int, list[str]] = {} if first is None else {first: ["asked for"]}
-    for why, key in candidates:
+    for why, key in candidates if steps.height > 1 else ():
         number = int(steps.sort(key, "step")["step"][0])
         reasons.setdefault(number, []).append(why)
+    if steps.height <= _FEW_STEPS:
+        for number in steps["step"].to_list():
+            reasons.setdefault(number, [])
     return reasons
 
 
@@ -70,7 +82,7 @@ def _ranks(step: PlanStep, pp: int) -> list[int]:
     num_actions = 0
     for rank in sorted(ends, key=lambda rank: (-ends[rank], rank)):
         num_actions += sum(len(step.actions[rank, stage]) for stage in range(pp))
-        if taken and ((len(taken) + 1) * pp > _MOST_ROWS or num_actions > _MOST_ACTIONS):
+        if taken and ((len(taken) + 1) * pp > _MOST_ROWS or num_actions > MOST_ACTIONS):
             break
         taken.append(rank)
     return sorted(taken)

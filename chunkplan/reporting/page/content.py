@@ -2,49 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import counted
 from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.page.document import render
-from chunkplan.reporting.page.parts import Section
-from chunkplan.reporting.page.sections import candidates_section, gantt_section, lengths_section, steps_section
-from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts, summary_table
+from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_lengths
+from chunkplan.reporting.page.sections import (
+    analysis_lengths_section,
+    candidates_section,
+    gantt_section,
+    numbers_section,
+    plan_lengths_section,
+    steps_section,
+)
+from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.plan_report import report_of
 from chunkplan.reporting.plan_words import caveats
-from chunkplan.summary import summarize_plan
-
-_PREDICTIONS = "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds."
 
 
 def plan_page(
-    plan: Plan, analysis: Analysis | None, why_no_analysis: str | None, tuning: dict[str, Any] | None, step: int | None
+    plan: Plan,
+    analysis: Analysis | None,
+    why_no_analysis: str | None,
+    tuning: dict[str, Any] | None,
+    warnings: Sequence[str],
+    step: int | None,
 ) -> str:
     """HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first."""
     chunks = chunk_frame(plan)
     steps = per_step(plan, chunks)
-    summary = summarize_plan(plan.steps(), chunks.to_arrow(), plan.manifest)
+    report = report_of(plan, chunks, steps)
+    summary = report.summary
+    said = [] if why_no_analysis is None else [why_no_analysis]
+    if analysis is not None and not holds_all_once(plan):
+        said.append(
+            f"The plan does not hold every sequence of its analysis once: of the {analysis.num_sequences:,} there, "
+            "those are counted that it holds, as often as it holds them."
+        )
+    lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
-        lengths_section(analysis, why_no_analysis, chunks, summary.chunk_size),
-        candidates_section(tuning),
+        plan_lengths_section(lengths, said, chunks, summary.chunk_size),
+        candidates_section(tuning, warnings),
         steps_section(steps),
-        gantt_section(plan, steps, step),
-        Section("numbers", "All of the plan", [_PREDICTIONS], tables=[summary_table(summary)]),
+        gantt_section(plan, steps, report, step),
+        numbers_section(report),
     ]
-    title = (
-        f"A plan of {summary.num_steps:,} steps: {summary.num_sequences:,} sequences in {summary.num_chunks:,} chunks"
-    )
-    return render(title, caveats(plan.manifest), plan_facts(plan, summary), sections)
+    sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
+    title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"
+    return render(title, caveats(plan.manifest), plan_facts(plan, report), sections)
 
 
-def analysis_page(analysis: Analysis, tuning: dict[str, Any] | None) -> str:
+def analysis_page(analysis: Analysis, tuning: dict[str, Any] | None, warnings: Sequence[str]) -> str:
     """HTML of an analysis; `tuning` is as `tuning_document` has it."""
-    sections = [lengths_section(analysis, None, None, None)]
-    sections += [candidates_section(tuning)] if tuning is not None else []
+    sections = [analysis_lengths_section(analysis.num_tokens)]
+    sections += [candidates_section(tuning, warnings)] if tuning is not None else []
     facts = analysis_facts(analysis, length_report(analysis))
-    title = f"An analysis of {analysis.num_sequences:,} sequences"
+    title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
     return render(
         title, caveats({"analysis": {"exact": analysis.is_exact, "sample": analysis.sample}}), facts, sections
     )

@@ -38,7 +38,13 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis with a title of plain text."""
-    return {"title": {"text": plain(title), "standoff": 8}, "automargin": True, "zeroline": False, **more}
+    title_text = {"text": plain(title), "standoff": 8}
+    return {"title": title_text, "automargin": True, "zeroline": False, "separatethousands": True, **more}
+
+
+def within(least: float, most: float) -> dict[str, Any]:
+    """Entries of an axis that shows all from `least` to `most`, and that nobody can move or zoom out of it."""
+    return {"range": [least, most], "minallowed": least, "maxallowed": most}
 
 
 def plain(text: str) -> str:

@@ -11,8 +11,8 @@ from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.cost.durations import Float64Array
 from chunkplan.planfile.schema import OPS
 from chunkplan.quantities import percent, seconds
-from chunkplan.reporting.page.chosen_steps import DrawnStep
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout
+from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, within
 from chunkplan.reporting.page.parts import Table
 from chunkplan.schedule.simulated import Simulation
 
@@ -27,6 +27,9 @@ _STYLES = {
 
 #: Pixels of a row and of all that is not rows; of the numbers in bars, below which they are not shown.
 _ROW_HEIGHT, _AROUND, _SMALLEST_TEXT = 26, 120, 11
+
+#: Actions of a stage: bars of more are so narrow that outlines and hatches hide their colours.
+MOST_HATCHED = 80
 
 _US_A_SECOND = 1e6
 
@@ -49,7 +52,8 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
     """A trace for each op with chunks of whole sequences, and one with parts of split ones."""
     ranks = list(drawn.ranks.values())
     per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
-    actions = _Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True))
+    actions = _first(_Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True)))
+    with_model_part, is_narrow = ranks[0].virtual_stages > 1, bool(np.bincount(actions.row).max() > MOST_HATCHED)
     figure = go.Figure()
     for op, (words, colour) in _STYLES.items():
         of_op = actions.op == OPS.index(op)
@@ -57,7 +61,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
         for chosen, is_part in ((whole, False), (parts, True)):
             if chosen.size:
                 bars = _Actions._make(column[chosen] for column in actions)
-                bar = _bars(bars, words, colour, is_part, with_model_part=ranks[0].virtual_stages > 1)
+                bar = _bars(bars, words, colour, is_part, with_model_part=with_model_part, is_narrow=is_narrow)
                 figure.add_trace(bar.update(legendgroup=op, showlegend=not is_part or not whole.size))
     labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
     for row in range(ranks[0].pp, len(labels), ranks[0].pp):
@@ -72,18 +76,25 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
         "zeroline": False,
         "showgrid": False,
     }
+    end = float((actions.start + actions.duration).max())
     figure.update_layout(
         layout(
             _ROW_HEIGHT * len(labels) + _AROUND,
             barmode="overlay",
-            bargap=0.15,
+            bargap=0,  # so that ends of bars are whole pixels; the gap is in their widths
             uniformtext={"mode": "hide", "minsize": _SMALLEST_TEXT},
             hovermode="closest",
-            xaxis=axis("seconds from the start of the step", rangemode="tozero"),
+            xaxis=axis("seconds from the start of the step", **within(0, end)),
             yaxis=rows,
         )
     )
     return figure
+
+
+def _first(actions: _Actions) -> _Actions:
+    """As many as are drawn, those that begin first."""
+    chosen = np.sort(np.argsort(actions.start, kind="stable")[:MOST_ACTIONS])
+    return _Actions._make(column[chosen] for column in actions)
 
 
 def _row_name(rank: int, stage: int, drawn: DrawnStep) -> str:
@@ -109,14 +120,21 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
     )
 
 
-def _bars(actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_part: bool) -> go.Bar:
+def _bars(
+    actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_part: bool, is_narrow: bool
+) -> go.Bar:
     lines = [f"<b>{words}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
     if is_part:
         lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")
     lines += ["model part %{customdata[5]}"] if with_model_part else []
-    pattern = {"shape": "/" if is_part else "", "fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
+    pattern = {"fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
+    pattern["shape"] = "/" if is_part and not is_narrow else ""
+    outline = {"width": 0 if is_narrow else 0.5, "color": "rgba(255,255,255,0.7)"}
+    # Wholly opaque bars are drawn a pixel wide, however narrow they are, and hide what lies before them.
+    fill = f"rgba{(*(int(colour[place : place + 2], 16) for place in (1, 3, 5)), 0.99)}" if is_narrow else colour
     return go.Bar(
         orientation="h",
+        width=0.85,
         name=words,
         y=actions.row.astype(np.int16),
         base=actions.start,
@@ -127,7 +145,7 @@ def _bars(actions: _Actions, words: str, colour: str, is_part: bool, *, with_mod
         insidetextanchor="middle",
         textangle=0,
         insidetextfont={"color": "white"},
-        marker={"color": colour, "line": {"width": 0.5, "color": "rgba(255,255,255,0.7)"}, "pattern": pattern},
+        marker={"color": fill, "line": outline, "pattern": pattern},
         hovertemplate="<br>".join([*lines, "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -60,29 +61,30 @@ def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size
         ):
             bars = go.Bar(
                 x=np.arange(values.size) + each.first - 0.5,
-                y=values / values.sum(),
+                y=100 * values / values.sum(),
                 customdata=_bounds(each),
                 name=legend,
                 legendgroup=legend,
                 showlegend=row == 1,
                 marker={"color": colour, "line": {"width": 0}},
-                hovertemplate="%{y:.1%} of " + what + "<br>%{customdata} tokens<extra></extra>",
+                hovertemplate="%{y:.1f}% of " + what + "<br>%{customdata} tokens<extra></extra>",
             )
             figure.add_trace(bars, row=row, col=1)
         when = {"sequences": "before: sequences", "chunks": "after: chunks"}[name] if len(panels) > 1 else "share"
-        figure.update_yaxes(axis(when, tickformat=".0%", rangemode="tozero"), row=row, col=1)
-    figure.update_xaxes(axis("", showticklabels=True, **_ticks([each for _, each in panels])))
-    figure.update_xaxes(axis("tokens (K = 1,024)"), row=len(panels), col=1)
+        figure.update_yaxes(axis(when, ticksuffix="%", rangemode="tozero"), row=row, col=1)
+    figure.update_xaxes(axis("", showticklabels=True, **_ticks([each for _, each in panels], chunk_size)))
+    figure.update_xaxes(axis("tokens (8K is 8,192)"), row=len(panels), col=1)
     if chunk_size is not None:
         _mark(figure, chunk_size)
     figure.update_layout(layout(220 * len(panels) + 60, bargap=0.08, bargroupgap=0))
     return figure
 
 
-def _ticks(panels: list[Histogram]) -> dict[str, Any]:
-    """Entries of an axis on which a bar is one wide: every other power of two."""
-    first = min(each.first for each in panels) - 1
-    last = max(each.first + each.counts.size for each in panels) - 1
+def _ticks(panels: list[Histogram], chunk_size: int | None) -> dict[str, Any]:
+    """Entries of an axis on which a bar is one wide, with room for ChunkSize: every other power of two."""
+    marked = [] if chunk_size is None else [math.ceil(math.log2(chunk_size) * _BARS)]
+    first = min([each.first - 1 for each in panels] + marked)
+    last = max([each.first + each.counts.size - 1 for each in panels] + marked)
     ticks = [place for place in range(first, last + 1) if place % (2 * _BARS) == 0]
     words = [power_of_two(2 ** (place // _BARS)) for place in ticks]
     return {"range": [first - 0.5, last + 0.5], "tickvals": ticks, "ticktext": words}
@@ -91,8 +93,10 @@ def _ticks(panels: list[Histogram]) -> dict[str, Any]:
 def _mark(figure: go.Figure, chunk_size: int) -> None:
     """A line at ChunkSize through all panels."""
     place = float(np.log2(chunk_size)) * _BARS
+    first, last = figure.layout.xaxis.range
+    side = {"xanchor": "left", "xshift": 4} if place < (first + last) / 2 else {"xanchor": "right", "xshift": -4}
     figure.add_vline(x=place, line={"color": GREY, "width": 1.5, "dash": "dash"})
-    where = {"x": place, "y": 1, "xref": "x", "yref": "y domain", "xanchor": "left", "xshift": 4}
+    where = {"x": place, "y": 1, "xref": "x", "yref": "y domain", "yanchor": "bottom", **side}
     figure.add_annotation(text=f"ChunkSize {chunk_size:,}", showarrow=False, **where)
 
 

@@ -9,13 +9,15 @@ import polars as pl
 from plotly.subplots import make_subplots
 
 from chunkplan.quantities import percent, seconds
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout, within
 from chunkplan.reporting.page.parts import Table
 
 #: More points cannot be told apart.
 _MOST_POINTS = 1000
 #: So many points are marked each, and so many each have a tick.
 _MARKED, _FEW = 60, 12
+#: Of the heaviest rank over the mean: less is not worth a look, and none has ticks.
+_LEAST_RANGE = 0.01
 
 _VALUES = ("predicted_us", "lower_bound_us", "fill", "heaviest_over_mean", "recompute_share")
 
@@ -40,15 +42,16 @@ def points(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
-    """Three panels over the steps: time with its lower bound, fill, heaviest rank over the mean."""
-    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.06)
-    scaled = runs.with_columns(pl.col("^(predicted|lower_bound)_us.*$") / 1e6)
+    """Panels over the steps: time with its lower bound, fill, and where that is not always 1, heaviest over mean."""
+    num_panels = 3 if has_balance(runs) else 2
+    figure = make_subplots(rows=num_panels, cols=1, shared_xaxes=True, vertical_spacing=0.18 / num_panels)
+    scaled = runs.with_columns(pl.col("^(predicted|lower_bound)_us.*$") / 1e6, pl.col("^fill.*$") * 100)
     for name, words, say, colour, row in (
         ("lower_bound_us", "lower bound", "%{y:.4~f} s", GREY, 1),
         ("predicted_us", "predicted time", "%{y:.4~f} s", BLUE, 1),
-        ("fill", "fill", "%{y:.1%}", GREEN, 2),
+        ("fill", "fill", "%{y:.1f}%", GREEN, 2),
         ("heaviest_over_mean", "heaviest rank over the mean", "%{y:.4f}", PURPLE, 3),
-    ):
+    )[: num_panels + 1]:
         if _num_steps_a_point(runs) > 1 and name != "lower_bound_us":
             figure.add_traces(_band(scaled, name, colour), rows=row, cols=1)
         mean = go.Scatter(
@@ -62,12 +65,21 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
         )
         figure.add_trace(mean, row=row, col=1)
     figure.update_yaxes(axis("seconds", rangemode="tozero"), row=1, col=1)
-    figure.update_yaxes(axis("fill", tickformat=".0%", rangemode="tozero"), row=2, col=1)
-    figure.update_yaxes(axis("heaviest / mean", tickformat=".3~f"), row=3, col=1)
-    figure.update_xaxes(axis("step", tickformat=","), row=3, col=1)
-    figure.update_xaxes(zeroline=False, dtick=1 if runs.height <= _FEW else None)
-    figure.update_layout(layout(560, hovermode="x"))
+    figure.update_yaxes(axis("fill", ticksuffix="%", range=[-5, 105]), row=2, col=1)
+    if has_balance(runs):
+        most = max(float(runs["heaviest_over_mean_high"].max()) - 1, _LEAST_RANGE)  # type: ignore[arg-type]
+        figure.update_yaxes(axis("heaviest / mean", range=[1 - most / 20, 1 + most * 1.05]), row=3, col=1)
+    figure.update_yaxes(fixedrange=True)
+    ends = within(int(runs["first"][0]) - 0.5, int(runs["last"][-1]) + 0.5)
+    figure.update_xaxes(axis("", **ends, tickformat=",", dtick=1 if runs.height <= _FEW else None))
+    figure.update_xaxes(axis("step"), row=num_panels, col=1)
+    figure.update_layout(layout(180 * num_panels + 20, hovermode="x"))
     return figure
+
+
+def has_balance(runs: pl.DataFrame) -> bool:
+    """Whether any rank ever has more to do than another."""
+    return bool((runs["heaviest_over_mean_high"] != 1).any())
 
 
 def _band(runs: pl.DataFrame, name: str, colour: str) -> list[go.Scatter]:

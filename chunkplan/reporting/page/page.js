@@ -34,15 +34,16 @@ function draw(name, label) {
   return Plotly.react(name, data, { ...layout, dragmode, template: template() }, config);
 }
 
+/** Shows `factor` of what is seen, moved by `shift` of it, and never what lies outside of the data; 0 shows all. */
 function zoom(name, factor, shift) {
-  const chart = document.getElementById(name);
+  const { layout } = document.getElementById(name);
   const changes = {};
-  for (const axis of Object.keys(chart.layout).filter((each) => /^xaxis\d*$/.test(each))) {
-    const [low, high] = chart.layout[axis].range;
-    const middle = (low + high) / 2 + shift * (high - low);
-    const half = (factor * (high - low)) / 2;
-    if (factor) changes[`${axis}.range`] = [middle - half, middle + half];
-    else changes[`${axis}.autorange`] = true;
+  for (const axis of Object.keys(layout).filter((each) => /^xaxis\d*$/.test(each))) {
+    const { range: [low, high], minallowed: least, maxallowed: most } = layout[axis];
+    const width = factor ? Math.min(factor * (high - low), most - least) : most - least;
+    const start = (low + high) / 2 + shift * (high - low) - width / 2;
+    const first = Math.min(Math.max(start, least), most - width);
+    changes[`${axis}.range`] = [first, first + width];
   }
   return Plotly.relayout(name, changes);
 }

@@ -24,7 +24,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers behind a chart. The first cell of a row heads it; columns named in `texts` are words, not numbers."""
+    """Numbers under a caption. The first cell of a row heads it; columns named in `texts` are words, not numbers."""
 
     caption: str
     head: Sequence[str]
@@ -34,10 +34,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, notes (a paragraph each), charts, then tables that open when asked for."""
+    """A heading, warnings and notes (a paragraph each), charts, then tables: beside charts they open when asked for."""
 
     name: str
     title: str
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()

@@ -2,46 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
-from chunkplan.planfile.analysis import Analysis
+from chunkplan.arrays import Int32Array
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables
-from chunkplan.reporting.page.chosen_steps import drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
+from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, limit_words
+from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep, drawn_steps
+from chunkplan.reporting.page.gantt import MOST_HATCHED, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
-from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
+from chunkplan.reporting.page.over_steps import (
+    has_balance,
+    over_steps_figure,
+    over_steps_table,
+    points,
+    points_note,
+)
 from chunkplan.reporting.page.parts import Chart, Section
+from chunkplan.reporting.page.plan_tables import plan_tables
+from chunkplan.reporting.page.summary_words import summary_table
+from chunkplan.reporting.plan_report import PlanReport
+
+_NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
+_LENGTHS = "How many sequences there are of each length, and how many of all tokens are in them."
 
 
-def lengths_section(
-    analysis: Analysis | None, why_not: str | None, chunks: pl.DataFrame | None, chunk_size: int | None
+def analysis_lengths_section(num_tokens: Int32Array) -> Section:
+    """Lengths of the sequences of an analysis."""
+    before = histogram(num_tokens)
+    chart = Chart(
+        "lengths-chart", "Histogram of sequences by their number of tokens.", {"": lengths_figure(before, None, None)}
+    )
+    return Section("lengths", "Lengths", [_LENGTHS], charts=[chart], tables=[lengths_table("sequences", before)])
+
+
+def plan_lengths_section(
+    num_tokens: Int32Array | None, said: Sequence[str], chunks: pl.DataFrame, chunk_size: int
 ) -> Section:
-    """Lengths of `analysis`, or `why_not`; with `chunks`, the `chunk_frame` of a plan, those beside them."""
-    before = None if analysis is None else histogram(analysis.num_tokens)
-    after = None if chunks is None else histogram(chunks.filter(pl.col("num_tokens") > 0)["num_tokens"].to_numpy())
-    counted = [(name, each) for name, each in (("sequences", before), ("chunks", after)) if each is not None]
-    title = "Lengths" if after is None else "Lengths before, chunks after"
-    notes = ["How many sequences there are of each length, and how many of all tokens are in them."]
-    if after is not None:
-        notes = [
-            "The same tokens, in sequences and in chunks. A micro-batch of one sequence is as long as the sequence; no "
-            "chunk has more than ChunkSize tokens."
-        ]
-    words = f"Histogram of {' and '.join(name for name, _ in counted)} by their number of tokens."
+    """Lengths of the sequences of a plan, where they are known, and of its chunks, a `chunk_frame`; `said` of them."""
+    before = None if num_tokens is None else histogram(num_tokens)
+    after = histogram(chunks.filter(pl.col("num_tokens") > 0)["num_tokens"].to_numpy())
+    shown = [(name, each) for name, each in (("sequences", before), ("chunks", after)) if each is not None]
+    notes = [
+        "The same tokens, in sequences and in chunks. A micro-batch of one sequence is as long as the sequence; no "
+        "chunk has more than ChunkSize tokens.",
+        *said,
+    ]
+    words = f"Histogram of {' and '.join(name for name, _ in shown)} by their number of tokens."
     return Section(
         "lengths",
-        title,
-        notes if why_not is None else [*notes, why_not],
-        [Chart("lengths-chart", words, {"": lengths_figure(before, after, chunk_size)})],
-        [lengths_table(name, each) for name, each in counted],
+        "Lengths before, chunks after",
+        notes,
+        charts=[Chart("lengths-chart", words, {"": lengths_figure(before, after, chunk_size)})],
+        tables=[lengths_table(name, each) for name, each in shown],
     )
 
 
-def candidates_section(tuning: dict[str, Any] | None) -> Section:
-    """What a tuning (see `tuning_document`) found, or how to get one."""
+def candidates_section(tuning: dict[str, Any] | None, warnings: Sequence[str]) -> Section:
+    """What a tuning (see `tuning_document`) found, with `warnings` of it, or how to get one."""
     title = "Candidates: time against memory"
     if tuning is None:
         how = "`chunkplan tune --output FILE` writes them, `chunkplan inspect --html PAGE --tuning FILE` shows them."
@@ -50,13 +70,15 @@ def candidates_section(tuning: dict[str, Any] | None) -> Section:
     rivals = "choice that the runtime can run" if tuning["recommended"] else "choice that fits"
     notes = [
         f"What `tune` predicts for {shape} on {hardware}, {tuning['options']['global_batch']:,} sequences a step. "
-        f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it."
+        f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
+        limit_words(tuning),
     ]
     words = "Time of a step against memory of each choice, with what people run today."
     return Section(
         "candidates",
         title,
         notes,
+        warnings,
         [Chart("candidates-chart", words, {"": candidates_figure(tuning)})],
         candidates_tables(tuning),
     )
@@ -65,43 +87,55 @@ def candidates_section(tuning: dict[str, Any] | None) -> Section:
 def steps_section(steps: pl.DataFrame) -> Section:
     """Time, fill and balance of `steps`, the `per_step` of a plan."""
     runs = points(steps)
-    notes = [
-        "Predicted time with its lower bound, tokens over ChunkSize of the chunks, and predicted cost of the heaviest "
-        "rank over the mean of the ranks."
-    ]
+    shown = ["Predicted time with its lower bound", "tokens over ChunkSize of the chunks"]
+    shown += ["predicted cost of the heaviest rank over the mean of the ranks"] if has_balance(runs) else []
+    words = ", ".join(shown) + "."
     return Section(
         "steps",
         "Over the steps",
-        [*notes, *points_note(runs)],
-        [
-            Chart(
-                "steps-chart",
-                "Predicted time, fill and balance of every step.",
-                {"": over_steps_figure(runs)},
-                zooms=True,
-            )
-        ],
-        [over_steps_table(runs)],
+        [words, *points_note(runs)],
+        charts=[Chart("steps-chart", words, {"": over_steps_figure(runs)}, zooms=True)],
+        tables=[over_steps_table(runs)],
     )
 
 
-def gantt_section(plan: Plan, steps: pl.DataFrame, first: int | None) -> Section:
-    """What stages do when in some steps of `plan`, of which `first` is drawn first; `steps` is its `per_step`."""
-    drawn, left_out = drawn_steps(plan, steps, first)
-    notes = [
-        f"{len(drawn):,} of {steps.height:,} steps are here; `chunkplan inspect --html PAGE --step N` adds one. "
-        "Hatched bars are chunks of split sequences, which depend on one another; numbers are chunks."
-    ]
-    for each in drawn:
-        if len(each.ranks) < len(each.step.chunks):
-            ranks = f"the {len(each.ranks):,} ranks that are done last, of {len(each.step.chunks):,}"
-            notes.append(f"Of step {each.step.step:,}, {ranks}.")
-    if left_out:
-        numbers = ", ".join(f"{number:,}" for number in left_out)
-        notes.append(
-            f"Too many actions to draw: step {numbers}. `chunkplan simulate --step N --trace FILE` shows them."
-        )
-    figures = {f"step {each.step.step:,}: {each.why}": gantt_figure(each) for each in drawn}
+def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: int | None) -> Section:
+    """What stages do when in some steps of `plan`, as `drawn_steps` has them; `report` is the plan's."""
+    title = "A step, stage by stage"
+    if report.memory is None:
+        return Section("gantt", title, [f"Steps are not drawn: {_NO_MACHINE}."])
+    drawn = drawn_steps(plan, steps, report.times.median_step, first)
+    how = "Numbers are chunks. Hatched bars are chunks of split sequences, which depend on one another"
+    notes = [f"{how}; where a stage does more than {MOST_HATCHED} things, none are hatched."]
+    if len(drawn) < steps.height:
+        some = f"{len(drawn)} of {steps.height:,} steps are here"
+        notes.insert(0, f"{some}; `chunkplan inspect --html PAGE --step N` adds one.")
+    notes += [words for each in drawn for words in _left_out(each)]
     words = "What every stage does when: a row a stage, a bar an action."
-    charts = [Chart("gantt-chart", words, figures, zooms=True)] if figures else []
-    return Section("gantt", "A step, stage by stage", notes, charts, [gantt_table(drawn)] if drawn else [])
+    chart = Chart("gantt-chart", words, {each.label: gantt_figure(each) for each in drawn}, zooms=True)
+    return Section("gantt", title, notes, charts=[chart], tables=[gantt_table(drawn)])
+
+
+def _left_out(drawn: DrawnStep) -> list[str]:
+    """Which ranks and actions of a step are drawn, where not all are."""
+    said, number = [], drawn.step.step
+    if len(drawn.ranks) < len(drawn.step.chunks):
+        those = "rank that is" if len(drawn.ranks) == 1 else f"{len(drawn.ranks):,} ranks that are"
+        said.append(f"Of step {number:,}, the {those} done last, of {len(drawn.step.chunks):,}.")
+    if drawn.num_actions > MOST_ACTIONS:
+        said.append(
+            f"Of step {number:,}, the first {MOST_ACTIONS:,} of {drawn.num_actions:,} actions. "
+            f"`chunkplan simulate --step {number} --trace FILE` shows them all."
+        )
+    return said
+
+
+def numbers_section(report: PlanReport) -> Section:
+    """All that `inspect` says of a plan."""
+    notes = [
+        "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
+        "counted in pairs of a query and a key."
+    ]
+    if report.memory is None:
+        notes.append(f"Memory is not shown: {_NO_MACHINE}.")
+    return Section("numbers", "All of the plan", notes, tables=[summary_table(report.summary), *plan_tables(report)])

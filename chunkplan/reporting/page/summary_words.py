@@ -5,17 +5,20 @@ from __future__ import annotations
 from chunkplan.lengths import LengthReport
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import k_words, percent, seconds
+from chunkplan.quantities import counted, gibibytes, k_words, percent, seconds
 from chunkplan.reporting.page.parts import Table
-from chunkplan.reporting.plan_words import machine_words, schedule_words
+from chunkplan.reporting.plan_memory import PlanMemory
+from chunkplan.reporting.plan_report import PlanReport
+from chunkplan.reporting.plan_words import machine_words, schedule_words, selection_words
 from chunkplan.summary import PlanSummary
 
 Facts = list[tuple[str, str]]
 
 
-def plan_facts(plan: Plan, summary: PlanSummary) -> Facts:
+def plan_facts(plan: Plan, report: PlanReport) -> Facts:
     """What a plan is, and what it is predicted to take."""
     config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
+    summary, memory = report.summary, report.memory
     return [
         ("model and GPUs", machine_words(cost_model)),
         ("ChunkSize", f"{summary.chunk_size:,} tokens"),
@@ -23,10 +26,31 @@ def plan_facts(plan: Plan, summary: PlanSummary) -> Facts:
         ("dp x pp", f"{summary.dp} x {summary.pp}"),
         ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
         ("sequences a step", f"{summary.global_batch:,}"),
+        *_selection(plan, summary),
         ("predicted time", seconds(summary.predicted_us)),
         ("its lower bound", seconds(summary.lower_bound_us)),
+        *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
     ]
+
+
+def _of_gpu(memory: PlanMemory) -> str:
+    """What is taken of what there is."""
+    fits = "" if memory.memory.total <= memory.gpu_bytes else ", does not fit"
+    return f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}{fits}"
+
+
+def _selection(plan: Plan, summary: PlanSummary) -> Facts:
+    """What a plan holds of the data, where that is not every sequence once."""
+    config = plan.config
+    facts = selection_words(plan.manifest)
+    if config["holdout"] is not None:
+        facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config["part"]]))
+    if config["epochs"] > 1:
+        facts.append(("epochs", f"{config['epochs']:,}"))
+    if summary.num_dropped_sequences:
+        facts.append(("dropped with short last batches", counted(summary.num_dropped_sequences, "sequence")))
+    return facts
 
 
 def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
@@ -44,9 +68,10 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
 
 def summary_table(summary: PlanSummary) -> Table:
     """The numbers of a whole plan."""
+    where = ", where steps can be balanced" if summary.num_exceeding_steps else ""
     heaviest = [
-        ("heaviest rank over the mean, mean of steps", summary.heaviest_rank_mean),
-        ("heaviest rank over the mean, worst step", summary.heaviest_rank_max),
+        (f"heaviest rank over the mean, mean of steps{where}", summary.heaviest_rank_mean),
+        (f"heaviest rank over the mean, worst step{where}", summary.heaviest_rank_max),
     ]
     rows = [
         ("sequences", f"{summary.num_sequences:,}"),
@@ -63,7 +88,7 @@ def summary_table(summary: PlanSummary) -> Table:
         ("chunks over their lower bound", f"{summary.chunks_over_bound:.4f}"),
         ("chunks over the bound of each rank's sequences", f"{summary.packing_over_bound:.4f}"),
         ("steps with the fewest chunks possible", f"{summary.num_optimal_steps:,}"),
-        *((name, f"{value:.4f}") for name, value in heaviest if value is not None),
+        *((name, f"{value:.4f}") for name, value in heaviest if value is not None and summary.dp > 1),
         ("steps that no spread can balance", f"{summary.num_exceeding_steps:,}"),
         ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),

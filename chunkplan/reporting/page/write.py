@@ -9,10 +9,11 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan, load_same_analysis
 from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.tuning.document import read_tuning_document, tuning_document
 from chunkplan.tuning.tune import Tuning
 from chunkplan.validation import is_analysis
-from chunkplan.whole_file import whole_file
+from chunkplan.whole_file import refuse_overwriting, whole_file
 
 
 def write_report(
@@ -22,14 +23,16 @@ def write_report(
     tuning: Tuning | str | Path | None = None,
     analysis: str | Path | None = None,
     step: int | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Write one self-contained HTML page of a plan, or of an analysis, to `path`: whole or not at all.
+
+    Returns what the page warns of: that `tuning` is of other data, of another model, or of other steps.
 
     `tuning`: what `tune` found, or the file that it left. `analysis`: where that of the plan is now, if it has moved.
     `step`: drawn first, whatever it is like. The same arguments give the same bytes.
 
     Raises:
-        UsageError: plotly is not installed, or something is not there.
+        UsageError: plotly is not installed, something is not there, or the page would replace one of its inputs.
         DataError: a file is damaged, or `analysis` is not that of the plan.
     """
     try:
@@ -39,18 +42,25 @@ def write_report(
     if isinstance(plan_or_analysis, str | Path):
         place = Path(plan_or_analysis)
         plan_or_analysis = load_analysis(place) if place.is_file() or is_analysis(place) else load_plan(place)
+    read = [plan_or_analysis.path, analysis, None if isinstance(tuning, Tuning) else tuning]
+    read += [plan_or_analysis.analysis_path] if isinstance(plan_or_analysis, Plan) else []
+    refuse_overwriting(Path(path), read)
     document = None if tuning is None else _document(tuning)
+    warnings: list[str] = []
     if isinstance(plan_or_analysis, Plan):
         found, why_not = _analysis_of(plan_or_analysis, analysis)
-        text = content.plan_page(plan_or_analysis, found, why_not, document, step)
+        warnings += [] if document is None else tuning_warnings(document, plan_or_analysis, found)
+        text = content.plan_page(plan_or_analysis, found, why_not, document, warnings, step)
     elif analysis is not None or step is not None:
         raise UsageError(
             "an analysis has neither steps nor an analysis of its own", hint="give a plan, or leave them out"
         )
     else:
-        text = content.analysis_page(plan_or_analysis, document)
+        warnings += [] if document is None else tuning_warnings(document, None, plan_or_analysis)
+        text = content.analysis_page(plan_or_analysis, document, warnings)
     with whole_file(Path(path)) as file:
         file.write(text)
+    return tuple(warnings)
 
 
 def _document(tuning: Tuning | str | Path) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""What lies behind a plan's overview as tables: kinds of chunks, slow steps, memory, fill, ranks."""
+
+from __future__ import annotations
+
+from chunkplan.quantities import counted, gibibytes, percent, seconds
+from chunkplan.reporting.page.parts import Table
+from chunkplan.reporting.plan_memory import PlanMemory
+from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
+from chunkplan.reporting.plan_words import memory_parts
+from chunkplan.reporting.slow_steps import StepTimes
+
+#: Of more ranks the heaviest and the lightest, half of each.
+_MOST_RANKS = 100
+
+
+def plan_tables(report: PlanReport) -> list[Table]:
+    """All of them; those of which there is nothing to say are left out."""
+    tables = [_times(report.times), _kinds(report.kinds)]
+    tables += [_memory(report.memory)] if report.memory is not None else []
+    tables += [_fill(report.fill)]
+    return tables + ([_ranks(report.ranks)] if report.summary.dp > 1 else [])
+
+
+def _times(times: StepTimes) -> Table:
+    rows = [
+        (f"{step.step:,}", seconds(step.predicted_us), f"{step.over_median:.2f}", step.why) for step in times.slowest
+    ]
+    usual = (f"{times.median_step:,}", seconds(times.median_us), "1.00", "the median step")
+    why = "most of it because of"
+    return Table("Slowest steps", ("step", "time", "of median", why), [*rows, usual], texts=(why,))
+
+
+def _kinds(kinds: tuple[KindRow, ...]) -> Table:
+    head = ("kind", "chunks", "tokens", "fill", "of tokens", "of attention", "of work")
+    rows = [
+        (
+            row.kind,
+            f"{row.num_chunks:,}",
+            f"{row.num_tokens:,}",
+            *map(percent, (row.fill, row.token_share, row.attention_share, row.cost_share)),
+        )
+        for row in kinds
+    ]
+    return Table("Chunks by kind", head, rows)
+
+
+def _memory(memory: PlanMemory) -> Table:
+    place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step:,}"
+    total = memory.memory.total
+    rows = [(name, gibibytes(num_bytes), percent(num_bytes / total)) for name, num_bytes in memory_parts(memory.memory)]
+    rows.append(("all of it", gibibytes(total), percent(1.0)))
+    rows.append(("the GPU has", gibibytes(memory.gpu_bytes), ""))
+    return Table(f"Memory of the fullest stage: {place}", ("part", "memory", "share"), rows)
+
+
+def _fill(bands: tuple[FillBand, ...]) -> Table:
+    num_chunks = max(sum(band.num_chunks for band in bands), 1)
+    rows = [
+        (f"{band.low:.0%} to {band.high:.0%}", f"{band.num_chunks:,}", percent(band.num_chunks / num_chunks))
+        for band in bands
+    ]
+    return Table("Chunks by fill", ("tokens over ChunkSize", "chunks", "share"), rows)
+
+
+def _ranks(ranks: tuple[RankRow, ...]) -> Table:
+    head = ("rank", "chunks", "tokens", "work", "of mean", "last done in")
+    caption, shown = "Ranks, over all steps", list(ranks)
+    if len(ranks) > _MOST_RANKS:
+        by_work = sorted(ranks, key=lambda row: -row.cost_us)
+        shown = [*by_work[: _MOST_RANKS // 2], *by_work[-_MOST_RANKS // 2 :]]
+        caption = f"Ranks, over all steps: the {_MOST_RANKS // 2} heaviest and lightest of {len(ranks):,}"
+    rows = [
+        (
+            f"{row.dp_rank:,}",
+            f"{row.num_chunks:,}",
+            f"{row.num_tokens:,}",
+            seconds(row.cost_us),
+            f"{row.over_mean:.4f}",
+            counted(row.num_steps_slowest, "step"),
+        )
+        for row in shown
+    ]
+    return Table(caption, head, rows)

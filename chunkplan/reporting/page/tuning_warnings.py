@@ -1,0 +1,44 @@
+"""Whether a tuning is of the data, the model and the steps that it is shown beside."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import percent
+from chunkplan.tuning.drift import length_drift
+
+
+def tuning_warnings(tuning: dict[str, Any], plan: Plan | None, analysis: Analysis | None) -> list[str]:
+    """What a tuning (see `tuning_document`) was found for and `plan`, or `analysis`, is not; those that are None are
+    not looked at."""
+    said = [] if analysis is None else _of_data(tuning["data"], analysis)
+    return said if plan is None else [*said, *_of_plan(tuning, plan)]
+
+
+def _of_data(data: dict[str, Any], analysis: Analysis) -> list[str]:
+    before = {int(length): share for length, share in data["token_histogram"].items()}
+    drift = length_drift(analysis.num_tokens, before, data["longest_sequence"])
+    if not drift.has_drifted:
+        return []
+    return [
+        f"The tuning is of other data: {percent(drift.moved)} of the tokens here are in other length classes, and the "
+        f"longest sequence has {drift.longest_now:,} tokens, there {drift.longest_before:,}."
+    ]
+
+
+def _of_plan(tuning: dict[str, Any], plan: Plan) -> list[str]:
+    here, there = plan.manifest["predictions"]["cost_model"], tuning["cost_model"]
+    said = []
+    for name, what in (("shape", "model"), ("hardware", "GPU")):
+        mine, other = here[name], there[name]
+        if mine["name"] != other["name"]:
+            said.append(f"The tuning is for another {what}: {other['name']}, the plan's times are for {mine['name']}.")
+        elif json.dumps(mine, sort_keys=True) != json.dumps(other, sort_keys=True):
+            said.append(f"The tuning has other numbers for the {what} {mine['name']} than the plan.")
+    num_there, num_here = tuning["options"]["global_batch"], plan.config["global_batch"]
+    if num_there != num_here:
+        said.append(f"The tuning is for steps of {num_there:,} sequences, those of the plan have {num_here:,}.")
+    return said
