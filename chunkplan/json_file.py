@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,14 +22,17 @@ def read_json(path: Path, *, hint: str) -> Any:
     """The document in a file that anybody may have written.
 
     Raises:
-        DataError: it is larger than `MAX_BYTES`, not UTF-8, not JSON (NaN and infinity are not), has a key twice in one
-            object or half a character in a string, or is nested deeper than `MAX_DEPTH`.
+        DataError: it is larger than `MAX_BYTES`, not UTF-8, not JSON (NaN, infinity and 1e999 are not), has a key twice
+            in one object or half a character in a string, or is nested deeper than `MAX_DEPTH`.
     """
     if path.stat().st_size > MAX_BYTES:
         raise DataError(f"larger than {MAX_BYTES:,} bytes", where=str(path), hint=hint)
     try:
         document = json.loads(
-            path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct
+            path.read_text(encoding="utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_distinct,
         )
         _check_values(document)
     except (ValueError, RecursionError) as error:
@@ -39,11 +44,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is none of its numbers")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.20} is too large")
+    return value
+
+
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice in one object")
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is there twice in one object")
     return entries
 
 

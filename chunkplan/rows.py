@@ -62,7 +62,10 @@ def pack(
         DataError: the analysis is damaged, or a sequence is too long.
     """
     if type(chunk_size) is not int or not 1 <= chunk_size <= np.iinfo(np.int32).max:
-        raise UsageError(f"chunk size is {chunk_size!r}, expected a whole number from 1", hint="for example 8192")
+        raise UsageError(
+            f"chunk size is {chunk_size!r}, expected a whole number from 1 to {np.iinfo(np.int32).max:,}",
+            hint="for example 8192",
+        )
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
     lengths = analysis.num_tokens.astype(np.int64)

@@ -28,6 +28,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.validation import validate
 from chunkplan_cli.export import Format
+from tests.test_validation import tamper
 
 LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
 
@@ -303,6 +304,7 @@ def test_what_cannot_be_exported_is_refused_by_name(workspace, tmp_path) -> None
         (analysis, {"chunk_size": 64, "analysis": analysis}, "--analysis is for a plan"),
         (analysis, {"chunk_size": 64, "packing": "ffd"}, "ffd"),
         (analysis, {"chunk_size": 0}, "chunk size is 0"),
+        (analysis, {"chunk_size": 10**10}, "from 1 to 2,147,483,647"),
         (tmp_path / "lengths.npy", {"chunk_size": 64}, "holds lengths only"),
         (tmp_path / "bare", {}, "holds lengths only"),
         (tmp_path / "nothing", {}, "no plan at"),
@@ -321,7 +323,7 @@ def test_an_export_without_any_row_is_refused(handmade_plan, tmp_path, source) -
 
 
 def test_a_plan_of_other_data_is_refused(workspace, tmp_path, random_sequences, handmade_plan) -> None:
-    """Another analysis; tokens that the analysis has not; and targets that are not where the lengths say."""
+    """Another analysis; tokens that the analysis has not; and tokens of another one."""
     other = analysis_in(tmp_path / "other", random_sequences(LENGTHS, seed=1))
     with pytest.raises(DataError, match="not the analysis of the plan"):
         chunkplan.export(workspace / "plan", tmp_path / "out", "hf", whole_only=True, analysis=other)
@@ -331,9 +333,96 @@ def test_a_plan_of_other_data_is_refused(workspace, tmp_path, random_sequences, 
     damaged = shutil.copytree(workspace / "analysis", tmp_path / "damaged")
     for part in (other / "tokens").iterdir():
         shutil.copy(part, damaged / "tokens" / part.name)
-    with pytest.raises(DataError, match="targets, the lengths say"):
+    with pytest.raises(DataError, match="targets: target masks from sequence 0 on are not those counted"):
         chunkplan.export(damaged, tmp_path / "out", "hf", chunk_size=64)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def changed(workspace, tmp_path) -> Path:
+    """A copy of the workspace to be damaged."""
+    return shutil.copytree(workspace, tmp_path / "changed")
+
+
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the rows of a table, and nothing that is said of them."""
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+
+
+def move_segments(rows: list[dict[str, Any]]) -> None:
+    """All into the first chunk."""
+    for row in rows[1:]:
+        rows[0]["segments"] += row["segments"]
+        row["segments"] = []
+
+
+def repeat_sequence(rows: list[dict[str, Any]]) -> None:
+    """The beginning of a longest one in place of the last segment."""
+    segments = [segment for row in rows for segment in row["segments"]]
+    longest = LENGTHS.index(max(LENGTHS))
+    segments[-1].update(sequence_id=longest, start=0, end=segments[-1]["end"] - segments[-1]["start"])
+
+
+@pytest.mark.parametrize("change", [list.reverse, move_segments, repeat_sequence, list.pop])
+def test_chunks_that_the_plan_was_not_built_with_are_refused(changed, change) -> None:
+    rewrite(changed / "plan" / "chunks.parquet", change)
+    with pytest.raises(DataError, match="plan: content-hash: chunks is not what the manifest") as refused:
+        chunkplan.export(changed / "plan", changed / "out", "jsonl", allow_split=True)
+    assert "chunkplan validate" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (list.reverse, r"plan, step \d+, rank \d+, chunk \d+: chunk-ids: "),
+        (move_segments, r"plan, step 0, rank 0, chunk 0: chunk-size: segments hold \d+ tokens"),
+        (repeat_sequence, r"plan: the rows have [0-9,]+ targets, its sequences [0-9,]+"),
+    ],
+)
+def test_chunks_that_a_planner_never_makes_are_refused_by_the_name_of_the_plan(changed, change, says) -> None:
+    """Though their hashes were written to fit."""
+    tamper(changed / "plan", lambda rows: change(rows["chunks"]))
+    with pytest.raises(DataError, match=says) as refused:
+        chunkplan.export(changed / "plan", changed / "out", "jsonl", allow_split=True)
+    assert "chunkplan validate" in refused.value.hint
+    assert not (changed / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("plan", {"config": {"k": 3}}),
+        ("plan", {"content_hash": "0" * 64}),
+        ("analysis", {"content_hash": "0" * 64}),
+        ("analysis", {"content_hashes": {"tokens": "0" * 64}}),
+    ],
+)
+def test_a_manifest_that_was_changed_is_refused(changed, kind, changes) -> None:
+    path = changed / kind / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name, value in changes.items():
+        manifest[name] = manifest[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(manifest))
+    options = {"chunk_size": 64} if kind == "analysis" else {"allow_split": True}
+    with pytest.raises(DataError, match=rf"{kind}: content-hash: .* is not what the manifest was written for"):
+        chunkplan.export(changed / kind, changed / "out", "jsonl", **options)
+
+
+@pytest.mark.parametrize("source", ["plan", "analysis"])
+def test_a_token_that_was_changed_is_found(changed, source) -> None:
+    """One bit of one token, which no count shows; nothing is written."""
+    path = changed / "analysis" / "tokens" / "part-00000.arrow"
+    ids = chunkplan.load_analysis(changed / "analysis").tokens()(3)[0].tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(ids) + 8] ^= 1
+    path.write_bytes(content)
+    options = {"chunk_size": 64} if source == "analysis" else {"allow_split": True}
+    with pytest.raises(DataError, match="analysis: content-hash: the tokens are not those"):
+        chunkplan.export(changed / source, changed / "out", "jsonl", **options)
+    assert not (changed / "out").exists()
 
 
 @pytest.fixture
@@ -363,8 +452,8 @@ def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
     for arguments, told in (
         (("--to", "hf"), ("--whole-only leaves", "--allow-split makes")),
         (("--to", "hf", "--workspace", "elsewhere"), ("chunkplan build",)),
-        ((), ("--to",)),
-        (("--to", "npz"), ("megatron-bridge",)),
+        ((), ("Missing option '--to'. Choose from: hf, megatron-bridge, jsonl\n",)),
+        (("--to", "npz"), ("Invalid value for '--to': 'npz' is not one of 'hf', 'megatron-bridge', 'jsonl'\n",)),
     ):
         ran = run("export", *arguments)
         assert (ran.code, ran.out) == (2, "")

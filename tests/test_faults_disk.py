@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,6 +51,26 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         pytest.skip("only root may mount a small disk, and not in every container")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "says"),
+    [
+        (400_000, None),
+        (600_000, "takes about 600.0 KB, 600.0 KB are to stay free, and"),
+        (1e12, "268.4 MB are to stay"),
+    ],
+)
+def test_as_much_is_left_free_as_is_written_and_no_more_than_a_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: float, says: str | None
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    if says is None:
+        disk.check_room(tmp_path, num_bytes, "it")
+        return
+    with pytest.raises(UsageError, match=says) as refused:
+        disk.check_room(tmp_path, num_bytes, "it")
+    assert str(refused.value).endswith(f"{tmp_path} has 1.0 MB left")
 
 
 @contextmanager

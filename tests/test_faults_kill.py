@@ -39,14 +39,19 @@ def rename_or_die(self, target):
 
 Path.rename = rename_or_die
 with replace_folder(Path(sys.argv[1]), "plan") as folder:
-    (folder / "manifest.json").write_text("new")
-    (folder / "steps.parquet").write_text("new")
+    for name in ("manifest.json", "steps.parquet"):
+        (folder / name).write_text(sys.argv[3])
 """
 
 #: What is done in turn, each with another result than the one before.
 MAX_LENGTHS = (None, 300)
 CONFIG = PlanConfig(chunk_size=512, k=2, global_batch=64)
 PLAN = ["--chunk-size", "512", "--k", "2", "--global-batch", "64"]
+
+
+def manifest(words: str) -> str:
+    """Of a plan, as far as whoever replaces one looks."""
+    return f'{{"kind": "plan", "words": "{words}"}}'
 
 
 def content(folder: Path) -> set[str]:
@@ -59,20 +64,20 @@ def test_a_run_that_is_killed_around_its_renames_leaves_what_the_next_puts_right
 ) -> None:
     target = tmp_path / "plan"
     with replace_folder(target, "plan") as folder:
-        (folder / "manifest.json").write_text("old")
-        (folder / "chunks.parquet").write_text("old")
+        for name in ("manifest.json", "chunks.parquet"):
+            (folder / name).write_text(manifest("old"))
     killed = subprocess.run(
-        [sys.executable, "-c", REPLACE, str(target), str(rename)],
+        [sys.executable, "-c", REPLACE, str(target), str(rename), manifest("new")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=60,
         check=False,
     )
     assert killed.returncode == (0 if rename == 3 else -signal.SIGKILL)
-    assert content(target) == {leaves} if leaves else not target.exists()
+    assert content(target) == {manifest(leaves)} if leaves else not target.exists()
     with pytest.raises(KeyboardInterrupt), replace_folder(target, "plan"):
-        assert content(target) == {leaves or "old"}
+        assert content(target) == {manifest(leaves or "old")}
         raise KeyboardInterrupt
-    assert content(target) == {leaves or "old"}
+    assert content(target) == {manifest(leaves or "old")}
     assert list(tmp_path.iterdir()) == [target]
 
 

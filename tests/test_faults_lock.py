@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -138,6 +139,32 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
     analyze(write_records(tmp_path / "data.jsonl", 5), tmp_path / "space" / "analysis")
     assert load_analysis(tmp_path / "space" / "analysis").num_sequences == 5
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "link to a folder", "pipe", "folder", "socket"])
+def test_a_lock_that_is_no_file_is_refused_and_stays_and_nothing_behind_it_is_written(
+    tmp_path: Path, kind: str, lengths: Path
+) -> None:
+    lock, secret = tmp_path / "space" / ".plan.lock", tmp_path / "secret.txt"
+    lock.parent.mkdir()
+    secret.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(lock))
+    else:
+        targets = {"link": secret, "link to nothing": tmp_path / "nothing", "link to a folder": tmp_path}
+        lock.symlink_to(targets[kind])
+    before = lock.lstat()
+    with pytest.raises(UsageError, match=r"/space/\.plan\.lock is to be a file") as refused:
+        build(lengths, tmp_path / "space" / "plan", CONFIG)
+    assert "--workspace" in refused.value.hint
+    assert os.path.samestat(lock.lstat(), before)
+    assert secret.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"space", "secret.txt", "lengths.npy"}
 
 
 def test_all_shards_of_one_workspace_run_at_once(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import shutil
 from itertools import cycle, islice
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from chunkplan import json_file, load_analysis, load_plan, validate
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.checks_analysis import check_analysis
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.tuning.document import read_tuning
@@ -83,6 +86,14 @@ def test_any_value_in_any_entry_is_refused_or_found_or_changes_nothing(
         ("analysis", ("sources", 0, "records")),
         ("analysis", ("tokens", 0, "rows")),
         ("analysis", ("tokens", 0, "file")),
+        ("analysis", ("options", "max_length")),
+        ("analysis", ("sources", 0, "bytes")),
+        ("analysis", ("sources", 0, "compression")),
+        ("analysis", ("sources", 0, "columns")),
+        ("analysis", ("sources", 0, "evidence")),
+        ("analysis", ("sources", 0, "content_hash")),
+        ("analysis", ("content_hashes", "tokens")),
+        ("analysis", ("template_hash",)),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_the_name_of_its_entry(
@@ -96,11 +107,47 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_entry(
     assert refused.value.exit_code == 3
 
 
+@pytest.mark.parametrize("value", [[], None, 5, "x"])
+def test_options_that_are_none_are_refused(golden: Path, value: object) -> None:
+    change(golden / "analysis", "options", value=value)
+    with pytest.raises(DataError, match=r"`options` is .*, expected an object"):
+        validate(golden / "analysis")
+
+
+@pytest.mark.parametrize("entry", ["path", "content_hash", "vocab_size", "eos_token"])
+def test_a_tokenizer_that_is_none_is_refused(golden: Path, entry: str) -> None:
+    known = {"path": "t", "content_hash": "0", "vocab_size": 9, "eos_token": "\n"}
+    change(golden / "analysis", "tokenizer", value=known)
+    assert validate(golden / "analysis").ok
+    change(golden / "analysis", "tokenizer", value=known | {entry: [1]})
+    with pytest.raises(DataError, match="`tokenizer` is"):
+        validate(golden / "analysis")
+
+
+@pytest.mark.parametrize("kind", ["plan", "analysis"])
+def test_the_name_of_a_source_is_one_line(golden: Path, kind: str) -> None:
+    """Or a report of it would have lines that look like ours."""
+    path = ("selection", "sources", 0, "path") if kind == "plan" else ("sources", 0, "path")
+    change(golden / kind, *path, value="a.jsonl\nok      tokens")
+    with pytest.raises(DataError, match="expected a string of one line"):
+        validate(golden / kind)
+
+
+def test_a_key_that_is_repeated_among_many_is_found_at_once(tmp_path: Path) -> None:
+    """To count each of them anew would take minutes."""
+    path = tmp_path / "many.json"
+    path.write_text("{" + ", ".join(f'"{number}": 0' for number in (*range(200_000), 199_999)) + "}")
+    with pytest.raises(DataError, match="the key '199999' is there twice"):
+        json_file.read_json(path, hint="none")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"kind": "plan", "seed": NaN}', "NaN"),
         ('{"kind": "plan", "seed": -Infinity}', "Infinity"),
+        ('{"kind": "plan", "seed": 1e999}', "1e999 is too large"),
+        ('{"kind": "plan", "seed": -1e999}', "-1e999 is too large"),
         ('{"kind": "plan", "seed": 1, "seed": 2}', "'seed' is there twice"),
         ('{"kind": "plan", "seed": "\\ud800"}', "surrogates not allowed"),
         ('{"kind": "plan", "seed": ' + "[" * 100 + "]" * 100 + "}", "nested deeper"),
@@ -108,7 +155,18 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_entry(
         ('{"seed": ' + "9" * 5000 + "}", "not JSON"),
         ('{"kind": "pl\xe4n"}', "can't decode byte 0xe4"),
     ],
-    ids=["nan", "infinity", "twice", "half a character", "deep", "very deep", "huge number", "latin-1"],
+    ids=[
+        "nan",
+        "infinity",
+        "large",
+        "small",
+        "twice",
+        "half a character",
+        "deep",
+        "very deep",
+        "huge number",
+        "latin-1",
+    ],
 )
 def test_a_manifest_that_is_not_our_kind_of_json_is_refused(golden: Path, text: str, message: str) -> None:
     (golden / "plan" / MANIFEST).write_bytes(text.encode("latin-1"))
@@ -214,6 +272,24 @@ def test_an_analysis_that_is_none_is_refused_wherever_a_plan_says_it_is(golden: 
     change(golden / "plan", "analysis", "path", value=path)
     with pytest.raises((DataError, UsageError)):
         validate(golden / "plan")
+
+
+@pytest.mark.parametrize("name", ["tokens/part-00000.arrow", "chunks.parquet"])
+def test_what_the_machine_does_not_let_us_read_is_not_called_damaged(golden: Path, name: str) -> None:
+    """Here because no more files may be opened; one that belongs to somebody else fares the same."""
+    analysis = load_analysis(golden / "analysis")
+    readers = {
+        "tokens/part-00000.arrow": lambda: list(check_analysis(analysis)),
+        "chunks.parquet": load_plan(golden / "plan").chunks,
+    }
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError) as raised:
+            readers[name]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised.value.errno == errno.EMFILE
 
 
 def test_a_table_with_more_rows_than_memory_is_refused(golden: Path) -> None:

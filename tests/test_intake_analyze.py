@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from chunkplan import IntakeOptions, analyze, load_analysis, validate
+from chunkplan import IntakeOptions, PlanConfig, analyze, build, load_analysis, validate
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.intake.readers import sizes
 
@@ -386,3 +386,16 @@ def test_a_worker_that_is_killed_is_an_error_that_says_so(
         analyze(many, tmp_path / "out", tokenizer=TOKENIZER, workers=2)
     thread.join()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_line_end_in_the_name_of_a_file_is_stored_as_an_escape(tmp_path: Path) -> None:
+    """And a plan of it can be read: a manifest whose names have line ends is refused."""
+    path = tmp_path / "a\nb.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3]}\n' * 4)
+    analysis = analyze(path, tmp_path / "analysis")
+    assert analysis.manifest["sources"][0]["path"] == f"{tmp_path}/a\\nb.jsonl"
+    assert analysis.place(1) == f"{tmp_path}/a\\nb.jsonl:2"
+    plan = build(
+        tmp_path / "analysis", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, mix={analysis.place(1)[:-2]: 2})
+    )
+    assert validate(plan.path).ok

@@ -19,8 +19,7 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.chat_templates import TemplateChoice, read_template
 from chunkplan.intake.backends.tiktoken_name import make
 from chunkplan.intake.records import Conversation, Message, PromptRecord, Record, TextRecord
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
+from tests.intake_checks import encode_all
 
 SAMPLE = Path(__file__).parent.parent / "sample_data" / "tokenizer"
 RECORDS: list[Record] = [
@@ -64,14 +63,6 @@ def _load_apart(names: list[str], **environment: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def _encode(loaded: RecordTokenizer, records: list[Record]) -> list[Encoded]:
-    encoded = []
-    for one in loaded.encode(records):
-        assert not isinstance(one, RecordError)
-        encoded.append(one)
-    return encoded
-
-
 def _cache(home: Path, name: str, files: dict[str, str | bytes]) -> None:
     """Put files into a hub cache, as it is on disk after they were fetched."""
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
@@ -97,7 +88,7 @@ def test_a_name_on_the_hub_is_the_same_tokenizer_as_its_files(tmp_path: Path) ->
         ["some/one", "some/ended", "some/missing"], HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"
     )
     own = load_tokenizer(SAMPLE)
-    expected = [[one[0].tolist(), one[1].tolist()] for one in _encode(own, RECORDS)]
+    expected = [[one[0].tolist(), one[1].tolist()] for one in encode_all(own, *RECORDS)]
     assert found["encoded"] == expected
     assert own.eos is not None
     assert (found["eos"], found["size"]) == (list(own.eos), own.vocab_size)
@@ -173,9 +164,10 @@ def test_masks_of_tiktoken_are_those_of_its_own_offsets(tmp_path: Path) -> None:
     )
     loaded = make("tiktoken:tiny", encoding, _choice(template))
     for content in ("It is", "日本 😀", " <|im_end|>", "é日<|endoftext|>"):
-        (prompt_ids, prompt_target), (chat_ids, chat_target) = _encode(
+        (prompt_ids, prompt_target), (chat_ids, chat_target) = encode_all(
             loaded,
-            [PromptRecord("It 日", content), Conversation((Message("user", "日"), Message("assistant", content)))],
+            PromptRecord("It 日", content),
+            Conversation((Message("user", "日"), Message("assistant", content))),
         )
         whole = "It 日" + content
         _, starts = encoding.decode_with_offsets(prompt_ids[:-1].tolist())

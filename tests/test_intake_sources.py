@@ -188,8 +188,9 @@ def test_urls_are_files_folders_and_patterns_as_paths_are() -> None:
 def test_a_url_without_access_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="is no address"):
         find_sources(["nonsense://bucket/a.jsonl"])
-    with pytest.raises(UsageError, match="no access to dropbox://"):
+    with pytest.raises(UsageError, match="no access to dropbox://") as caught:
         find_sources(["dropbox://bucket/a.jsonl"])  # its package is no dependency of anything here
+    assert caught.value.hint == "pip install dropboxdrivefs"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(UsageError, match="needs fsspec") as caught:
         find_sources(["s3://bucket/a.jsonl"])

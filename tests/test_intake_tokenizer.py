@@ -18,7 +18,7 @@ from chunkplan.intake.backends import fast, load_tokenizer
 from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import detect, parse
-from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
+from tests.intake_checks import encode_all
 
 SAMPLES = Path(__file__).parent.parent / "sample_data"
 CORPUS = ["def f(x):\n    return x  # yes", "日本語のテキスト and naïve café 😀😀", "What is it? It is fine."] * 4
@@ -70,18 +70,9 @@ def _conversation(*messages: tuple[str, str], counts: tuple[bool, ...] | None = 
     )
 
 
-def _encode(loaded: RecordTokenizer, *records: Record) -> list[Encoded]:
-    """The tokens of records that all have some."""
-    encoded = []
-    for one in loaded.encode(records):
-        assert not isinstance(one, RecordError)
-        encoded.append(one)
-    return encoded
-
-
 def test_text_is_what_the_tokenizer_says_and_every_token_but_the_first_counts(tmp_path: Path) -> None:
     tokenizer = _byte_level()
-    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, STRINGS))
+    encoded = encode_all(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, STRINGS))
     for text, (input_ids, target) in zip(STRINGS, encoded, strict=True):
         assert input_ids.dtype == np.int32
         assert input_ids.tolist() == tokenizer.encode(text).ids
@@ -92,7 +83,7 @@ def test_text_gets_an_end_only_where_the_configuration_says_so_and_none_is_there
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
     loaded = load_tokenizer(_save(tmp_path, tokenizer, add_eos_token=True))
-    (first, target), (second, _) = _encode(loaded, TextRecord("It is"), TextRecord("It is<|im_end|>"))
+    (first, target), (second, _) = encode_all(loaded, TextRecord("It is"), TextRecord("It is<|im_end|>"))
     assert first.tolist() == second.tolist() == [*tokenizer.encode("It is").ids, end]
     assert target[-1]
 
@@ -101,7 +92,7 @@ def test_completions_count_from_the_first_character_after_the_prompt(tmp_path: P
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
     pairs = [(prompt, completion) for prompt in ["", *STRINGS] for completion in STRINGS]
-    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *(PromptRecord(*pair) for pair in pairs))
+    encoded = encode_all(load_tokenizer(_save(tmp_path, tokenizer)), *(PromptRecord(*pair) for pair in pairs))
     for (prompt, completion), (input_ids, target) in zip(pairs, encoded, strict=True):
         whole = tokenizer.encode(prompt + completion).ids
         assert input_ids.tolist() == [*whole, end]
@@ -111,7 +102,7 @@ def test_completions_count_from_the_first_character_after_the_prompt(tmp_path: P
 def test_an_end_that_is_there_already_is_not_repeated_and_counts(tmp_path: Path) -> None:
     tokenizer = _byte_level()
     end = tokenizer.token_to_id("<|im_end|>")
-    [(input_ids, target)] = _encode(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("It", " is<|im_end|>"))
+    [(input_ids, target)] = encode_all(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("It", " is<|im_end|>"))
     assert input_ids.tolist().count(end) == 1
     assert target[-1]
 
@@ -124,7 +115,7 @@ def test_tokens_that_the_tokenizer_adds_count_only_after_the_completion(tmp_path
         single="<s> <s> $A <|im_end|>", special_tokens=[("<s>", begin), ("<|im_end|>", end)]
     )
     loaded = load_tokenizer(_save(tmp_path, tokenizer, eos_token=None))
-    [(input_ids, target)] = _encode(loaded, PromptRecord("It is", " fine."))
+    [(input_ids, target)] = encode_all(loaded, PromptRecord("It is", " fine."))
     assert input_ids.tolist() == [begin, begin, *plain, end]
     in_text = _reference_mask(tokenizer, plain, "It is fine.", "It is")
     assert target.tolist() == [False, False, *in_text, True]
@@ -137,7 +128,7 @@ def test_tokens_of_spaces_count_under_a_post_processor_that_trims_offsets(tmp_pa
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     content = "x =     1;  y =   2"
     assert "Ġ" in tokenizer.encode(content).tokens or "ĠĠ" in tokenizer.encode(content).tokens
-    [(input_ids, target)] = _encode(loaded, _conversation(("user", "?"), ("assistant", content)))
+    [(input_ids, target)] = encode_all(loaded, _conversation(("user", "?"), ("assistant", content)))
     assert tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False) == content + "<|im_end|>\n"
 
 
@@ -149,7 +140,7 @@ def test_spaces_written_as_marks_keep_their_place_in_the_text(tmp_path: Path) ->
     tokenizer.decoder = decoders.Replace("▁", " ")
     trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<|im_end|>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    [(input_ids, target)] = _encode(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("What is", " it? 日本"))
+    [(input_ids, target)] = encode_all(load_tokenizer(_save(tmp_path, tokenizer)), PromptRecord("What is", " it? 日本"))
     assert tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False) == " it? 日本<|im_end|>"
 
 
@@ -158,7 +149,7 @@ def test_truncation_and_padding_stored_in_the_file_are_switched_off(tmp_path: Pa
     lengths = [len(tokenizer.encode(text).ids) for text in CORPUS[:3]]
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
-    encoded = _encode(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, CORPUS[:3]))
+    encoded = encode_all(load_tokenizer(_save(tmp_path, tokenizer)), *map(TextRecord, CORPUS[:3]))
     assert [len(input_ids) for input_ids, _ in encoded] == lengths
 
 
@@ -180,7 +171,7 @@ def test_the_targets_of_a_conversation_decode_to_what_the_assistant_said(tmp_pat
             f"<|im_start|>assistant\n{other}<|im_end|>\n"
         )
         expected.append((rendered, f"{content}<|im_end|>\n{other}<|im_end|>\n"))
-    for (rendered, said), (input_ids, target) in zip(expected, _encode(loaded, *conversations), strict=True):
+    for (rendered, said), (input_ids, target) in zip(expected, encode_all(loaded, *conversations), strict=True):
         assert input_ids.tolist() == tokenizer.encode(rendered, add_special_tokens=False).ids
         decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
         assert decoded == said
@@ -192,7 +183,7 @@ def test_a_token_that_begins_in_the_header_of_a_message_is_no_target(tmp_path: P
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     header = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     for content in STRINGS:
-        [(input_ids, target)] = _encode(loaded, _conversation(("user", "?"), ("assistant", content)))
+        [(input_ids, target)] = encode_all(loaded, _conversation(("user", "?"), ("assistant", content)))
         text = f"{header}{content}<|im_end|>\n"
         assert target.tolist() == _reference_mask(tokenizer, input_ids.tolist(), text, header)
 
@@ -201,7 +192,7 @@ def test_messages_count_as_they_say(tmp_path: Path) -> None:
     tokenizer = _byte_level()
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=CHATML))
     record = _conversation(("user", "a"), ("assistant", "b"), ("assistant", "c"), counts=(True, False, True))
-    [(input_ids, target)] = _encode(loaded, record)
+    [(input_ids, target)] = encode_all(loaded, record)
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
     # The very first token is never a target: nothing predicts it.
     assert decoded == "user\na<|im_end|>\nc<|im_end|>\n"
@@ -217,7 +208,7 @@ def test_messages_count_as_they_say(tmp_path: Path) -> None:
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path, template: str) -> None:
     tokenizer = _byte_level()
     loaded = load_tokenizer(_save(tmp_path, tokenizer, chat_template=template))
-    [(input_ids, target)] = _encode(loaded, _conversation(("assistant", "hi"), ("user", "a"), ("assistant", "b")))
+    [(input_ids, target)] = encode_all(loaded, _conversation(("assistant", "hi"), ("user", "a"), ("assistant", "b")))
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
     assert decoded == "hi<|im_end|>\nb<|im_end|>\n"
 
@@ -246,7 +237,7 @@ def test_a_template_that_fails_or_looks_ahead_is_an_error_at_the_record(
     assert message in error.message
     for one in (first, last):
         assert not isinstance(one, RecordError)
-        assert one[0].tolist() == _encode(loaded, good)[0][0].tolist()
+        assert one[0].tolist() == encode_all(loaded, good)[0][0].tolist()
 
 
 def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) -> None:
@@ -257,7 +248,7 @@ def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) ->
     )
     loaded = load_tokenizer(_save(tmp_path, _byte_level(), chat_template=template))
     messages = ("user", "a"), ("assistant", "x"), ("user", "b")
-    [(_, target), (_, last)] = _encode(
+    [(_, target), (_, last)] = encode_all(
         loaded, _conversation(*messages), _conversation(*messages, counts=(False, True, True))
     )
     assert target.tolist() == [False] * 4
@@ -300,7 +291,7 @@ def test_a_template_is_found_in_its_own_file_first_then_in_the_configuration(tmp
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     loaded = load_tokenizer(_save(tmp_path, _byte_level()))
     with pytest.raises(UsageError, match="has no chat template") as caught:
-        _encode(loaded, _conversation(("user", "a")))
+        encode_all(loaded, _conversation(("user", "a")))
     assert caught.value.hint
 
 
@@ -395,7 +386,7 @@ def test_offsets_are_not_asked_for_where_bytes_tell(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fast, "_offsets", None)
     records = [PromptRecord("What", f" {text}") for text in STRINGS if text != STRINGS[5]]
     records += [_conversation(("user", "?"), ("assistant", text)) for text in STRINGS if text != STRINGS[5]]
-    assert len(_encode(loaded, *records)) == len(records)
+    assert len(encode_all(loaded, *records)) == len(records)
 
 
 def test_records_of_any_kind_are_encoded_in_order_and_in_calls_of_limited_size(
@@ -405,10 +396,10 @@ def test_records_of_any_kind_are_encoded_in_order_and_in_calls_of_limited_size(
     tokens = TokensRecord(np.array([5, 6], np.int32), np.array([False, True]))
     kinds: list[Record] = [TextRecord("It is"), PromptRecord("a", "b"), _conversation(("user", "a")), tokens]
     records = [kinds[index % 4] for index in (3, 1, 0, 2, 2, 0, 1, 3, 0, 0)]
-    alone = [_encode(loaded, record)[0] for record in records]
+    alone = [encode_all(loaded, record)[0] for record in records]
     for most in (1, 4, 1 << 20):
         monkeypatch.setattr(module, "_CALL", most)
-        for (input_ids, target), (other_ids, other) in zip(_encode(loaded, *records), alone, strict=True):
+        for (input_ids, target), (other_ids, other) in zip(encode_all(loaded, *records), alone, strict=True):
             assert input_ids.tolist() == other_ids.tolist()
             assert target.tolist() == other.tolist()
 
@@ -445,12 +436,12 @@ def test_beginning_and_end_are_there_once_whoever_adds_them(
     front, behind = ([begin], [end]) if framed or config else ([], [])
     for text in ("It is", "<s>It is", "It is<|im_end|>", "<s>It is<|im_end|>"):
         own_front, own_behind = [begin] * text.startswith("<s>"), [end] * text.endswith("<|im_end|>")
-        [(input_ids, _)] = _encode(loaded, TextRecord(text))
+        [(input_ids, _)] = encode_all(loaded, TextRecord(text))
         assert input_ids.tolist() == [*(front or own_front), *plain, *(behind or own_behind)]
-        [(input_ids, target)] = _encode(loaded, PromptRecord(text[:3], text[3:]))
+        [(input_ids, target)] = encode_all(loaded, PromptRecord(text[:3], text[3:]))
         assert input_ids.tolist() == [*(front or own_front), *plain, end]
         assert target[-1]
-    [(input_ids, _)] = _encode(loaded, _conversation(("user", "It is")))
+    [(input_ids, _)] = encode_all(loaded, _conversation(("user", "It is")))
     assert input_ids.tolist() == [begin, *plain, end]
 
 
@@ -464,7 +455,7 @@ def test_an_exchange_is_a_conversation_where_there_is_a_template_and_else_two_li
         (plain, PromptRecord("Be brief.\nWhat is it?\n", "It is fine.")),
         (templated, _conversation(*messages)),
     ):
-        [(input_ids, target), (expected, expected_target)] = _encode(loaded, exchange, same)
+        [(input_ids, target), (expected, expected_target)] = encode_all(loaded, exchange, same)
         assert input_ids.tolist() == expected.tolist()
         assert target.tolist() == expected_target.tolist()
 
@@ -506,7 +497,7 @@ def test_tokens_and_masks_of_the_sample_data_are_those_of_a_plain_reference() ->
         values = [value | {"text": value["text"][:20_000]} if "text" in value else value for value in values[::3]]
         layout = detect(values[:100])
         schemas.add(layout.schema)
-        encoded = _encode(loaded, *(parse(layout, value) for value in values))
+        encoded = encode_all(loaded, *(parse(layout, value) for value in values))
         for value, (input_ids, target) in zip(values, encoded, strict=True):
             expected_ids, expected = _reference(tokenizer, value)
             assert input_ids.tolist() == expected_ids
@@ -518,7 +509,7 @@ def test_the_other_schemas_give_the_tokens_of_those_they_stand_for() -> None:
     loaded = load_tokenizer(SAMPLES / "tokenizer")
     values = [json.loads(line) for line in (SAMPLES / "math.jsonl").read_bytes().splitlines()][:100]
     chats = [_conversation(("user", value["prompt"]), ("assistant", value["completion"])) for value in values]
-    expected = _encode(loaded, *chats)
+    expected = encode_all(loaded, *chats)
     layouts: list[list[dict[str, Any]]] = [
         [{"question": value["prompt"], "answer": value["completion"]} for value in values],
         [{"instruction": value["prompt"], "response": value["completion"], "input": ""} for value in values],
@@ -529,7 +520,7 @@ def test_the_other_schemas_give_the_tokens_of_those_they_stand_for() -> None:
     ]
     for records in layouts:
         layout = detect(records)
-        encoded = _encode(loaded, *(parse(layout, record) for record in records))
+        encoded = encode_all(loaded, *(parse(layout, record) for record in records))
         for (input_ids, target), (expected_ids, expected_target) in zip(encoded, expected, strict=True):
             assert input_ids.tolist() == expected_ids.tolist()
             assert target.tolist() == expected_target.tolist()

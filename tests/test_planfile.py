@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import struct
@@ -28,9 +29,13 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.schema import CHUNKS, TOKENS
 
 
+def manifest(content: str) -> str:
+    return json.dumps({"kind": "plan", "content": content})
+
+
 def fill(folder: Path, content: str) -> None:
     with replace_folder(folder, "plan") as temporary:
-        (temporary / "manifest.json").write_text(content)
+        (temporary / "manifest.json").write_text(manifest(content))
 
 
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
@@ -38,7 +43,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     (tmp_path / "plan" / "steps.parquet").write_text("")
     fill(tmp_path / "plan", "new")
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["manifest.json"]
-    assert (tmp_path / "plan" / "manifest.json").read_text() == "new"
+    assert (tmp_path / "plan" / "manifest.json").read_text() == manifest("new")
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
@@ -48,7 +53,7 @@ def test_an_interrupted_run_leaves_the_old_folder(tmp_path: Path, error: type[Ba
     with pytest.raises(error), replace_folder(tmp_path / "plan", "plan") as temporary:
         (temporary / "manifest.json").write_text("half of a")
         raise error
-    assert (tmp_path / "plan" / "manifest.json").read_text() == "old"
+    assert (tmp_path / "plan" / "manifest.json").read_text() == manifest("old")
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
@@ -148,13 +153,18 @@ def test_a_lengths_file_is_an_analysis_without_tokens(tmp_path: Path) -> None:
         pa.table({"a": [1, 2], "b": [3, 4]}),
         pa.table({"a": [1.5, 2.0]}),
         pa.table({"a": ["x"]}),
-        pa.table({"a": pa.array([1, None])}),
     ],
-    ids=["two columns", "floats", "strings", "nulls"],
+    ids=["two columns", "floats", "strings"],
 )
 def test_a_parquet_file_that_is_not_one_column_of_lengths_is_refused(tmp_path: Path, table: pa.Table) -> None:
     pq.write_table(table, tmp_path / "lengths.parquet")
     with pytest.raises(DataError, match="expected one of whole numbers"):
+        load_analysis(tmp_path / "lengths.parquet")
+
+
+def test_a_length_that_is_null_is_refused_by_its_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": pa.array([1, None, 2])}), tmp_path / "lengths.parquet")
+    with pytest.raises(DataError, match=r"lengths\.parquet, row 1: the length of sequence 1 is null"):
         load_analysis(tmp_path / "lengths.parquet")
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.errors import UsageError
-from chunkplan_cli.terminal import print_error, stdout
+from chunkplan_cli.terminal import note, one_line, print_error, stdout, warn
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\x08b"
 
@@ -32,3 +32,13 @@ def test_an_error_does_not_obey_the_name_of_a_file(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().err
     assert shown.count("?[2J") == 3
     assert "\x1b" not in shown
+
+
+def test_a_name_cannot_begin_a_line_that_looks_like_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\nerror: b\r\nhint: c\n"
+    print_error(UsageError(f"there is no {name}", hint=f"not {name}", where=name))
+    note(name, "next")
+    warn(name)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["error:", "hint:", "a?error:", "next", "warning:"]
+    assert one_line(name) not in name

@@ -11,6 +11,7 @@ import numpy as np
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.exporting.batches import RowBatch, read_batches
+from chunkplan.exporting.checks import check_source
 from chunkplan.exporting.hf import write_hf
 from chunkplan.exporting.jsonl import write_jsonl
 from chunkplan.exporting.megatron_bridge import write_megatron_bridge
@@ -86,7 +87,7 @@ def export(
     Raises:
         UsageError: there is nothing at `source`, it has no tokens, sequences are in parts, or `output` is something
             else.
-        DataError: a file is damaged, or the analysis is not the plan's.
+        DataError: a file is damaged or was changed, or the analysis is not the plan's.
     """
     output = Path(output)
     if to not in FORMATS:
@@ -120,7 +121,8 @@ def export(
     }
     asked = {"packing": packing, "whole_only": whole_only, "allow_split": allow_split}
     with replace_folder(output, "export") as folder:
-        counted = _count(read_batches(rows, tokens), rows.num_tokens, stated, opened.analysis.path, progress)
+        check_source(opened.analysis)
+        counted = _count(read_batches(rows, tokens), rows.num_tokens, stated, opened.path, progress)
         written = Export(
             **described,
             path=output,
@@ -134,7 +136,7 @@ def export(
 
 
 def _count(
-    batches: Iterator[RowBatch], num_tokens: int, num_target_tokens: int, analysis: Path, progress: Progress | None
+    batches: Iterator[RowBatch], num_tokens: int, num_target_tokens: int, source: Path, progress: Progress | None
 ) -> Iterator[RowBatch]:
     """Pass on `batches`, say how far they are, and see that they have the targets that were stated."""
     done = targets = 0
@@ -146,7 +148,7 @@ def _count(
             progress(done, num_tokens)
     if targets != num_target_tokens:
         raise DataError(
-            f"the tokens have {targets:,} targets, the lengths say {num_target_tokens:,}",
-            where=str(analysis),
-            hint="analyze again",
+            f"the rows have {targets:,} targets, its sequences {num_target_tokens:,}",
+            where=str(source),
+            hint="`chunkplan validate` names what is wrong with it",
         )

@@ -8,8 +8,8 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, sum_runs
 from chunkplan.errors import DataError
+from chunkplan.exporting.checks import PLAN_HINT, read_chunks
 from chunkplan.planfile.analysis import Analysis, TokenReader
-from chunkplan.planfile.chunk_columns import ChunkColumns
 from chunkplan.planfile.plan import Plan
 from chunkplan.rows import pack
 
@@ -88,9 +88,9 @@ def plan_rows(plan: Plan, analysis: Analysis) -> ExportRows:
     """The chunks of a plan in order of step, rank and chunk, without those that have no tokens.
 
     Raises:
-        DataError: a file is damaged, or the analysis does not have the tokens that the plan names.
+        DataError: a file is damaged or was changed, or the analysis does not have the tokens that the plan names.
     """
-    columns = ChunkColumns.of(plan, analysis, plan.steps(), plan.chunks())
+    columns = read_chunks(plan, analysis)
     within = columns.is_known & (columns.start >= 0) & (columns.start < columns.end)
     wrong = np.flatnonzero(~(within & (columns.end <= columns.sequence_tokens)))
     if wrong.size:
@@ -98,7 +98,7 @@ def plan_rows(plan: Plan, analysis: Analysis) -> ExportRows:
         raise DataError(
             f"tokens {start} to {end} of sequence {name} are not in the analysis",
             where=str(plan.path),
-            hint="`chunkplan validate` names what is wrong with the plan; build it again",
+            hint=PLAN_HINT,
         )
     chunks = ExportRows(
         rows=columns.segments,

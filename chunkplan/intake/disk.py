@@ -7,7 +7,7 @@ from pathlib import Path
 
 from chunkplan.errors import UsageError
 
-#: Left to everybody else.
+#: Left to everybody else: as much as is written, and no more than this.
 _RESERVE = 256 << 20
 
 #: Bytes that are stored for a byte of text where tokens are long, and where every character is one.
@@ -26,15 +26,16 @@ def check_room(folder: Path, num_bytes: float, what: str) -> None:
     """
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes + _RESERVE:
+    free, reserve = shutil.disk_usage(folder).free, min(num_bytes, _RESERVE)
+    if free < num_bytes + reserve:
         place = next(place for place in (folder, *folder.parents) if ".tmp-" not in place.name)
         raise UsageError(
-            f"{what} takes about {_size(num_bytes)}, {_size(_RESERVE)} are to stay free, and {place} has {_size(free)} "
+            f"{what} takes about {_size(num_bytes)}, {_size(reserve)} are to stay free, and {place} has {_size(free)} "
             "left",
             hint=ROOM_HINT,
         )
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
+    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size), ("KB", 1e3))
+    return f"{num_bytes / size:,.1f} {unit}"

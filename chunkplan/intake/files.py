@@ -160,6 +160,7 @@ def _filesystem(url: str) -> Any:
         return fsspec.core.url_to_fs(url)[0]
     except ImportError as error:
         protocol = url.partition("://")[0]
-        raise UsageError(f"no access to {protocol}:// ({error})", hint="install the package it names") from error
+        package = getattr(error.__cause__, "name", None) or "the package it names"
+        raise UsageError(f"no access to {protocol}:// ({error})", hint=f"pip install {package}") from error
     except ValueError as error:
         raise UsageError(f"{url} is no address: {error}", hint="give s3://, gs://, hf://, ... or a path") from error

@@ -14,6 +14,7 @@ from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import Layout
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.analysis import record_place
+from chunkplan.quantities import counted
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The path as it is shown and stored; names may be any bytes."""
-        return os.fsencode(self.file.path).decode("utf-8", "backslashreplace")
+        """The path as it is shown and stored, on one line; names may be any bytes."""
+        return os.fsencode(self.file.path).decode("utf-8", "backslashreplace").replace("\n", "\\n")
 
     @property
     def format(self) -> str:
@@ -99,7 +100,7 @@ class Source:
         if any(piece.num_target_tokens or piece.is_estimated for piece in self.pieces):
             return
         raise DataError(
-            f"no token of its {num_sequences:,} sequences counts in the loss (schema {self.layout.schema})",
+            f"no token of its {counted(num_sequences, 'sequence')} counts in the loss (schema {self.layout.schema})",
             where=self.name,
             hint="its texts are of one token each: is it the right key?"
             if self.layout.schema == "text"

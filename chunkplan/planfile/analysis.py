@@ -18,7 +18,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.own_files import refuse_outside
+from chunkplan.planfile.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.schema import TOKENS
 from chunkplan.planfile.tables import conform
 
@@ -65,18 +65,15 @@ class Analysis:
         return record_place(source["path"], source.get("format", "jsonl"), record)
 
     def tokens(self) -> TokenReader:
-        """Random access to the tokens.
+        """Random access to the tokens. A file that the system does not let us read is its OSError.
 
         Raises:
             UsageError: the analysis holds lengths only, or is of a sample.
         """
         if not self.has_tokens:
             what = f"is of a sample of {100 * self.sample:g}%" if self.sample else "holds lengths only, no tokens"
-            command = "chunkplan analyze DATA --tokenizer FILE"
-            raise UsageError(
-                f"the analysis {self.path} {what}",
-                hint=f"run `{command}` {'without --sample ' if self.sample else ''}and build the plan again",
-            )
+            command = f"`chunkplan analyze DATA --tokenizer FILE`{' without --sample' if self.sample else ''}"
+            raise UsageError(f"the analysis {self.path} {what}", hint=f"run {command}; plans are to be built of that")
         return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
 
     def _repr_html_(self) -> str:
@@ -182,6 +179,7 @@ class TokenReader:
             batch.validate()
             table = conform(pa.Table.from_batches([batch]), TOKENS, path)
         except _DAMAGED as error:
+            raise_if_unreadable(error)
             raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
         stated = self._begin[first : last + 1] - self._begin[first]
         for name in TOKENS.names:

@@ -45,7 +45,7 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
         yield Violation("targets", f"sequence {wrong[0]} has an impossible number of targets", count=wrong.size)
     if analysis.has_tokens:
         try:
-            yield from _check_tokens(analysis)
+            yield from check_tokens(analysis)
         except DataError as error:
             yield Violation("tokens", str(error))
     if combine_hashes(manifest["content_hashes"]) != analysis.content_hash:
@@ -72,7 +72,12 @@ def _check_sources(analysis: Analysis) -> Iterator[Violation]:
                 yield Violation("records", f"{source['path']} says {name} = {source[name]}, counted {value}")
 
 
-def _check_tokens(analysis: Analysis) -> Iterator[Violation]:
+def check_tokens(analysis: Analysis) -> Iterator[Violation]:
+    """Yield what is wrong with the tokens: targets as counted, ids in range, the content hash.
+
+    Raises:
+        DataError: a file of tokens is damaged.
+    """
     hasher = TokensHasher()
     largest = analysis.manifest["max_token_id"]
     for first, batch in analysis.tokens().batches():

@@ -93,7 +93,9 @@ def check_chunk_size(columns: ChunkColumns) -> Violation | None:
 
 
 #: Run in this order. The checks after one of `STRUCTURAL` rely on it and say nothing sensible where it fails.
+#: `WITHOUT_ANALYSIS` look at the plan alone.
 STRUCTURAL = frozenset({"chunk-ids", "batch-sizes", "tokens-once"})
+WITHOUT_ANALYSIS = frozenset({"chunk-ids", "equal-chunks", "chunk-size"})
 CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Violation | None]] = {
     "chunk-ids": check_chunk_ids,
     "batch-sizes": check_steps,

@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from chunkplan.errors import UsageError
@@ -24,17 +23,25 @@ EXPORT = "export.json"
 #: Says that a folder is a cache, to whatever reads or backs up folders (https://bford.info/cachedir/).
 CACHE_TAG = "CACHEDIR.TAG"
 
-#: What each kind of folder holds (patterns). One that holds anything else, such as a run's weights, is never replaced.
+#: What each kind of folder holds (patterns of files, and of folders with a "/" behind). One that holds anything else,
+#: such as a run's weights, is never replaced.
 _CONTENTS = {
-    "analysis": {MANIFEST, "sequences.parquet", "tokens", "rejected.jsonl"},
-    "plan": {MANIFEST, "steps.parquet", "chunks.parquet", "schedule.parquet"},
-    "shard": {MANIFEST, "pieces"},
+    "analysis": r"manifest\.json|sequences\.parquet|rejected\.jsonl|tokens/(part-\d+\.arrow)?",
+    "plan": r"manifest\.json|(steps|chunks|schedule)\.parquet",
+    "shard": r"manifest\.json|pieces/(\w+/((lengths|tokens)\.arrow|digests\.bin|rejected\.jsonl)?)?",
     # `datasets` caches what it makes of a dataset beside it.
-    "export": {EXPORT, "data-*-of-*", "state.json", "dataset_info.json", "cache-*.arrow"},
+    "export": r"export\.json|data-\d+-of-\d+\.(arrow|jsonl|idx\.parquet)|(state|dataset_info)\.json|cache-.+\.arrow",
 }
 
-#: What a folder has to hold to be of the kind: without it, what has these names may be somebody else's.
-_REQUIRED = {"export": EXPORT}
+#: What is in the file that says of which kind a folder is, whatever else of it is damaged or of another version:
+#: without it, what has these names may be somebody else's.
+_MARKS = {
+    **{kind: (MANIFEST, rf'"kind":\s*"{kind}"') for kind in ("analysis", "plan", "shard")},
+    "export": (EXPORT, r'"format":\s*"[\w-]+",\s*"tool_version":'),
+}
+
+#: Where a mark is looked for: it is among the first of what is written.
+_MARK_CHARACTERS = 1 << 20
 
 _NAMES = {"analysis": "an analysis", "plan": "a plan", "shard": "a shard of an analysis", "export": "an export"}
 
@@ -44,10 +51,11 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     """Yield a temporary folder beside `target` that takes its place when the block ends without an error.
 
     A killed run leaves the old folder or none, never half of a new one; if none, the next run puts the old one back.
-    Only an empty folder or one of the same kind (see `_CONTENTS`), with nothing else in it, is replaced.
+    Only an empty folder or one of the same kind (see `_MARKS`), with nothing else in it (see `_CONTENTS`), is replaced.
 
     Raises:
-        UsageError: `target` is something else or cannot be written, or another run is writing it.
+        UsageError: `target` is something else, cannot be written or holds the current folder, or another run is writing
+            it.
     """
     with reserve_folder(target, kind), fill_folder(target) as temporary:
         yield temporary
@@ -120,17 +128,47 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
 
 def refuse_other_content(target: Path, kind: str) -> None:
     """Raise the UsageError of `replace_folder`; before long work, so that it is not done in vain."""
-    if not target.exists() or (target.is_dir() and _is_just({path.name for path in target.iterdir()}, kind)):
-        return
+    if "\0" in str(target):
+        raise UsageError(f"{str(target)!r} is no path", hint="give another name")
+    with writing(target):
+        if not target.exists():
+            return
+        if _is_around_us(target):
+            raise UsageError(
+                f"{target} is the current folder, or around it, and would be replaced as a whole",
+                hint="give a folder in it, such as --output result, or work in another one",
+            )
+        if target.is_dir() and _is_just(target, kind):
+            return
     raise UsageError(
         f"{target} exists and is not just {_NAMES[kind]}",
-        hint="give another --output; this one would have been replaced as a whole",
+        hint="give another --output, or remove it yourself: it would have been replaced as a whole",
     )
 
 
-def _is_just(names: set[str], kind: str) -> bool:
-    known = all(any(fnmatch(name, pattern) for pattern in _CONTENTS[kind]) for name in names)
-    return known and (not names or kind not in _REQUIRED or _REQUIRED[kind] in names)
+def _is_around_us(target: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(target.resolve())
+    except FileNotFoundError:  # the current folder was removed
+        return False
+
+
+def _is_just(folder: Path, kind: str) -> bool:
+    """Whether a folder is empty, or is of the kind and has nothing in it that is not."""
+    names = {_name(path, folder) for path in folder.rglob("*")}
+    if not names:
+        return True
+    marked, mark = _MARKS[kind]
+    if not (folder / marked).is_file() or not all(re.fullmatch(_CONTENTS[kind], name) for name in names):
+        return False
+    with (folder / marked).open(errors="replace") as file:
+        return re.search(mark, file.read(_MARK_CHARACTERS)) is not None
+
+
+def _name(path: Path, folder: Path) -> str:
+    """Below `folder`; a link is none of its folders, whatever it points at."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return path.relative_to(folder).as_posix() + ("/" if is_folder else "")
 
 
 def remove_left_behind(parent: Path, name: str | None = None) -> None:

@@ -85,8 +85,11 @@ def _read_parquet(path: Path) -> IntegerArray:
     with open_parquet(path, _HINT) as file:
         table = file.read()
         table.validate(full=True)
-    if table.num_columns != 1 or not pa.types.is_integer(table.schema.field(0).type) or table.column(0).null_count:
+    if table.num_columns != 1 or not pa.types.is_integer(table.schema.field(0).type):
         found = ", ".join(f"{field.name}: {field.type}" for field in table.schema)
         raise DataError(f"found columns {found}; expected one of whole numbers", where=str(path), hint=_HINT)
+    if table.column(0).null_count:
+        row = int(np.flatnonzero(table.column(0).is_null().to_numpy())[0])
+        raise DataError(f"the length of sequence {row} is null", where=f"{path}, row {row}", hint=_HINT)
     lengths: IntegerArray = table.column(0).to_numpy()
     return lengths

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shlex
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,9 @@ from chunkplan.errors import UsageError
 #: More of a command does not help to tell it from others.
 _MOST_CHARACTERS = 200
 
+#: What the system says of a link, of a folder, and of a socket or a device without a driver.
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
+
 
 @contextmanager
 def hold(target: Path) -> Iterator[None]:
@@ -26,7 +31,7 @@ def hold(target: Path) -> Iterator[None]:
     run left is in nobody's way. Where the file system has no locks the block runs without one.
 
     Raises:
-        UsageError: another run holds `target`.
+        UsageError: another run holds `target`, or its lock is no file but a link, a pipe or the like.
         OSError: no file can be written there.
     """
     path = target.with_name(f".{target.name}.lock")
@@ -42,7 +47,7 @@ def hold(target: Path) -> Iterator[None]:
 
 def _take(path: Path, target: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = _open(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -59,9 +64,30 @@ def _take(path: Path, target: Path) -> int:
         os.close(descriptor)  # its holder removed it after it was opened here: only who makes a new one holds anything
 
 
+def _open(path: Path) -> int:
+    """Open a lock that is a file by this name: what a link points at would be overwritten."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise _no_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def _no_file(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is to be a file that tells who writes, and is something else",
+        hint="remove it if you know what it is, or write elsewhere with --output or --workspace",
+    )
+
+
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

@@ -34,6 +34,7 @@ def or_null(expected: Test) -> Test:
 
 
 TEXT = (lambda value: isinstance(value, str), "a string")
+LINE = (lambda value: isinstance(value, str) and "\n" not in value, "a string of one line")
 PATH = (lambda value: isinstance(value, str) and "\0" not in value, "a path")
 FLAG = (lambda value: isinstance(value, bool), "true or false")
 NUMBER = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0")
@@ -45,9 +46,13 @@ PART_FILE = (
     lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
     "the name of a part file in tokens/",
 )
+WORDS = (
+    lambda value: isinstance(value, dict) and all(isinstance(word, str) for word in value.values()),
+    "strings by name",
+)
 TOKENIZER = (
-    lambda value: isinstance(value, dict) and PATH[0](value.get("path")) and isinstance(value.get("content_hash"), str),
-    "an object with `path` and `content_hash`",
+    lambda value: isinstance(value, dict) and find_mismatch(value, _TOKENIZER) is None,
+    "an object with `path` and `content_hash`, strings, and maybe `vocab_size` and `eos_token`",
 )
 SHARE = (lambda value: type(value) is float and 0 < value < 1, "a share between 0 and 1")
 HOLDOUT = (
@@ -75,16 +80,27 @@ def one_of(*choices: str) -> Test:
     return lambda value: isinstance(value, str) and value in choices, " or ".join(f'"{choice}"' for choice in choices)
 
 
+_TOKENIZER: Expected = {
+    "path": PATH,
+    "content_hash": TEXT,
+    "vocab_size?": or_null(whole()),
+    "eos_token?": or_null(TEXT),
+}
 ANALYSIS: Expected = {
     "tool_version": TEXT,
     "content_hash": TEXT,
-    "content_hashes": {"sequences": TEXT},
+    "content_hashes": {"sequences": TEXT, "tokens?": TEXT},
     "totals": COUNTS,
     "sources": [
         {
-            "path": TEXT,
+            "path": LINE,
             "format?": TEXT,
+            "compression?": or_null(TEXT),
             "schema": or_null(TEXT),
+            "columns?": or_null(WORDS),
+            "evidence?": or_null(TEXT),
+            "bytes?": or_null(whole()),
+            "content_hash?": TEXT,
             "records": whole(),
             "rejected?": whole(),
             "not_sampled?": whole(),
@@ -99,6 +115,17 @@ ANALYSIS: Expected = {
     "truncated": {"num_sequences": whole(), "num_tokens": whole()},
     "max_token_id": or_null(whole()),
     "tokenizer?": or_null(TOKENIZER),
+    "template_hash?": or_null(TEXT),
+    "options?": {
+        "schema?": or_null(TEXT),
+        "columns?": WORDS,
+        "max_length?": or_null(whole(1)),
+        "long?": TEXT,
+        "on_error?": TEXT,
+        "tokens?": FLAG,
+        "sample?": or_null(SHARE),
+        "max_record_bytes?": whole(1),
+    },
     "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
@@ -130,7 +157,7 @@ PLAN: Expected = {
         "mix": or_null(WEIGHTS),
     },
     "analysis": {"path": PATH, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
-    "selection": {**_SELECTED, "sources": [{"path": TEXT, **_SELECTED}]},
+    "selection": {**_SELECTED, "sources": [{"path": LINE, **_SELECTED}]},
     "totals": {
         "num_steps": whole(),
         "num_chunks": whole(),

@@ -1,7 +1,7 @@
 """What a notebook shows of a plan or an analysis: a small table of HTML, from the manifest and the lengths alone.
 
 Colours are the notebook's own, so that it is readable on light and on dark. Nothing of the files is trusted: all of it
-is escaped.
+is escaped, and what would not be seen is a symbol.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
-from chunkplan.quantities import k_words, seconds
+from chunkplan.quantities import counted, k_words, seconds
+from chunkplan.visible import visible
 
 #: Hexadecimal digits of a content hash that are shown.
 _SHOWN = 16
@@ -32,15 +33,16 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     config, totals, predictions = manifest["config"], manifest["totals"], manifest["predictions"]
     cost_model = predictions["cost_model"]
     part = " of held-out sequences" if config["part"] == "eval" else ""
+    most = min(config["global_batch"], totals["num_sequences"])
     return _html(
         f"chunkplan plan{part}",
         path,
         _warnings(exact=manifest["analysis"]["exact"], sample=manifest["analysis"].get("sample")),
         [
-            ("chunk size, K", f"{config['chunk_size']:,} tokens, {k_words(config['k'], config['k_by_length'])}"),
+            ("ChunkSize, K", f"{config['chunk_size']:,} tokens, {k_words(config['k'], config['k_by_length'])}"),
             ("dp x pp", f"{config['dp']} x {config['pp']}, {config['schedule']}"),
-            ("steps", f"{totals['num_steps']:,} of {config['global_batch']:,} sequences, seed {config['seed']}"),
-            ("sequences", f"{totals['num_sequences']:,}, the longest {totals['longest_sequence']:,} tokens"),
+            ("steps", f"{totals['num_steps']:,}, of up to {counted(most, 'sequence')}, seed {config['seed']}"),
+            ("sequences", f"{totals['num_sequences']:,}, the longest {counted(totals['longest_sequence'], 'token')}"),
             ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
             ("chunks", f"{totals['num_chunks']:,}"),
             ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
@@ -67,7 +69,7 @@ def analysis_html(
         ("sequences", f"{len(num_tokens):,}" + (f"; rejected: {rejected:,}" if rejected else "")),
         ("tokens", f"{total:,}, of which {int(num_target_tokens.sum(dtype=np.int64)):,} targets"),
         ("lengths", f"mean {total / len(num_tokens):,.0f}, median {middle:,}, 99% up to {high:,}"),
-        ("the longest", f"{int(num_tokens.max()):,} tokens"),
+        ("the longest", counted(int(num_tokens.max()), "token")),
     ]
     if sources := manifest.get("sources"):
         rows.append(("sources", _names([str(source["path"]) for source in sources])))
@@ -92,8 +94,8 @@ def _html(title: str, path: Path, warnings: Iterable[str], rows: Iterable[tuple[
     said = "".join(f'<div style="font-weight:bold">{escape(warning)}</div>' for warning in warnings)
     cells = "".join(
         f'<tr style="background:none"><th scope="row" style="{_NAME}">{escape(name)}</th>'
-        f'<td style="{_VALUE}">{escape(value)}</td></tr>'
+        f'<td style="{_VALUE}">{escape(visible(value))}</td></tr>'
         for name, value in rows
     )
-    heading = f"<div><strong>{escape(title)}</strong> <code>{escape(str(path))}</code></div>"
+    heading = f"<div><strong>{escape(title)}</strong> <code>{escape(visible(str(path)))}</code></div>"
     return f'<div>{heading}{said}<table style="{_TABLE}"><tbody>{cells}</tbody></table></div>'

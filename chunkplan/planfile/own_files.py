@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from chunkplan.errors import DataError
+
+#: It may not be read, too many files are open, or the disk fails.
+_OF_THE_MACHINE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO}
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
@@ -25,3 +29,9 @@ def refuse_outside(path: Path, folder: Path) -> None:
     if not target.is_file():
         what = "not a regular file" if target.exists() else "missing"
         raise DataError(what, where=str(path), hint="write it again with `chunkplan analyze` or `chunkplan build`")
+
+
+def raise_if_unreadable(error: Exception) -> None:
+    """Raise an error again if it is one of the machine, and says nothing of what is in the file."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        raise error

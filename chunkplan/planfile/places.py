@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
 
@@ -21,7 +23,24 @@ def find_step(plan: Plan, number: int) -> PlanStep:
         raise DataError(
             f"step {number} is missing", where=str(plan.path / "steps.parquet"), hint="build the plan again"
         )
+    for table, place, what in _complaints(found, plan.config["dp"], plan.config["pp"]):
+        where = f"{plan.path / table}.parquet, step {number}, {place}"
+        raise DataError(what, where=where, hint="run `chunkplan validate`: it says what is wrong with the plan")
     return found
+
+
+def _complaints(step: PlanStep, dp: int, pp: int) -> Iterator[tuple[str, str, str]]:
+    """What a look at the rows of a step stumbles over: the table, the place and the words."""
+    ranks = {*range(dp)}
+    for rank in sorted(step.chunks.keys() ^ ranks):
+        yield "chunks", f"rank {rank}", "no chunks" if rank in ranks else "the plan has no such rank"
+    for rank, chunks in step.chunks.items():
+        if [chunk.chunk_id for chunk in chunks] != [*range(len(chunks))]:
+            yield "chunks", f"rank {rank}", "the chunks are not numbered from 0 in order"
+    stages = {(rank, stage) for rank in ranks for stage in range(pp)}
+    for rank, stage in sorted(step.actions.keys() ^ stages):
+        what = "no actions" if (rank, stage) in stages else "the plan has no such stage"
+        yield "schedule", f"rank {rank}, stage {stage}", what
 
 
 def check_rank(plan: Plan, rank: int) -> None:

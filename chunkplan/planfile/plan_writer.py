@@ -93,8 +93,8 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, str]:
-    """The content hashes of a plan's tables and of its configuration."""
-    hashes = {name: content_hash(tables[name], schema) for name, schema in _SCHEMAS.items()}
+    """The content hashes of those of a plan's `tables` that are given, and of its configuration."""
+    hashes = {name: content_hash(table, _SCHEMAS[name]) for name, table in tables.items()}
     return {**hashes, "config": _hash_config(config)}
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.hashing import ContentHasher
+from chunkplan.planfile.own_files import raise_if_unreadable
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 
@@ -33,9 +34,8 @@ def open_parquet(path: Path, hint: str = _HINT) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             _refuse_huge(file.metadata)
             yield file
-    except PermissionError:
-        raise
     except (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException) as error:
+        raise_if_unreadable(error)
         raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from error
 
 

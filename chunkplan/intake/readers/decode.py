@@ -15,6 +15,8 @@ from chunkplan.intake.schemas.fields import json_type
 
 _HINT = "JSONL has one JSON object a line; an array is read from files named .json"
 
+_BOM = b"\xef\xbb\xbf"
+
 _DECODER = msgspec.json.Decoder()
 
 _TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this record out")
@@ -52,7 +54,8 @@ def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
         except UnicodeDecodeError as wrong:
             message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
             return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
-        return _not_taken(line) or RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
+        not_json = RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
+        return _not_taken(line) or _not_our_text(line) or not_json
     if not isinstance(record, dict):
         message = f"found {json_type(record)}, expected one JSON object a line"
         return RecordError(message, reason="not-an-object", hint=_HINT)
@@ -62,7 +65,7 @@ def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
 def _not_taken(line: bytes) -> RecordError | None:
     """What the decoder has against a line that other parsers take for JSON, though it is no data; None: it is none."""
     try:
-        value = json.loads(line, parse_constant=_refuse, parse_int=len)
+        value = json.loads(line.decode(), parse_constant=_refuse, parse_int=len)
     except (ValueError, RecursionError):
         return None
     try:
@@ -72,6 +75,17 @@ def _not_taken(line: bytes) -> RecordError | None:
         message, hint = f"a lone surrogate, {surrogate}, in a string", "it is half of a character: mend the text"
         return RecordError(message, reason="not-json", hint=hint)
     return RecordError("a number beyond 64 bits", reason="not-json", hint="write it as a string, or leave it out")
+
+
+def _not_our_text(line: bytes) -> RecordError | None:
+    """What files have in them that were joined, or are in another encoding."""
+    if line.startswith(_BOM):
+        message = "a byte order mark, which only the first line may have"
+        return RecordError(message, reason="not-json", hint="leave it out: it is there where files were joined")
+    if b"\0" in line:
+        message = f"a zero byte at column {line.index(0) + 1}, as UTF-16 and UTF-32 have them"
+        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
+    return None
 
 
 def _refuse(name: str) -> NoReturn:
