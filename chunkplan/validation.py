@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
-from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL
+from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS
 from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, peak_retained
 from chunkplan.planfile.chunk_columns import ChunkColumns
 from chunkplan.planfile.folder import MANIFEST
@@ -32,7 +32,8 @@ PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHE
 class Validation:
     """What was looked at and what was found. `unchecked` could not be looked at because of another violation.
 
-    `exact` is false where the lengths are estimated.
+    `exact` is false where the lengths are estimated, `is_own_analysis` where a plan was built from another analysis
+    than the one it would have been compared with.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Validation:
     passed: tuple[str, ...]
     violations: tuple[Violation, ...]
     unchecked: tuple[str, ...]
+    is_own_analysis: bool = True
 
     @property
     def ok(self) -> bool:
@@ -85,12 +87,17 @@ def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
     with ThreadPoolExecutor(1) as pool:
         hashes = pool.submit(hash_plan, tables, plan.config)
         columns = ChunkColumns.of(plan, analysis, tables["steps"], tables["chunks"])
-        violations, unchecked = _check_chunks(columns)
+        is_own = plan.manifest["analysis"]["content_hash"] == analysis.content_hash
+        violations, unchecked = _check_chunks(columns, is_own)
         if not unchecked:
             found, unchecked = _check_schedules(columns, ScheduleColumns.of(tables["schedule"]))
             violations += found
-        violations = _check_hashes(plan, analysis, hashes.result()) + _check_manifest(plan, analysis) + violations
-    return _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
+        violations = _check_hashes(plan, hashes.result()) + _check_manifest(plan, analysis, is_own) + violations
+    if not is_own:
+        message = f"the plan was built from another analysis than {analysis.path}"
+        violations = [Violation("content-hash", message), *violations]
+    result = _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
+    return replace(result, is_own_analysis=is_own)
 
 
 def _validation(
@@ -110,12 +117,12 @@ def _validation(
         content_hash=content_hash,
         passed=tuple(name for name in invariants if name not in broken and name not in unchecked),
         violations=tuple(violations),
-        unchecked=tuple(unchecked),
+        unchecked=tuple(name for name in unchecked if name not in broken),
     )
 
 
-def _check_hashes(plan: Plan, analysis: Analysis, hashes: dict[str, str]) -> list[Violation]:
-    """The files hold what the manifest was written for, and the analysis is the one the plan was built from."""
+def _check_hashes(plan: Plan, hashes: dict[str, str]) -> list[Violation]:
+    """The files hold what the manifest was written for."""
     stated = plan.manifest["content_hashes"]
     violations = [
         Violation("content-hash", f"{name} is not what the manifest was written for")
@@ -124,19 +131,17 @@ def _check_hashes(plan: Plan, analysis: Analysis, hashes: dict[str, str]) -> lis
     ]
     if combine_hashes(stated) != plan.content_hash:
         violations.append(Violation("content-hash", "the plan's hash is not that of its files' hashes"))
-    if plan.manifest["analysis"]["content_hash"] != analysis.content_hash:
-        violations.append(Violation("content-hash", f"the plan was built from another analysis than {analysis.path}"))
     return violations
 
 
-def _check_manifest(plan: Plan, analysis: Analysis) -> list[Violation]:
-    """What no hash covers: what the manifest says of the analysis is so, and its cost model is one."""
+def _check_manifest(plan: Plan, analysis: Analysis, is_own: bool) -> list[Violation]:
+    """What no hash covers: what the manifest says of the plan's own analysis is so, and its cost model is one."""
     stated = plan.manifest["analysis"]
     actual = {"exact": analysis.is_exact, "has_tokens": analysis.has_tokens, "sample": analysis.sample}
     violations = [
         Violation("totals", f"manifest says {name} = {stated[name]} of the analysis, which has {value}")
         for name, value in actual.items()
-        if stated.get(name, value) != value
+        if is_own and stated.get(name, value) != value
     ]
     try:
         CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where="manifest")
@@ -145,17 +150,23 @@ def _check_manifest(plan: Plan, analysis: Analysis) -> list[Violation]:
     return violations
 
 
-def _check_chunks(columns: ChunkColumns) -> tuple[list[Violation], list[str]]:
-    """The violations of steps and chunks, and the invariants that could not be looked at because of them."""
-    violations = []
+def _check_chunks(columns: ChunkColumns, is_own: bool) -> tuple[list[Violation], list[str]]:
+    """The violations of steps and chunks, and the invariants that could not be looked at.
+
+    That is because of them, or because the analysis is not the plan's own.
+    """
+    violations, unchecked = [], []
     names = [*CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS]
     for position, (name, check) in enumerate(CHUNK_CHECKS.items()):
+        if not is_own and name not in WITHOUT_ANALYSIS:
+            unchecked.append(name)
+            continue
         found = check(columns)
         if found:
             violations.append(found)
             if name in STRUCTURAL:
-                return violations, names[position + 1 :]
-    return violations, []
+                return violations, unchecked + names[position + 1 :]
+    return violations, unchecked if is_own else unchecked + names[len(CHUNK_CHECKS) :]
 
 
 def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[list[Violation], list[str]]:

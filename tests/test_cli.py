@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import chunkplan
 from tests.command_line import Run
 
 ROOT = Path(__file__).parents[1]
@@ -131,7 +132,7 @@ def test_a_replaced_plan_is_named(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
     run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
     again = run("build", "lengths.npy", "--chunk-size", 64, "--k", 2)
-    assert "replaced a plan with chunk size 128, K 1, dp 1, pp 1" in again.err
+    assert "replaced a plan with ChunkSize 128, K 1, dp 1, pp 1" in again.err
     assert [path.name for path in (tmp_path / "chunkplan-out").iterdir()] == ["plan"], "no temporary folder stays"
 
 
@@ -143,6 +144,32 @@ def test_validate_names_the_place_and_exits_with_4(run: Run, tmp_path: Path) -> 
     ran = run("validate")
     assert ran.code == 4
     assert "BROKEN  chunk-size: step 0, rank 0, chunk 1: " in ran.out
+
+
+def test_a_plan_beside_a_new_analysis_is_not_called_damaged(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 28, 5]))
+    ran = run("validate")
+    assert ran.code == 4
+    assert [line for line in ran.out.splitlines() if "BROKEN" in line] == [
+        f"BROKEN  content-hash: the plan was built from another analysis than {tmp_path}/lengths.npy"
+    ]
+    assert "not checked  batch-sizes" in ran.out and "1 invariant broken" in ran.out
+    assert "hint: say where the plan's own analysis is with --analysis" in ran.err
+    assert "damaged" not in ran.err
+
+
+def test_of_one_thing_nothing_speaks_as_of_several(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([1]))
+    screens = [run("build", "lengths.npy", "--chunk-size", 8, "--k", 1)]
+    screens += [run("inspect", *words) for words in ((), ("--step", 0), ("--step", 0, "--chunk", 0), ("lengths.npy",))]
+    screens += [run("simulate"), run("simulate", "--compare", "algorithm2"), run("validate")]
+    for ran in screens:
+        assert ran.code == 0
+        assert not re.search(r"(?<![\d,.])\b1 (sequence|token|target|chunk|step|stage|record|GPU|rank)s\b", ran.out)
+    assert "1, of 1 sequence " in screens[0].out, "not of the 256 that a step may have"
+    assert "1, of up to 1 sequence," in chunkplan.load_plan(tmp_path / "chunkplan-out" / "plan")._repr_html_()
 
 
 def test_a_lengths_file_can_be_inspected_and_validated(run: Run, tmp_path: Path) -> None:
@@ -416,7 +443,7 @@ def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, 
         (("--holdout", "some"), "'some' is not a number"),
         (("--holdout", "1.0"), "holdout is 1.0, expected a share between 0 and 1"),
         (("--holdout", "20"), "hold"),
-        (("--mix", "a.jsonl"), "expected SOURCE=WEIGHT"),
+        (("--mix", "a.jsonl"), "expected SOURCE=X"),
         (("--mix", "c.jsonl=1"), "c.jsonl"),
         (("--mix", "a.jsonl=-1"), "mix a.jsonl is -1"),
         (("--split", "even", "--no-split"), "exclude each other"),

@@ -79,7 +79,7 @@ def test_a_second_run_says_what_it_replaced(run: Run) -> None:
     assert "next: chunkplan build there --chunk-size 8192 --k 4\n" in first
     second = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "analysis in there (replaced the analysis of dataset.jsonl, 10 sequences)" in second
-    Path("there/manifest.json").write_text("{")
+    Path("there/manifest.json").write_text('{"kind": "analysis", "schem')
     assert "replaced something that is no analysis" in run("analyze", "dataset.jsonl", "--output", "there").err
 
 
@@ -321,15 +321,15 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         (("dataset.jsonl", "--max-length", "0"), 2, "a maximum length of 0 leaves nothing"),
         (("dataset.jsonl", "--sample", "1"), 2, "a sample of 1.0 of the records"),
         (("dataset.jsonl", "--sample", "nan"), 2, "a sample of nan of the records"),
-        (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb 0"),
-        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb nan"),
-        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb inf"),
+        (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
+        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is nan, expected"),
+        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is inf, expected"),
         (("dataset.jsonl", "--workers", "0"), 2, "0 processes"),
         (("dataset.jsonl", "--workers", "two"), 2, "Invalid value for '--workers'"),
         (("dataset.jsonl", "--shard", "0/2"), 2, "--shard '0/2', expected I/N"),
         (("dataset.jsonl", "--shard", "half"), 2, "--shard 'half', expected I/N"),
         (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
-        (("dataset.jsonl", "--output", "."), 2, "is not just an analysis"),
+        (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
         ((), 2, "Missing argument"),
     ],
 )

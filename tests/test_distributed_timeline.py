@@ -130,7 +130,7 @@ def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting(
         times(),
     ]
     rows = stage_rows([times.spent for times in by_rank], Layout(dp=2, pp=2))
-    places = [(row["rank"], row["stage"], row["pipeline"]) for row in rows]
+    places = [(row["process"], row["stage"], row["pipeline"]) for row in rows]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert [row["busy_seconds"] for row in rows] == [2.0, 0.0, 2.0, 0.0]
     assert [row["wait_seconds"] for row in rows] == [2.0, 0.0, 2.0, 0.0]
@@ -198,7 +198,7 @@ def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
         return describe_replays(replays, layout, 0)
 
     assert not any("slow:" in line for line in lines(-1))
-    assert "rank 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
+    assert "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
     assert "pipeline 1, the slowest of 2" in lines(5)[0]
     assert all(len(line) <= 80 for line in lines(5))
     assert describe_replays([], layout, 0) == []

@@ -108,10 +108,10 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         output = tmp_path / f"{plan}-{size}"
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
-        assert f"{size} processes" in said and "stage  rank" in said
+        assert f"{size} processes" in said and "stage  process" in said
         assert json.loads((output / "timeline.json").read_text())["traceEvents"]
         rows = lines(output / "metrics.jsonl")[-1]["processes"]
-        assert [row["rank"] for row in rows] == list(range(size))
+        assert [row["process"] for row in rows] == list(range(size))
         assert all(row["busy_seconds"] > 0 and 0 <= row["bubble"] < 1 for row in rows)
         assert hidden_files(output) == []
 
@@ -186,11 +186,11 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     told = together(pool, 2, other, mine)
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
-    assert "rank 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
+    assert "process 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
     told = together(pool, 2, other, [*other, "--lr", "1e-5"])
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
-    assert "has --lr 1e-05, rank 0 has 0.003" in said
+    assert "has --lr 1e-05, process 0 has 0.003" in said
     for more in (("--save-every", "7"), ("--stage-layers", "1,1"), ("--eval-every", "1")):
         told = together(pool, 2, other, [*other, *more])
         assert [code for code, _ in told] == [2, 2]
@@ -222,7 +222,7 @@ def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, t
         _, said = run.communicate(timeout=100)
     assert run.returncode != 0
     [error] = [line for line in said.splitlines() if line.startswith("error: ")]
-    [step] = re.findall(r"rank 1 of 2 \(stage 1 of pipeline 0\) died at step (\d+): ", error)
+    [step] = re.findall(r"process 1 of 2 \(stage 1 of pipeline 0\) died at step (\d+): ", error)
     assert abs(int(step) - len(lines(metrics))) <= 1
     assert not (tmp_path / "run" / "final").exists()
     all_well(pool, 2, [*arguments, "--resume"])

@@ -44,21 +44,21 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def test_all_end_when_one_was_killed_and_one_line_names_it(outcomes: Outcomes) -> None:
     assert outcomes.codes("killed") == [1, 1, 1, -9]
-    who = "rank 3 of 4 (stage 1 of pipeline 1)"
+    who = "process 3 of 4 (stage 1 of pipeline 1)"
     assert outcomes.printed("killed") == f"error: {who} died at step 12: nothing heard of it for 2 s\n{WHY}"
 
 
 def test_all_end_when_the_process_with_the_store_was_killed(outcomes: Outcomes) -> None:
     assert outcomes.codes("host_killed") == [-9, 1, 1]
     assert outcomes.printed("host_killed") == (
-        f"error: rank 0 of 3 (data parallel) died before the first step: its store closed the connection\n{WHY}"
+        f"error: process 0 of 3 (data parallel) died before the first step: its store closed the connection\n{WHY}"
     )
 
 
 def test_all_end_when_the_store_does_not_answer_any_more(outcomes: Outcomes) -> None:
     assert outcomes.codes("host_hangs") == [-9, 1, 1]
     assert outcomes.printed("host_hangs") == (
-        f"error: rank 0 of 3 (data parallel) died at step 7: nothing heard of its store for 2 s\n{WHY}"
+        f"error: process 0 of 3 (data parallel) died at step 7: nothing heard of its store for 2 s\n{WHY}"
     )
 
 
@@ -82,14 +82,14 @@ def test_nobody_died_where_all_were_stopped(outcomes: Outcomes) -> None:
 def test_who_is_stopped_does_not_leave_the_others_waiting(outcomes: Outcomes) -> None:
     assert outcomes.codes("one_stopped") == [143] * 3
     assert outcomes.printed("one_stopped") == (
-        f"error: rank 2 of 3 (data parallel) was stopped at step 4\nhint: {RESUME}"
+        f"error: process 2 of 3 (data parallel) was stopped at step 4\nhint: {RESUME}"
     )
 
 
 def test_who_is_stopped_tells_who_died_before(outcomes: Outcomes) -> None:
     assert outcomes.codes("one_dead_others_stopped") == [143, -9, 143]
     assert outcomes.printed("one_dead_others_stopped") == (
-        "rank 1 of 3 (data parallel) died at step 5: nothing heard of it for 2 s\n"
+        "process 1 of 3 (data parallel) died at step 5: nothing heard of it for 2 s\n"
     )
 
 
@@ -105,5 +105,5 @@ def test_torchrun_tells_who_died() -> None:
     command.append(str(ROOT / "tests" / "watch_cases.py"))
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert done.stderr.count("rank 2 of 3 (data parallel) died at step 12: nothing heard of it for 2 s\n") == 1
+    assert done.stderr.count("process 2 of 3 (data parallel) died at step 12: nothing heard of it for 2 s\n") == 1
     assert " 0 of 3" not in done.stderr and " 1 of 3" not in done.stderr

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer.main
 
+import chunkplan
+import chunkplan_runtime
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.registry import SCHEMAS
@@ -49,12 +52,26 @@ HEAVY = (
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_ends_with_an_example_that_parses(name: str, command: Callable[..., Any]) -> None:
-    ran = command(name, "--help")
+    """It is on one line at 80 columns: broken in two, a shell would take it for two commands."""
+    ran = command(name, "--help", width=80)
     assert ran.code == 0
-    below = ran.out.rpartition("╯")[2]
-    program, named, *arguments = shlex.split(" ".join(below.split()).removeprefix("Example: "))
+    [example] = [line.strip() for line in ran.out.rpartition("╯")[2].splitlines() if line.strip()]
+    program, named, *arguments = shlex.split(example.removeprefix("Example: "))
     assert (program, named) == ("chunkplan", name)
     COMMANDS[name].make_context(name, arguments)
+
+
+def test_the_help_of_all_ends_with_an_example_too(command: Callable[..., Any]) -> None:
+    [example] = [line.strip() for line in command("--help").out.rpartition("╯")[2].splitlines() if line.strip()]
+    for line in example.removeprefix("Example: ").split(" && "):
+        program, named, *arguments = shlex.split(line)
+        assert program == "chunkplan"
+        COMMANDS[named].make_context(named, arguments)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_name_in_the_help_is_cut_at_80_columns(name: str, command: Callable[..., Any]) -> None:
+    assert "…" not in command(name, "--help", width=80).out
 
 
 @pytest.mark.parametrize(("one", "other"), NEIGHBOURS)
@@ -72,11 +89,12 @@ def test_every_option_says_what_it_is() -> None:
 def test_the_help_of_the_trainer_ends_with_an_example_that_parses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    """Where it is broken in two, a backslash tells the shell that it goes on."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         train(["--help"])
-    _, example = " ".join(capsys.readouterr().out.split()).split("Example: ")
-    launcher, arguments = example.split(" -m chunkplan_runtime.train ")
+    [line] = capsys.readouterr().out.split("Example: ")[1].replace("\\\n", "").splitlines()
+    launcher, arguments = line.split(" -m chunkplan_runtime.train ")
     assert launcher.split()[0] == "torchrun"
     config = read_options(shlex.split(arguments), lambda error: pytest.fail(str(error)))
     assert config.plan == Path("chunkplan-out/plan")
@@ -103,7 +121,7 @@ def test_help_and_completion_import_nothing_heavy() -> None:
     arguments = [sys.executable, "-c", code, ",".join(HEAVY), *COMMANDS]
     ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("Example: chunkplan ") == len(COMMANDS)
+    assert ran.stdout.count("Example: chunkplan ") == 1 + len(COMMANDS)
     assert ran.stdout.splitlines()[-1] == completion.PACKERS[-1]
 
 
@@ -139,6 +157,7 @@ def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Pat
         ("chunkplan build --hardware h", ["h100", "h200"]),
         ("chunkplan simulate --compare 1f1b,z", ["1f1b,zero-bubble"]),
         ("chunkplan analyze --format p", ["prompt+completion"]),
+        ("chunkplan calibrate --device c", ["cpu", "cuda"]),
     ],
 )
 def test_the_shell_completes_commands_options_and_names(
@@ -148,6 +167,35 @@ def test_the_shell_completes_commands_options_and_names(
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
     assert command().out.split() == offered
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("chunkplan inspect --step ", ["0", "1", "2"]),
+        ("chunkplan inspect chunkplan-out/plan --rank 1 --step ", ["0", "1", "2"]),
+        ("chunkplan simulate --workspace chunkplan-out --rank ", ["0", "1"]),
+        ("chunkplan simulate chunkplan-out/plan --step 2", ["2"]),
+        ("chunkplan inspect no/such/plan --step ", []),
+        ("chunkplan inspect lengths.npy --step ", []),
+    ],
+)
+def test_the_shell_completes_steps_and_ranks_of_the_plan(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27, 40, 50]))
+    assert command("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--global-batch", 2, "--dp", 2).code == 0
+    monkeypatch.setenv("_CHUNKPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    ran = command()
+    assert (ran.out.split(), ran.err) == (offered, "")
+
+
+@pytest.mark.parametrize("package", [chunkplan, chunkplan_runtime])
+def test_python_offers_the_public_names_of_a_package(package: Any) -> None:
+    """A key in a notebook or a REPL asks `dir`."""
+    assert dir(package) == sorted(package.__all__)
 
 
 def test_names_that_are_completed_are_those_there_are() -> None:

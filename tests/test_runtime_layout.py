@@ -58,8 +58,8 @@ def test_processes_serve_every_stage_of_every_rank_once(plan_dp: int, pp: int, w
 def test_copies_of_a_stage_lie_side_by_side() -> None:
     layouts = [Layout(dp=3, pp=2, rank=rank) for rank in range(6)]
     assert [(each.stage, each.copy) for each in layouts] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert layouts[0].describe(4) == "rank 4 of 6 (stage 1 of pipeline 1)"
-    assert Layout(dp=2, rank=1).describe() == "rank 1 of 2 (data parallel)"
+    assert layouts[0].describe(4) == "process 4 of 6 (stage 1 of pipeline 1)"
+    assert Layout(dp=2, rank=1).describe() == "process 1 of 2 (data parallel)"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,7 @@ def test_copies_of_a_stage_lie_side_by_side() -> None:
     [
         (4, 1, 3, "3 processes cannot share the plan's 4 data-parallel ranks evenly", "with 1 or 2 or 4 processes"),
         (4, 1, 8, "8 processes cannot share", "another --dp"),
+        (1, 1, 2, "2 processes cannot share the plan's 1 data-parallel rank evenly", "with 1 process in all"),
         (2, 4, 1, "1 process cannot share the plan's 2 data-parallel ranks of 4 stages each", "with 4 or 8 processes"),
         (2, 4, 6, "6 processes cannot share", "another --dp or --pp"),
     ],

@@ -94,6 +94,12 @@ def test_a_config_that_cannot_be_built_is_an_error_of_the_data(config_file):
         new_model(read_config(config_file(hidden_act="no such activation")), torch.float32, seed=0)
 
 
+def test_a_config_is_given_as_its_file_or_its_folder(config_file):
+    file = config_file()
+    assert file.name == "config.json"
+    assert read_config(file.parent).to_dict() == read_config(file).to_dict()
+
+
 def test_a_missing_config_and_a_folder_without_one_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"there is no file .*nothing\.json"):
         read_config(tmp_path / "nothing.json")

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, load_analysis
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer, token_file
 from chunkplan_runtime.stream import PlanStream, open_plan
@@ -112,8 +112,10 @@ def test_a_plan_of_several_stages_is_refused(handmade_plan):
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused_at_once(written):
-    with pytest.raises(UsageError, match="sequence 0 has 10 tokens, the model takes 9 positions"):
+    with pytest.raises(UsageError, match="sequence 0 has 10 tokens, the model takes 9 positions") as raised:
         stream(written, max_positions=9)
+    assert raised.value.where == load_analysis(written[1]).place(0)
+    assert "--max-length" in raised.value.hint
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused_at_once(written):

@@ -6,6 +6,7 @@ import json
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
@@ -13,6 +14,15 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 def test_the_example_is_short():
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 40
+
+
+@pytest.mark.parametrize("example", ["own_loop.py", "chunk_trainer.py"])
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_an_example_says_what_it_takes(monkeypatch, example, arguments):
+    path = EXAMPLE.with_name(example)
+    monkeypatch.setattr("sys.argv", [str(path), *arguments])
+    with pytest.raises(SystemExit, match=rf"python {example} [A-Z]+"):
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def test_a_run_in_two_halves_is_the_run_in_one(
@@ -34,6 +44,6 @@ def test_a_run_in_two_halves_is_the_run_in_one(
     halves += run(tmp_path / "halves.pt")
     assert halves == whole
     assert run(tmp_path / "halves.pt") == []
-    one, other = (torch.load(tmp_path / name)["model"] for name in ("whole.pt", "halves.pt"))
+    one, other = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("whole.pt", "halves.pt"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

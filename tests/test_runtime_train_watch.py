@@ -69,6 +69,14 @@ def test_evaluation_changes_nothing_that_is_learned(made, tmp_path):
     assert learning(tmp_path / "often") == learning(tmp_path / "end")
 
 
+def test_the_plan_to_evaluate_on_is_shown_as_the_other_one_is(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(made)
+    more = ("--plan", "held", "--analysis", "analysis", "--max-steps", 1)
+    assert main(options(made, tmp_path, *more, plan="held")) == 0
+    said = capsys.readouterr().err
+    assert "plan      held (" in said and "evaluates held-eval\n" in said
+
+
 def test_without_held_out_sequences_there_is_no_evaluation(made, tmp_path, capsys):
     assert main(options(made, tmp_path, "--eval-every", 1, "--max-steps", 1)) == 0
     assert not (tmp_path / "evals.jsonl").exists()

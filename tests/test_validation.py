@@ -917,7 +917,20 @@ def test_another_analysis_is_not_the_plans(plan: Path, analysis: Path, tmp_path:
     other = tmp_path / "other.npy"
     np.save(other, np.array([*LENGTHS[:-1], 12]))
     result = validate(plan, analysis=other)
-    assert "content-hash" in {violation.invariant for violation in result.violations}
+    assert [violation.invariant for violation in result.violations] == ["content-hash"]
+    assert not result.ok and not result.is_own_analysis
+    assert result.passed == ("chunk-ids", "equal-chunks", "chunk-size"), "what the plan alone says is checked"
+    assert {*result.passed, *result.unchecked, "content-hash"} == {*PLAN_INVARIANTS}
+    tamper(plan, lambda rows: rows["chunks"][3].update(num_tokens=17))
+    result = validate(plan, analysis=other)
+    assert [violation.invariant for violation in result.violations] == ["content-hash", "chunk-size"]
+    tamper(plan, lambda rows: rows["chunks"][0].update(chunk_id=5))
+    result = validate(plan, analysis=other)
+    assert [violation.invariant for violation in result.violations] == ["content-hash", "chunk-ids"]
+    assert result.passed == ()
+
+
+def test_an_analysis_that_moved_is_found_where_it_is_said_to_be(plan: Path, analysis: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.move(analysis, moved)
     with pytest.raises(UsageError, match=r"the analysis of the plan .* is not at"):

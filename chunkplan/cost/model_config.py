@@ -58,7 +58,7 @@ def read_model_config(path: Path | str) -> ModelShape:
     """
     path = Path(path)
     try:
-        file = path / "config.json" if path.is_dir() else path
+        file = config_file(path)
         content = file.read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(
@@ -73,7 +73,9 @@ def read_model_config(path: Path | str) -> ModelShape:
         raise DataError("there is no `model_type`, or it is not a string", where=str(file), hint=_HINT)
     if model_type not in _EXPECTED:
         raise UsageError(
-            f"{file}: a model of the type {model_type[:60]!r}", hint=f"the known types are {', '.join(_EXPECTED)}"
+            f"the times and the memory of a {model_type[:60]!r} model are not known",
+            where=str(file),
+            hint=f"give the config.json of a model like it; the known types are {', '.join(_EXPECTED)}",
         )
     if "num_local_experts" in config:  # Mixtral's name, and some versions of transformers write it for Qwen too
         config["num_experts"] = config["num_local_experts"]
@@ -81,6 +83,11 @@ def read_model_config(path: Path | str) -> ModelShape:
         raise DataError(found, where=str(file), hint=_HINT)
     _refuse_uneven_layers(config, file)
     return _shape_of(config, file)
+
+
+def config_file(path: Path) -> Path:
+    """The `config.json` that is meant by a path: that of a folder, else the file itself."""
+    return path / "config.json" if path.is_dir() else path
 
 
 def _refuse_uneven_layers(config: dict[str, Any], file: Path) -> None:

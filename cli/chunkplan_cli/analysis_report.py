@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from chunkplan.quantities import counted
 from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
@@ -83,11 +84,11 @@ def describe_old(target: Path) -> str | None:
 def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
     sources = manifest["sources"]
     for source in sources[:_LISTED]:
-        counts = f"{source['records']:,} record{'' if source['records'] == 1 else 's'}"
+        counts = counted(source["records"], "record")
         if source["rejected"]:
             counts += f", {source['rejected']:,} rejected"
         name = "the standard input" if source["path"] == _STDIN else source["path"]
-        note(_beside(f"read {name}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
+        note(*_beside(f"read {name}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
     records, rejected, left_out = (
@@ -102,13 +103,12 @@ def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
         note(f"rejected records are listed in {folder / 'rejected.jsonl'}")
 
 
-def _beside(text: str, more: str) -> str:
-    """`more` beside `text` where the terminal has room for it, else below."""
+def _beside(text: str, more: str) -> list[str]:
+    """Lines with `more` beside `text` where the terminal has room for it, else below."""
     width = stderr().width
     if len(text) + 1 + len(more) <= width:
-        return f"{text} {more}"
-    lines = wrap(more, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
-    return "\n".join([text, *lines])
+        return [f"{text} {more}"]
+    return [text, *wrap(more, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)]
 
 
 def _say_what_it_is_good_for(analysis: Analysis) -> None:

@@ -99,8 +99,9 @@ def build(
     split: Annotated[
         Split | None,
         typer.Option(
+            metavar="HOW",
             help="Cut a long sequence at ChunkSize (full), into parts of equal length (even), or of equal predicted "
-            "time (cost), or refuse it (none). Default: full."
+            "time (cost), or refuse it (none). Default: full.",
         ),
     ] = None,
     no_split: Annotated[
@@ -123,7 +124,10 @@ def build(
     ] = None,
     balance: Annotated[
         Balance | None,
-        typer.Option(help="search: look for a better spread of every step with CP-SAT, slowly. Default: spread."),
+        typer.Option(
+            metavar="HOW",
+            help="search: look for a better spread of every step with CP-SAT, slowly. Default: spread.",
+        ),
     ] = None,
     equal_chunks: Annotated[
         bool | None,
@@ -135,7 +139,7 @@ def build(
     ] = None,
     mix: Annotated[
         list[str] | None,
-        typer.Option(metavar="SOURCE=WEIGHT", help="How often an epoch takes a source: 2 twice, 0.5 half. Repeatable."),
+        typer.Option(metavar="SOURCE=X", help="How often an epoch takes a source: 2 twice, 0.5 half. Repeatable."),
     ] = None,
     model_config: ModelConfig = None,
     hardware: HardwareName = None,

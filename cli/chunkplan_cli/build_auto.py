@@ -47,7 +47,7 @@ def choose(
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = {name: value for name, value in found.settings.items() if name != "k_by_length" or "k" not in values}
     settings |= values
-    words = [f"chunk size {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
+    words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
     words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", str(settings["schedule"])]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []

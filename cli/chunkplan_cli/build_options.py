@@ -29,7 +29,7 @@ def weights_by_source(mix: list[str]) -> dict[str, int | float]:
     for text in mix:
         source, equals, weight = text.rpartition("=")
         if not equals or not source:
-            raise UsageError(f"--mix {text!r}, expected SOURCE=WEIGHT", hint="for example: --mix code.jsonl=2")
+            raise UsageError(f"--mix {text!r}, expected SOURCE=X", hint="for example: --mix code.jsonl=2")
         if source in weights:
             raise UsageError(f"{source} has two weights", hint="name every source at most once")
         weights[source] = number(weight)
@@ -102,4 +102,4 @@ def describe_old(target: Path) -> str | None:
     except ChunkplanError:
         return "something that is no plan this version can read"
     config = old.config
-    return f"a plan with chunk size {config['chunk_size']:,}, K {config['k']}, dp {config['dp']}, pp {config['pp']}"
+    return f"a plan with ChunkSize {config['chunk_size']:,}, K {config['k']}, dp {config['dp']}, pp {config['pp']}"

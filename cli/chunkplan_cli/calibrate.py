@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chunkplan_cli.completion import ATTENTION, HARDWARE, one_of
+from chunkplan_cli.completion import ATTENTION, DEVICES, HARDWARE, one_of
 from chunkplan_cli.machine_options import Precision, parse_numbers
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
@@ -19,7 +19,10 @@ def calibrate(
         Path, typer.Option(metavar="FILE", help="The model's config.json, or its folder. Its weights are not needed.")
     ],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, such as h200-here.toml.")],
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=one_of(DEVICES)),
+    ] = "auto",
     precision: Annotated[
         Precision | None, typer.Option("--precision", help="Default: bf16, on a CPU fp32.", show_default=False)
     ] = None,
@@ -57,13 +60,16 @@ def calibrate(
     A third of the chunks is held out of the fit, and says how good it is. An earlier calibration of the same name is
     replaced. Nothing else should run on the device.
 
-    Example: chunkplan calibrate --model-config Qwen2.5-7B/ --output h200-here.toml
+    Example: chunkplan calibrate --model-config Qwen2.5-7B/ --output mine.toml
     """
     from chunkplan.cost.calibration_file import calibration_document, refuse_other_profile, write_profile
+    from chunkplan.cost.model_config import config_file
+    from chunkplan.whole_file import refuse_overwriting
     from chunkplan_cli.calibration_report import chunk_words, print_calibration
     from chunkplan_runtime.requirements import require_torch
 
     refuse_other_profile(output)
+    refuse_overwriting(output, (config_file(model_config), base))
     sizes, earlier = parse_numbers(chunk_sizes, "--chunk-sizes"), parse_numbers(prefixes, "--prefixes")
     require_torch()
     import torch

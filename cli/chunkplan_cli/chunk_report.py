@@ -15,7 +15,7 @@ from chunkplan_cli.tables import titled_table
 from chunkplan_cli.visible import marks, visible
 
 if TYPE_CHECKING:
-    from chunkplan.reporting.chunk_view import ChunkView, SegmentView
+    from chunkplan.reporting.chunk_view import ChunkAction, ChunkView, SegmentView
 
 
 def print_chunk(console: Console, view: ChunkView, manifest: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def _facts(view: ChunkView, chunk_size: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    grid.add_row("tokens", f"{chunk.num_tokens:,}, {percent(chunk.num_tokens / chunk_size)} of chunk size")
+    grid.add_row("tokens", f"{chunk.num_tokens:,}, {percent(chunk.num_tokens / chunk_size)} of ChunkSize")
     grid.add_row("targets", f"{chunk.num_target_tokens:,} predicted in this chunk")
     if chunk.prefix_tokens:
         grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
@@ -51,9 +51,18 @@ def _facts(view: ChunkView, chunk_size: int) -> Table:
     grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{again}")
     for stage in sorted({action.stage for action in view.actions}):
         mine = [action for action in view.actions if action.stage == stage]
-        words = ", ".join(f"{action.op.replace('_', ' ')} {action.place + 1}" for action in mine)
-        grid.add_row(f"stage {stage}", f"{words} of {mine[0].num_actions:,} actions")
+        grid.add_row(f"stage {stage}", f"{_places(mine)} of {mine[0].num_actions:,} actions")
     return grid
+
+
+def _places(actions: list[ChunkAction]) -> str:
+    """Where in the order of a stage its actions with the chunk are; where it has several model parts, part by part."""
+    words: dict[int, list[str]] = {}
+    for action in sorted(actions, key=lambda action: action.virtual_stage):
+        words.setdefault(action.virtual_stage, []).append(f"{action.op.replace('_', ' ')} {action.place + 1}")
+    if len(words) == 1:
+        return ", ".join(*words.values())
+    return "; ".join(f"virtual stage {part}: {', '.join(places)}" for part, places in words.items())
 
 
 def _segments(console: Console, view: ChunkView) -> Table:

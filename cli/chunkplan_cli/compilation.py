@@ -19,7 +19,7 @@ def note_compilation() -> Iterator[None]:
 
     def explain() -> None:
         if has_compiled():
-            note("compiling the planner's loops: half a minute, in the first run after an installation only")
+            note("compiling the planner's loops: half a minute, in the first run of each kind after an installation")
 
     timer = threading.Timer(_PATIENCE, explain)
     timer.daemon = True

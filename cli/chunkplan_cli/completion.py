@@ -1,4 +1,4 @@
-"""What a shell completes where an option takes one of some names.
+"""What a shell completes where an option takes one of some names, or a step or rank of a plan.
 
 The names are written out: to import what they name takes longer than a key may. A test compares them with the
 registries.
@@ -7,15 +7,22 @@ registries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+
+import typer
 
 SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 HARDWARE = ("a100", "h100", "h200")
 ATTENTION = ("auto", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+DEVICES = ("auto", "cpu", "cuda")
 SCHEMAS = (
     *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "input_ids"),
     "length",
 )
+
+#: Of more steps or ranks the first ones are offered.
+_MOST_NUMBERS = 10_000
 
 Completer = Callable[[str], list[str]]
 
@@ -37,3 +44,31 @@ def some_of(names: tuple[str, ...]) -> Completer:
         return [f"{before}{comma}{name}" for name in names if name not in before.split(",")]
 
     return complete
+
+
+def steps(context: typer.Context) -> list[str]:
+    """The steps of the plan that the command is about, as far as it has been typed."""
+    return _numbers_below(context, "totals", "num_steps")
+
+
+def ranks(context: typer.Context) -> list[str]:
+    """Likewise its data-parallel ranks."""
+    return _numbers_below(context, "config", "dp")
+
+
+def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
+    """0 up to a number of the plan's manifest; nothing where there is no plan, or none that can be read."""
+    from chunkplan.errors import ChunkplanError
+    from chunkplan.json_file import read_json
+    from chunkplan.workspace import Workspace
+
+    typed = context.params  # without what stands before an option whose value is missing, which is in `args`
+    folder = next(iter(context.args), None) or typed.get("path") or typed.get("plan")
+    folder = folder or Workspace.find(typed.get("workspace")).plan
+    try:
+        found = read_json(Path(folder) / "manifest.json", hint="")
+        for name in entry:
+            found = found[name]
+        return [str(number) for number in range(min(int(found), _MOST_NUMBERS))]
+    except (ChunkplanError, OSError, LookupError, TypeError, ValueError):
+        return []

@@ -27,12 +27,13 @@ _STYLES = {"identical": "bold green", "different": "bold yellow"}
 #: What a number is called where its name is not words enough.
 _NAMES = {
     "token_fill": "token fill",
-    "heaviest_rank_mean": "heaviest rank over mean",
-    "heaviest_rank_max": "the same, at worst",
+    "heaviest_rank_mean": "heaviest rank over mean*",
+    "heaviest_rank_max": "the same, at worst*",
     "num_optimal_steps": "steps proved optimal",
+    "num_exceeding_steps": "too long a sequence, steps",
     "num_zero_loss": "zero-loss chunks",
     "recompute_share": "recomputed, of the work",
-    "peak_retained_tokens": "tokens held at once",
+    "peak_retained_tokens": "activations held, of tokens",
     "predicted_us": "predicted time",
     "lower_bound_us": "at least",
     "num_without_target": "without a target token",
@@ -60,6 +61,8 @@ def print_difference(console: Console, difference: Difference) -> None:
         if numbers:
             console.print()
             console.print(_numbers(console, title, numbers))
+    if any(number.name == "heaviest_rank_mean" and (number.before or number.after) for number in difference.numbers):
+        console.print("* where no sequence is too long for the step to be balanced", style="dim")
     if difference.kind == "plan":
         console.print()
         console.print(_same_steps(difference.same_steps))

@@ -13,7 +13,7 @@ from rich.text import Text
 from chunkplan.quantities import percent
 from chunkplan_cli.completion import PACKERS, one_of
 from chunkplan_cli.progress import progress
-from chunkplan_cli.terminal import note, print_json, stdout
+from chunkplan_cli.terminal import note, one_line, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.exporting.export import Export
@@ -113,7 +113,7 @@ def _report(written: Export) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     rows = [
-        ("source", f"{written.source_kind} {written.source}"),
+        ("source", one_line(f"{written.source_kind} {written.source}")),
         ("rows", f"{written.num_rows:,} of up to {written.chunk_size:,} tokens, {percent(written.token_fill)} full"),
         ("sequences", f"{written.num_sequences:,}"),
         ("tokens", f"{written.num_tokens:,}, of which {written.num_target_tokens:,} targets"),

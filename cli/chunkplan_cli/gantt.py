@@ -12,7 +12,8 @@ from chunkplan.planfile.schema import OPS
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import LETTERS
 
-_WORDS = ("forward", "forward, keeps KV only", "recompute", "backward", "backward of inputs", "backward of weights")
+#: By op, in the order of `OPS`.
+OP_WORDS = ("forward", "forward, KV only", "recompute", "backward", "backward of inputs", "of weights")
 _COLOURS = ("bright_blue", "cyan", "yellow", "green", "green", "magenta")
 _IDLE = -1
 
@@ -127,6 +128,6 @@ def _legend(simulation: Simulation) -> tuple[Text, Text]:
     legend = Text()
     for op in sorted(set(simulation.actions.ops.tolist())):
         legend.append(LETTERS[op], style=f"black on {_COLOURS[op]}")
-        legend.append(f" {_WORDS[op]}  ", style="dim")
+        legend.append(f" {OP_WORDS[op]}  ", style="dim")
     label = "F3.1 chunk 3, virtual stage 1" if simulation.virtual_stages > 1 else "F3 chunk 3"
     return legend, Text(f"{label}  . waiting  = on the critical path", style="dim")

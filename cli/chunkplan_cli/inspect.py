@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.page import write_page
 from chunkplan_cli.terminal import print_json, stdout, warn
 
@@ -22,9 +23,15 @@ def inspect(
         Path | None,
         typer.Argument(metavar="PLAN|ANALYSIS", help="What to show. Default: WORKSPACE/plan.", show_default=False),
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Show the chunks and actions of one step.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Show the chunks and actions of one step.", autocompletion=steps),
+    ] = None,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Of that step only this data-parallel rank.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="R", help="Of that step only this data-parallel rank.", show_default=False, autocompletion=ranks
+        ),
     ] = None,
     chunk: Annotated[
         int | None,

@@ -44,5 +44,5 @@ def parse_megabytes(number: float) -> int:
         UsageError: it is no number of megabytes that there could be.
     """
     if not 1e-6 <= number < 1e9:
-        raise UsageError(f"--max-record-mb {number:g}", hint="give megabytes, such as 16")
+        raise UsageError(f"--max-record-mb is {number:g}, expected megabytes above 0", hint="give a number such as 16")
     return round(number * 1_000_000)

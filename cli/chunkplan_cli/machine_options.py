@@ -58,7 +58,12 @@ class Sharding(StrEnum):
 PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: bf16.")]
 ShardingOption = Annotated[
     Sharding | None,
-    typer.Option("--sharding", help="What data-parallel ranks share: ZeRO-1, 2 or 3. Default: optimizer (ZeRO-1)."),
+    typer.Option(
+        "--sharding",
+        metavar="WHAT",
+        help="What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3). "
+        "Default: optimizer.",
+    ),
 ]
 
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}

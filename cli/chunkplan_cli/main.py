@@ -40,7 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
-    "analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
+    "Analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
+    epilog="Example: chunkplan analyze train.jsonl && chunkplan tune --gpus 8",
 )
 
 
@@ -81,7 +82,8 @@ def main() -> None:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "chunkplan"
-        message = getattr(error, "format_message", error.__str__)().rstrip(".")
+        message = " ".join(getattr(error, "format_message", error.__str__)().split()).rstrip(".")
+        message = message.replace("Value error, ", "")  # typer passes on what it hears of its own parser
         _fail(UsageError(message, hint=f"`{command} --help` shows what it takes"))
     except ChunkplanError as error:
         _fail(error)

@@ -23,7 +23,8 @@ def parity(
     chunk_size: Annotated[int, typer.Option(metavar="TOKENS", help="Most tokens in a chunk.")],
     k: Annotated[int, typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations at once.")],
     model_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json. Default: a tiny built-in model.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's config.json, or its folder. Default: a tiny built-in model."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.")] = 0,
     attention: Annotated[

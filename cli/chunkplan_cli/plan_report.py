@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import k_words, percent, seconds
+from chunkplan.quantities import counted, k_words, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.summary import PlanSummary
@@ -30,26 +30,26 @@ def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
 
 
 def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
-    from chunkplan.reporting.plan_words import machine_words, schedule_words
+    from chunkplan.reporting.plan_words import machine_words, schedule_words, selection_words
 
     cost_model = manifest["predictions"]["cost_model"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     rows = [
-        ("chunk size, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, manifest['config']['k_by_length'])}"),
+        ("ChunkSize, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, manifest['config']['k_by_length'])}"),
         (
             "dp x pp",
             f"{summary.dp} x {summary.pp}, {schedule_words(manifest['config'], cost_model['shape']['num_layers'])}",
         ),
-        ("steps", f"{summary.num_steps:,}, {summary.global_batch:,} sequences each{_short(summary)}"),
+        ("steps", _steps(summary)),
         ("tokens", f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets"),
-        *_selection(manifest),
+        *selection_words(manifest),
         ("chunks", _chunks(summary)),
         ("fewest chunks", _bound(summary)),
         (
             "micro-batches",
-            f"{summary.num_sequences:,} of up to {summary.longest_sequence:,} tokens -> "
+            f"{summary.num_sequences:,} of up to {counted(summary.longest_sequence, 'token')} -> "
             f"{summary.num_chunks:,} of up to {summary.chunk_size:,}",
         ),
     ]
@@ -57,7 +57,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
         rows.append(
             (
                 "activations held",
-                f"of {summary.peak_retained_tokens:,} tokens at once on a stage; the longest sequence has "
+                f"of {counted(summary.peak_retained_tokens, 'token')} at once on a stage; the longest sequence has "
                 f"{summary.longest_sequence:,}",
             )
         )
@@ -88,10 +88,16 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _short(summary: PlanSummary) -> str:
+def _steps(summary: PlanSummary) -> str:
+    if summary.num_steps == 1:
+        words = f"1, of {counted(summary.num_sequences, 'sequence')}"
+    else:
+        words = f"{summary.num_steps:,}, {counted(summary.global_batch, 'sequence')} each"
+        if summary.num_steps * summary.global_batch != summary.num_sequences:
+            words += "; an epoch's last has fewer"
     if summary.num_dropped_sequences:
-        return f"; {summary.num_dropped_sequences:,} sequences of short last batches dropped"
-    return "" if summary.num_steps * summary.global_batch == summary.num_sequences else "; an epoch's last has fewer"
+        words += f"; {counted(summary.num_dropped_sequences, 'sequence')} of short last batches dropped"
+    return words
 
 
 def _chunks(summary: PlanSummary) -> str:
@@ -105,7 +111,8 @@ def _chunks(summary: PlanSummary) -> str:
 
 
 def _bound(summary: PlanSummary) -> str:
-    proved = f"{summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal: proved to have the fewest chunks"
+    steps = f"{summary.num_optimal_steps:,} of {counted(summary.num_steps, 'step')} optimal"
+    proved = f"{steps}: proved to have the fewest chunks"
     over = summary.chunks_over_bound - 1
     if over == 0:
         return proved
@@ -114,26 +121,13 @@ def _bound(summary: PlanSummary) -> str:
     packing = summary.packing_over_bound - 1
     given = "proved" if packing == 0 else f"but for {percent(packing)}"
     return (
-        f"{given}, given what each rank has to run; {percent(over)} over the bound of any spread, for balance "
-        f"({summary.num_optimal_steps:,} of {summary.num_steps:,} steps optimal)"
+        f"{given}, given what each rank has to run; {percent(over)} over the bound of any spread, for balance ({steps})"
     )
 
 
 def _exceeding(summary: PlanSummary) -> str:
-    steps = f"{summary.num_exceeding_steps:,} of {summary.num_steps:,} steps"
+    steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     return (
         f"in {steps} one costs more than a rank's share: no spread can balance them. They take "
         f"{seconds(summary.exceeding_predicted_us)}, at least {seconds(summary.exceeding_lower_bound_us)}"
     )
-
-
-def _selection(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the plan holds of the data, where that is not every sequence once an epoch."""
-    config, selection = manifest["config"], manifest["selection"]
-    rows = []
-    if config["holdout"] is not None:
-        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
-        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
-    if config["mix"]:
-        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
-    return rows

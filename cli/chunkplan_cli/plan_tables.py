@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import gibibytes, percent, seconds
+from chunkplan.quantities import counted, gibibytes, percent, seconds
 from chunkplan_cli.tables import bar, titled_table
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ _MAX_BAR = 30
 
 #: Of more ranks than twice that many, the heaviest and the lightest are shown.
 _MOST_RANKS = 3
-
-_WORDS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
 
 
 def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, Any]) -> None:
@@ -44,7 +41,7 @@ def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, 
 
 
 def _fill(console: Console, bands: tuple[FillBand, ...]) -> Table:
-    table = titled_table("Fill, of chunk size")
+    table = titled_table("Fill, of ChunkSize")
     table.add_column("")
     for name in ("chunks", "share"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -86,7 +83,7 @@ def _ranks(console: Console, ranks: tuple[RankRow, ...]) -> Table:
             f"{row.num_tokens:,}",
             seconds(row.cost_us),
             f"{row.over_mean:.4f}",
-            f"{row.num_steps_slowest:,} step{'' if row.num_steps_slowest == 1 else 's'}",
+            counted(row.num_steps_slowest, "step"),
             bar(console, row.cost_us, by_work[0].cost_us, _MAX_BAR // 3),
         )
     if not few:
@@ -98,7 +95,7 @@ def _times(times: StepTimes) -> Table:
     table = titled_table("Slowest steps")
     for name in ("step", "time", "of median"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("most of it because of", overflow="fold")
+    table.add_column("mostly because of", overflow="fold")
     for step in times.slowest:
         table.add_row(str(step.step), seconds(step.predicted_us), f"{step.over_median:.2f}", Text(step.why))
     table.add_row(str(times.median_step), seconds(times.median_us), "1.00", "the median step")
@@ -106,14 +103,12 @@ def _times(times: StepTimes) -> Table:
 
 
 def _memory(memory: PlanMemory | None) -> Text:
+    from chunkplan.reporting.plan_words import memory_parts
+
     if memory is None:
         return Text("Memory: the plan does not describe the model and the GPU it was made for.")
-    parts = sorted(asdict(memory.memory).items(), key=lambda part: -part[1])
-    words = ", ".join(
-        f"{_WORDS.get(name, name)} {gibibytes(num_bytes).removesuffix(' GiB')}"
-        for name, num_bytes in parts
-        if num_bytes
-    )
+    parts = memory_parts(memory.memory)
+    words = ", ".join(f"{name} {gibibytes(num_bytes).removesuffix(' GiB')}" for name, num_bytes in parts)
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.memory.total <= memory.gpu_bytes else ", does not fit; `chunkplan tune` finds what does"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkplan_cli.completion import SCHEDULES, one_of, some_of
+from chunkplan_cli.completion import SCHEDULES, one_of, ranks, some_of, steps
 from chunkplan_cli.machine_options import HardwareName, ModelConfig, TensorParallel, cost_model, parse_numbers
 from chunkplan_cli.terminal import note, print_json, stdout
 
@@ -27,9 +27,14 @@ def simulate(
     plan: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="Default: WORKSPACE/plan.", show_default=False)
     ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="The step to simulate. Default: 0.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The step to simulate. Default: 0.", autocompletion=steps)
+    ] = None,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="The data-parallel rank. Default: the one that is done last.")
+        int | None,
+        typer.Option(
+            metavar="R", help="The data-parallel rank. Default: the one that is done last.", autocompletion=ranks
+        ),
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Instead of a plan: a step of sequences of these lengths.")
@@ -89,11 +94,13 @@ def simulate(
 
     `inspect --step` shows the chunks of a step of a plan; `tune` simulates many choices and recommends one.
 
-    Example: chunkplan simulate --lengths 900,3000,12000 --chunk-size 2048 --k 2 --pp 4
+    Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
+    from chunkplan.cost.model_config import config_file
     from chunkplan.errors import UsageError
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
+    from chunkplan.whole_file import refuse_overwriting
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_estimated
     from chunkplan_cli.simulation_report import print_comparison, print_simulation
@@ -114,9 +121,13 @@ def simulate(
     names = [] if compare is None else [name.strip() for name in compare.split(",")]
     options: dict[str, Any] = {"virtual_stages": virtual_stages, "memory_tokens": memory_tokens}
     alone = {} if names else {"schedule": schedule, **options}
+    if lengths is None:
+        loaded = _load(plan, workspace, pp)
+    if trace is not None:
+        read = (loaded.path,) if lengths is None else (model_config and config_file(model_config), hardware)
+        refuse_overwriting(trace, read)
     with note_compilation():
         if lengths is None:
-            loaded = _load(plan, workspace, pp)
             found = simulate_plan(loaded, step or 0, rank=rank, **alone)
         else:
             found = simulate_lengths(

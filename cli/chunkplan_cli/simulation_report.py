@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import percent, seconds
+from chunkplan.quantities import counted, percent, seconds
 from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 from chunkplan_cli.gantt import print_gantt
 
@@ -27,6 +27,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     console.print(_totals(simulation))
     console.print()
     console.print(_stages(simulation))
+    console.print(Text("held: of that many tokens at once", style="dim"))
     if len(simulation.chunks) <= _MAX_CHUNKS:
         console.print()
         console.print(_chunks(simulation))
@@ -38,7 +39,7 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
     first = simulations[0]
     console.print(f"{_what(first)}, on {_stages_of(first)}")
     console.print()
-    table = _table("", "schedule", *("makespan", "at least", "bubble", "recompute", "retained"))
+    table = _table("", "schedule", *("makespan", "at least", "bubble", "recompute", "activations held"))
     best = min(simulation.makespan for simulation in simulations)
     for simulation in simulations:
         is_best = simulation.makespan == best
@@ -54,7 +55,7 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
         )
     console.print(table)
     console.print()
-    console.print(Text("* fastest  retained: tokens, on the stage that retains most", style="dim"))
+    console.print(Text("* fastest  activations held: of tokens at once, on the stage that holds most", style="dim"))
     _print_unit(console, first)
 
 
@@ -62,7 +63,8 @@ def _totals(simulation: Simulation) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    grid.add_row("makespan", f"{_time(simulation, simulation.makespan)}, at least {_bound(simulation)}")
+    makespan = _time(simulation, simulation.makespan)
+    grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
     grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or forwarding again")
     if simulation.recompute_share > 0:
         grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
@@ -78,7 +80,7 @@ def _critical_path(simulation: Simulation) -> str:
 
 
 def _stages(simulation: Simulation) -> Table:
-    table = _table("stage", "bubble", "busy", "idle before", "between", "after", "retained tokens", "KV tokens")
+    table = _table("stage", "bubble", "busy", "idle before", "between", "after", "activations held", "KV held")
     columns = (
         simulation.bubble_per_stage,
         simulation.busy_per_stage,
@@ -86,9 +88,9 @@ def _stages(simulation: Simulation) -> Table:
         simulation.peak_retained_tokens,
         simulation.peak_kv_tokens,
     )
-    for stage, (bubble, busy, waiting, retained, kept) in enumerate(zip(*columns, strict=True)):
+    for stage, (bubble, busy, waiting, held, kept) in enumerate(zip(*columns, strict=True)):
         idle = (_share(simulation, time) for time in waiting.values())
-        table.add_row(str(stage), percent(bubble), percent(busy), *idle, f"{retained:,}", f"{kept:,}")
+        table.add_row(str(stage), percent(bubble), percent(busy), *idle, f"{held:,}", f"{kept:,}")
     return table
 
 
@@ -117,14 +119,12 @@ def _print_unit(console: Console, simulation: Simulation) -> None:
         words = "times: 1 a token for a stage's forward, 2 for its backward, 0 between stages"
     else:
         cost = simulation.cost
-        words = (
-            f"times: {cost.shape.name} on {cost.hardware.name}, {cost.tp} GPU{'s' * (cost.tp > 1)} a stage, predicted"
-        )
+        words = f"times: {cost.shape.name} on {cost.hardware.name}, {counted(cost.tp, 'GPU')} a stage, predicted"
     console.print(Text(words, style="dim"))
 
 
 def _what(simulation: Simulation) -> str:
-    return f"{simulation.title}, {len(simulation.chunks):,} chunk{'s' * (len(simulation.chunks) > 1)}"
+    return f"{simulation.title}, {counted(len(simulation.chunks), 'chunk')}"
 
 
 def _name(simulation: Simulation) -> str:
@@ -132,7 +132,7 @@ def _name(simulation: Simulation) -> str:
 
 
 def _stages_of(simulation: Simulation) -> str:
-    return f"{simulation.pp} stage{'s' * (simulation.pp > 1)}"
+    return counted(simulation.pp, "stage")
 
 
 def _bound(simulation: Simulation) -> str:

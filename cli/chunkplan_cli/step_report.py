@@ -8,22 +8,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import seconds
+from chunkplan.planfile.schema import OPS
+from chunkplan.quantities import counted, seconds
+from chunkplan.schedule.trace import LETTERS
+from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.tables import titled_table
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
 
-#: One letter an op, for the line of a stage's actions.
-_LETTERS = {
-    "forward": "F",
-    "forward_kv": "f",
-    "recompute": "R",
-    "backward": "B",
-    "backward_input": "I",
-    "backward_weight": "W",
-}
+#: By op its letter, for the line of a stage's actions.
+_LETTERS = dict(zip(OPS, LETTERS, strict=True))
+
 #: A step of a large plan has hundreds of chunks and actions: --json shows them all.
 _MAX_CHUNKS = 40
 _MAX_ACTIONS = 200
@@ -34,11 +31,15 @@ def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> No
     config = manifest["config"]
     print_estimated(console, manifest)
     console.print(
-        f"step {step.step} (epoch {step.epoch}): {step.num_sequences:,} sequences, {step.num_tokens:,} tokens, "
-        f"{step.num_target_tokens:,} targets, {step.num_chunks:,} chunks"
+        f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
+        f"{counted(step.num_tokens, 'token')}, {counted(step.num_target_tokens, 'target')}, "
+        f"{counted(step.num_chunks, 'chunk')}"
         + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
-    console.print(f"predicted {seconds(step.predicted_us)}, at least {seconds(step.lower_bound_us)}")
+    console.print(
+        f"predicted {seconds(step.predicted_us)}; any plan of these sequences takes at least "
+        f"{seconds(step.lower_bound_us)}"
+    )
     for rank, chunks in step.chunks.items():
         console.print()
         console.print(_chunk_table(rank, chunks, config["chunk_size"]))
@@ -49,10 +50,12 @@ def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> No
         stages.add_column(no_wrap=True, style="dim")
         stages.add_column()
         for stage in range(config["pp"]):
-            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage]))
+            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config["virtual_stages"]))
         console.print(stages)
     console.print()
-    console.print(Text("F forward  f forward, keeps KV only  R recompute  B backward", style="dim"))
+    console.print(Text(_legend(step), style="dim"))
+    if config["virtual_stages"] > 1:
+        console.print(Text("F3.1 chunk 3, virtual stage 1", style="dim"))
 
 
 def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
@@ -89,8 +92,20 @@ def _sequences(chunk: Chunk) -> str:
     return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
 
 
-def _action_line(actions: list[Action]) -> str:
-    words = [f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}" for action in actions[:_MAX_ACTIONS]]
+def _action_line(actions: list[Action], virtual_stages: int) -> str:
+    words = [_word(action, virtual_stages) for action in actions[:_MAX_ACTIONS]]
     if len(actions) > _MAX_ACTIONS:
         words.append(f"... {len(actions) - _MAX_ACTIONS:,} more")
     return " ".join(words)
+
+
+def _word(action: Action, virtual_stages: int) -> str:
+    part = f".{action.virtual_stage}" if virtual_stages > 1 else ""
+    return f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}{part}"
+
+
+def _legend(step: PlanStep) -> str:
+    """The letters that occur."""
+    done = {action.op for actions in step.actions.values() for action in actions[:_MAX_ACTIONS]}
+    words = [f"{letter} {what}" for op, letter, what in zip(OPS, LETTERS, OP_WORDS, strict=True) if op in done]
+    return "  ".join(words)

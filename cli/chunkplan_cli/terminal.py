@@ -50,17 +50,23 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def note(message: str) -> None:
-    """A line on stderr."""
-    stderr().print(Text(message), soft_wrap=True)
+def one_line(text: str) -> str:
+    """What has a name from elsewhere in it, which cannot begin a line that looks like one of ours."""
+    return text.replace("\n", "?")
+
+
+def note(*lines: str) -> None:
+    """Lines on stderr."""
+    for line in lines:
+        stderr().print(Text(one_line(line)), soft_wrap=True)
 
 
 def warn(message: str) -> None:
     """A line on stderr that must not be overlooked."""
-    stderr().print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+    stderr().print(Text.assemble(("warning: ", "bold yellow"), one_line(message)), soft_wrap=True)
 
 
 def print_error(error: ChunkplanError) -> None:
     """`error: where: what` and, below it, `hint: what to do`."""
-    stderr().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-    stderr().print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
+    stderr().print(Text.assemble(("error: ", "bold red"), one_line(str(error))), soft_wrap=True)
+    stderr().print(Text.assemble(("hint: ", "bold cyan"), one_line(error.hint)), soft_wrap=True)

@@ -71,12 +71,14 @@ def tune(
     Shows what people run today under the same memory first, then every choice worth looking at. `build --auto` builds a
     plan with the one it recommends; `simulate` plays one step through and shows where its time goes.
 
-    Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h100 --gpu-memory 80GiB --gpus 16
+    Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h200 --gpus 16
     """
+    from chunkplan.cost.model_config import config_file
     from chunkplan.errors import UsageError
     from chunkplan.planfile.load import load_analysis
     from chunkplan.tuning.document import tuning_document, write_tuning
     from chunkplan.tuning.tune import tune as run
+    from chunkplan.whole_file import refuse_overwriting
     from chunkplan.workspace import Workspace
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.tune_report import print_tuning
@@ -103,6 +105,8 @@ def tune(
         raise UsageError(
             f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
         )
+    if output is not None:
+        refuse_overwriting(output, (source, model_config and config_file(model_config), hardware))
     loaded = load_analysis(source)
     with note_compilation(), progress("simulating", "runs") as report_progress:
         tuning = run(loaded, options, progress=report_progress)

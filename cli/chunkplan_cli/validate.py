@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan.quantities import counted
+from chunkplan_cli.terminal import note, one_line, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.validation import Validation
@@ -46,8 +47,16 @@ def validate(
     if not result.exact:
         warn("the lengths are estimated from bytes")
     if not result.ok:
-        note(f"hint: the {result.kind} was damaged or changed; write it again with `chunkplan {_WRITERS[result.kind]}`")
+        note(f"hint: {_hint(result)}")
         raise typer.Exit(4)
+    if result.kind == "plan":
+        note("a plan has no tokens: `chunkplan validate ANALYSIS` checks those")
+
+
+def _hint(result: Validation) -> str:
+    if not result.is_own_analysis:
+        return "say where the plan's own analysis is with --analysis, or build the plan again from this one"
+    return f"the {result.kind} was damaged or changed; write it again with `chunkplan {_WRITERS[result.kind]}`"
 
 
 def _print(result: Validation) -> None:
@@ -61,9 +70,7 @@ def _print(result: Validation) -> None:
     for violation in result.violations:
         more = f" (and {violation.count - 1:,} more)" if violation.count > 1 else ""
         where = f"{violation.where}: " if violation.where else ""
-        console.print(
-            Text.assemble(("BROKEN  ", "bold red"), f"{violation.invariant}: {where}{violation.message}{more}"),
-            soft_wrap=True,
-        )
-    verdict = f"{len(result.passed)} invariants hold" if result.ok else f"{len(broken)} invariants are broken"
-    console.print(f"{result.kind} {result.path}: {verdict}", soft_wrap=True)
+        found = one_line(f"{violation.invariant}: {where}{violation.message}{more}")
+        console.print(Text.assemble(("BROKEN  ", "bold red"), found), soft_wrap=True)
+    verdict = f"{len(result.passed)} invariants hold" if result.ok else f"{counted(len(broken), 'invariant')} broken"
+    console.print(one_line(f"{result.kind} {result.path}: {verdict}"), soft_wrap=True)

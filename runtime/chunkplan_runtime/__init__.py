@@ -30,6 +30,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _require_accelerate() -> None:
     try:
         import_module("accelerate")

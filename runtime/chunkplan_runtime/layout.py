@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import counted
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Layout:
         """A process, in words."""
         other = self if rank is None else Layout(self.dp, self.pp, rank)
         place = f"stage {other.stage} of pipeline {other.copy}" if self.pp > 1 else "data parallel"
-        return f"rank {other.rank} of {self.world_size} ({place})"
+        return f"process {other.rank} of {self.world_size} ({place})"
 
 
 def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
@@ -74,12 +75,12 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
     pp, plan_dp = plan.config["pp"], plan.config["dp"]
     fitting = [pp * dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
     if world_size not in fitting:
-        shape = f"{plan_dp} data-parallel ranks" + (f" of {pp} stages each" if pp > 1 else "")
-        counts = " or ".join(map(str, fitting))
+        shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
+        counts = " or ".join(map(str, fitting)) + (" process" if fitting == [1] else " processes")
         raise UsageError(
             f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
             where=str(plan.path),
-            hint=f"`torchrun --nproc-per-node N` with {counts} processes in all, or build the plan with another --dp"
+            hint=f"`torchrun --nproc-per-node N` with {counts} in all, or build the plan with another --dp"
             + (" or --pp" if pp > 1 else ""),
         )
     return Layout(world_size // pp, pp, rank)

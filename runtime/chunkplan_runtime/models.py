@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.json_file import read_json
 from chunkplan.planfile.plan import Plan
@@ -184,14 +185,15 @@ def check_plan(model: CausalLM, plan: Plan) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config in a file like a model's config.json, checked for what chunked execution needs.
+    """The transformers config in a model's config.json, or its folder, checked for what chunked execution needs.
 
     Raises:
         UsageError: there is no such file, or the model is not one that gradients are exact for.
         DataError: it is not the config of a model.
     """
+    path = config_file(path)
     if not path.is_file():
-        raise UsageError(f"there is no file {path}", hint="give the config.json of a model")
+        raise UsageError(f"there is no file {path}", hint="give the config.json of a model, or its folder")
     document = read_json(path, hint="give the config.json of a model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
@@ -214,7 +216,7 @@ def read_pretrained_config(name: str) -> Any:
         DataError: the folder's config.json is not the config of a model.
     """
     if Path(name).is_dir():
-        return read_config(Path(name) / "config.json")
+        return read_config(Path(name))
     if name.startswith((".", "/", "~")):
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:

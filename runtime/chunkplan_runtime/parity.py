@@ -69,8 +69,9 @@ def parity(
 ) -> ParityReport:
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 
-    Without `model_config` the model is a small one of the Qwen2 kind. The rest is how the chunks are run: with which
-    attention kernel, with KV in host memory, with gradient checkpointing inside of a chunk.
+    The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
+    without it the model is a small one of the Qwen2 kind. `seed`: of weights and tokens. The rest is how the chunks are
+    run: with which attention kernel, with KV in host memory, with gradient checkpointing inside of a chunk.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused.

@@ -216,7 +216,8 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
         raise UsageError(
             f"sequence {longest} has {analysis.num_tokens[longest]:,} tokens, "
             f"the model takes {max_positions:,} positions (max_position_embeddings)",
-            hint="use a model with a longer context, or leave out what is too long for this one",
+            where=analysis.place(longest),
+            hint="use a model with a longer context, or `chunkplan analyze` with --max-length",
         )
 
 

@@ -27,8 +27,9 @@ from chunkplan_runtime.training.master_weights import TrainedWeights
 class CalibrationOptions:
     """What to measure; None: what suits the device.
 
-    `name` is the profile's. `chunk_sizes` and `prefixes` in tokens. `layers`: measure the model's first ones only, as
-    the profile is that of any number. `base`: the profile of what one device cannot tell, by name or file.
+    `model_config`: a config.json or its folder; weights are random. `name` is the profile's. `chunk_sizes` and
+    `prefixes` in tokens. `layers`: measure the model's first ones only, as the profile is that of any number. `base`:
+    the profile of what one device cannot tell, by name or file.
 
     Raises:
         UsageError: an option is not what it may be; the message names its flag.
@@ -48,11 +49,15 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device is {self.device}", hint="give auto, cpu, cuda or cuda:N")
+            raise UsageError(
+                f"--device is {self.device}, expected auto, cpu, cuda or cuda:N", hint="leave it out for what there is"
+            )
         for name, least in (("layers", 1), ("repeats", 1), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**63:
-                raise UsageError(f"--{name} is {value}", hint=f"give a whole number from {least}")
+                raise UsageError(
+                    f"--{name} is {value}, expected a whole number from {least}", hint="leave it out for its default"
+                )
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,11 @@ _BASES = ("h100", "h200", "a100")
 def calibrate(
     options: CalibrationOptions, report: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Calibration, list[Probe]]:
-    """Measure chunks on the device, fit a profile to them, and say which did not fit the memory.
+    """Measure chunks on the device and fit a profile to them: the twin of `chunkplan calibrate`.
 
-    `report` is called with the chunks measured and those to measure.
+    Returns the calibration, whose `hardware` a `CostModel` or `TuneOptions` takes as it is and
+    `chunkplan.cost.calibration_file.write_profile` keeps, and the chunks that did not fit the memory. `report` is
+    called with the number of chunks measured and of those to measure.
 
     Raises:
         UsageError: the device or a file is not there, the model is not one that can be run or predicted, or too few
@@ -99,7 +106,7 @@ def calibrate(
     )
     base, tells = _base(options.base, device)
     shape = read_model_config(options.model_config)
-    config = read_config(_file(options.model_config))
+    config = read_config(options.model_config)
     num_layers = options.layers
     if num_layers is None:
         fitting = layers_that_fit(
@@ -146,7 +153,3 @@ def _base(name: str | None, device: torch.device) -> tuple[Hardware, bool]:
     called = device_name(device).lower()
     name = name or next((shipped for shipped in _BASES if shipped in called), None)
     return load_hardware(name or _BASES[0]), name is not None
-
-
-def _file(path: Path) -> Path:
-    return path / "config.json" if path.is_dir() else path

@@ -115,7 +115,7 @@ class _Inbox:
     def take(self, chunk_id: int) -> Tensor:
         if not self._posted or self._posted[0][0] != chunk_id:
             raise DataError(
-                f"chunk {chunk_id} is not what comes next from rank {self._source}",
+                f"chunk {chunk_id} is not what comes next from process {self._source}",
                 where="schedule.parquet",
                 hint="`chunkplan validate` names what is wrong with the plan",
             )

@@ -119,15 +119,15 @@ def describe_replays(replays: Sequence[Replay], layout: Layout, step: int) -> li
         "as measured, in a simulation with the measured times of its actions",
         "and no time between stages, and as the plan predicts",
         "",
-        "stage  rank      busy    measured   simulated     planned",
+        "stage  process      busy    measured   simulated     planned",
     ]
     for stage in range(layout.pp):
         rank = layout.rank_of(stage, slowest.pipeline)
         measured, replayed, planned = (share[stage] for share in shares)
         busy = _busy_seconds(slowest.measured, stage)
-        lines.append(f"{stage:5d}  {rank:4d}  {busy:6.2f} s  {measured:10.1%}  {replayed:10.1%}  {planned:10.1%}")
+        lines.append(f"{stage:5d}  {rank:7d}  {busy:6.2f} s  {measured:10.1%}  {replayed:10.1%}  {planned:10.1%}")
     spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in three)
-    lines.append(f"{'done after':21}  {spans}")
+    lines.append(f"{'done after':24}  {spans}")
     if layout.dp > 1:
         ends = [each.measured.makespan / 1e6 for each in replays]
         lines.append(f"pipelines were done after {min(ends):.2f} to {max(ends):.2f} s")

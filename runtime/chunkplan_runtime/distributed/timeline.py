@@ -130,7 +130,7 @@ def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:
         wait = span - own.busy
         rows.append(
             {
-                "rank": rank,
+                "process": rank,
                 "stage": place.stage,
                 "pipeline": place.copy,
                 "busy_seconds": own.busy,

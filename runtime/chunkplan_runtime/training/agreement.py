@@ -32,7 +32,7 @@ def refuse_other_processes(mine: Mapping[str, Any], job: Job) -> None:
         if differ:
             [name, *more] = differ
             raise UsageError(
-                f"{job.layout.describe(rank)} has {name} {shorten(its.get(name))}, rank 0 has {shorten(main.get(name))}"
-                + (f"; and {len(more)} more differ" if more else ""),
+                f"{job.layout.describe(rank)} has {name} {shorten(its.get(name))}, "
+                f"process 0 has {shorten(main.get(name))}" + (f"; and {len(more)} more differ" if more else ""),
                 hint="start all processes with the same options, files and versions",
             )

@@ -48,7 +48,8 @@ class TrainConfig:
         default=None, metadata=_about("model", "a saved model: a folder, or a name on the Hugging Face Hub", "NAME")
     )
     model_config: Path | None = field(
-        default=None, metadata=_about("model", "a config.json in place of --model; weights start random", "FILE")
+        default=None,
+        metadata=_about("model", "a config.json, or its folder, in place of --model; weights start random", "FILE"),
     )
     tokenizer: str | None = field(
         default=None,
@@ -185,7 +186,10 @@ class TrainConfig:
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise UsageError(f"{flag(name)} is {getattr(self, name)}", hint=f"give {expected}")
+            raise UsageError(
+                f"{flag(name)} is {getattr(self, name)}, expected {expected}",
+                hint="change it, or leave it out for its default",
+            )
 
 
 def flag(name: str) -> str:

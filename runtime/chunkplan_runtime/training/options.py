@@ -23,10 +23,8 @@ _TITLES = {
     "log": "what is kept",
 }
 
-_EXAMPLE = (
-    "Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train --plan chunkplan-out/plan --model NAME "
-    "--output chunkplan-out/run"
-)
+_EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
+  --plan chunkplan-out/plan --model NAME --output chunkplan-out/run"""
 
 _PLURALS = {str: "list of names", int: "list of whole numbers"}
 
@@ -62,6 +60,7 @@ def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentPar
         usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
         description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
         epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example that is broken elsewhere cannot be pasted
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

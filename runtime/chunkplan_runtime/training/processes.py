@@ -63,7 +63,7 @@ def _told_by_one(watch: Watch, rank: int) -> Iterator[None]:
         if not watch.fail(error.exit_code):
             sys.exit(error.exit_code)
         if rank > 0:
-            error.message += f" (on rank {rank})"
+            error.message += f" (on process {rank})"
         raise
     except KeyboardInterrupt:
         died = watch.interrupted()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.training.config import TrainConfig
@@ -29,10 +30,17 @@ def describe_run(
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
         f"profile   {hardware['name']}, {hardware['peak_flops'] / 1e12:,.0f} TFLOP/s: MFU is a share of this",
-        f"evaluates {data.evaluation.path if data.evaluation else 'nothing: there is no plan of held-out sequences'}",
+        f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
+
+
+def _evaluation(plan: Plan | None) -> str:
+    """Its path is a full one where it was found beside the plan; the others are shown as they were given."""
+    if plan is None:
+        return "nothing: there is no plan of held-out sequences"
+    return str(plan.path.relative_to(Path.cwd()) if plan.path.is_relative_to(Path.cwd()) else plan.path)
 
 
 def _devices(config: TrainConfig, layout: Layout) -> str:

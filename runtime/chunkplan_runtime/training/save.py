@@ -69,7 +69,7 @@ def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
     blind = [job.layout.describe(rank) for rank, sees in enumerate(job.tell_all(temporary.is_dir())) if not sees]
     if blind:
         raise ChunkplanError(
-            f"{blind[0]} does not see what rank 0 writes",
+            f"{blind[0]} does not see what process 0 writes",
             where=str(target),
             hint="--output has to be the same folder for all, on a disk that all machines see",
         )

@@ -98,4 +98,4 @@ def _one_or_many(job: Job) -> Iterator[dict[str, object]]:
 def _reason(error: CheckpointException) -> str:
     rank, (first, _) = min(error.failures.items())
     text = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
-    return text if len(error.failures) == 1 and rank == 0 else f"{text} (rank {rank})"
+    return text if len(error.failures) == 1 and rank == 0 else f"{text} (process {rank})"
