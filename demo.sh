@@ -10,7 +10,7 @@ if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 say() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
 run() { printf '$ %s\n' "$*"; "$@"; }
 
-say "1. How long are the sequences? (1,000 real records, four schemas)"
+say "1. How long are the sequences? (1,030 real records, four schemas)"
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer
 
 say "2. Plan them: chunks of at most 8192 tokens, 4 of a sequence hold activations"

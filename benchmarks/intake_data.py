@@ -139,17 +139,6 @@ def blocks(lines: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
         num_bytes -= len(block)
 
 
-def take_texts(values: Iterator[str], num_bytes: int) -> list[str]:
-    """So many texts that they have `num_bytes` or a little more."""
-    taken = []
-    for text in values:
-        taken.append(text)
-        num_bytes -= len(text.encode())
-        if num_bytes <= 0:
-            break
-    return taken
-
-
 def write_parquet(path: Path, column: str, kind: pa.DataType, values: Iterator[Any], num_rows: int) -> None:
     """Parquet of one column, in row groups of 65,536 numbers or 1,024 other rows."""
     with pq.ParquetWriter(path, pa.schema([(column, kind)])) as writer:

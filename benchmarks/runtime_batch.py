@@ -118,6 +118,12 @@ def run_rows(model: CausalLM, rows: Sequence[ChunkTensors], num_target_tokens: i
     return total.item() / num_target_tokens
 
 
+def run_whole(model: CausalLM, batch: Batch) -> float:
+    """The step in rows of one sequence each, as transformers runs them; returns the loss."""
+    with as_today(model):
+        return run_rows(model, batch.rows, batch.work.step.num_target_tokens)
+
+
 def interleaved(ways: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of every way, in turn, `repeats` times after a round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from allocations import Allocations
-from runtime_batch import as_today, interleaved, make_batch, qwen2, run_rows, zero_gradients
+from runtime_batch import as_today, interleaved, make_batch, qwen2, run_rows, run_whole, zero_gradients
 from runtime_time import run_chunks
 
 from chunkplan_runtime.models import new_model
@@ -43,10 +43,6 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
     batch = make_batch(step.tolist(), chunk_size, k, config.vocab_size)
     num_targets = batch.work.step.num_target_tokens
 
-    def unpacked() -> float:
-        with as_today(model):
-            return run_rows(model, batch.rows, num_targets)
-
     def packed() -> float:
         with as_today(model):
             return run_rows(model, batch.packed, num_targets)
@@ -58,7 +54,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
         return loss
 
     ways: dict[str, Callable[[], float]] = {
-        "unpacked, checkpointing": unpacked,
+        "unpacked, checkpointing": lambda: run_whole(model, batch),
         "packed to the longest, checkpointing": packed,
         "chunks": lambda: run_chunks(model, batch),
         "chunks, checkpointing": chunked_checkpointing,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from allocations import Allocations
-from runtime_batch import Batch, as_today, make_batch, qwen2, run_rows
+from runtime_batch import Batch, make_batch, qwen2, run_whole
 
 from chunkplan_runtime.calibration.measure import wait
 from chunkplan_runtime.executor import Executor
@@ -52,12 +52,8 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> list[Row]
         model.enable_checkpointing()
         Executor(model, kv_offload=True).run(batch.work.ranks[0], batch.work.step.num_target_tokens)
 
-    def whole(batch: Batch) -> None:
-        with as_today(model):
-            run_rows(model, batch.rows, batch.work.step.num_target_tokens)
-
     rows = []
-    for name, way in {"chunks": chunked, "whole, checkpointing": whole}.items():
+    for name, way in {"chunks": chunked, "whole, checkpointing": lambda batch: run_whole(model, batch)}.items():
         left, before = budget, 0.0
         for length in lengths:
             if before * 4 > left:  # attention grows with the square

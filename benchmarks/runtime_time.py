@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from runtime_batch import Batch, as_today, interleaved, make_batch, qwen2, ratio, run_rows, zero_gradients
+from runtime_batch import Batch, interleaved, make_batch, qwen2, ratio, run_whole, zero_gradients
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.calibration.measure import wait
@@ -37,12 +37,8 @@ def measure_time(device: torch.device, repeats: int) -> list[Row]:
     for chunk_size, num_chunks in _CASES[device.type]:
         batches = {k: make_batch([num_chunks * chunk_size], chunk_size, k, config.vocab_size) for k in (1, 2)}
 
-        def whole(batch: Batch = batches[1]) -> None:
-            with as_today(model):
-                run_rows(model, batch.rows, batch.work.step.num_target_tokens)
-
         ways = {f"K {k}": lambda batch=batch: run_chunks(model, batch) for k, batch in batches.items()}
-        seconds = interleaved({"whole": whole, **ways}, repeats, device)
+        seconds = interleaved({"whole": lambda batch=batches[1]: run_whole(model, batch), **ways}, repeats, device)
         for k, batch in batches.items():
             over, spread = ratio(seconds[f"K {k}"], seconds["whole"])
             rows.append(

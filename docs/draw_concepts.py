@@ -5,7 +5,21 @@ The same chunks give the same bytes. Run it after a change of the planner: pytho
 
 from __future__ import annotations
 
-from drawing import ACTIONS, FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, arrow, draw_legend, write_pictures
+from drawing import (
+    ACTIONS,
+    FAINT,
+    INK,
+    LANE,
+    LINE,
+    SHORT,
+    SPLIT,
+    WIDTH,
+    Drawing,
+    arrow,
+    draw_legend,
+    planned,
+    write_pictures,
+)
 
 import chunkplan
 from chunkplan.planfile.schema import OPS
@@ -230,8 +244,13 @@ def held_parts(simulation: Simulation) -> list[list[str]]:
 
 def draw_pipeline() -> str:
     """What each stage does when with the chunks of the step."""
-    drawing, simulation, top = Drawing(), simulated(LENGTHS, k=2, pp=STAGES), 70.0
-    drawing.text(LEFT, 30, f"The same step on {STAGES} pipeline stages", size=15, bold=True)
+    # The chunks of the first picture: on a pipeline the planner mixes parts and short sequences only if it is told to.
+    config = chunkplan.PlanConfig(chunk_size=CHUNK_SIZE, k=2, pp=STAGES, tail_sharing=True)
+    with planned(LENGTHS, config) as plan:
+        simulation = chunkplan.simulate_plan(plan)
+    assert simulation.chunks == simulated(LENGTHS, k=2, pp=1).chunks
+    drawing, top = Drawing(), 70.0
+    drawing.text(LEFT, 30, f"The same chunks on {STAGES} pipeline stages", size=15, bold=True)
     words = "A box is an action: an op, and the number of a chunk. Where a lane is empty, the stage waits: the bubble."
     drawing.text(LEFT, 50, words, fill=FAINT)
     left, scale = 76, (RIGHT - 76) / simulation.ends.max()
@@ -246,8 +265,7 @@ def draw_pipeline() -> str:
         drawing.box(x + 0.5, y + 1, wide - 1, 22, fill=fill)
         if simulation.chunks[chunk].group_id is not None:
             drawing.box(x + 0.5, y + 25, wide - 1, 3, fill=DARK)
-        if wide >= 16:  # or its name would not fit
-            drawing.text(x + wide / 2, y + 16, f"{name}{chunk}", size=11, fill=ink, bold=True, anchor="middle")
+        drawing.text(x + wide / 2, y + 16, f"{name}{chunk}", size=11, fill=ink, bold=True, anchor="middle")
     end = top + 40 * STAGES + 12
     drawing.arrow(RIGHT - 14, end)
     drawing.text(RIGHT - 20, end + 4, "time", fill=FAINT, anchor="end")

@@ -5,11 +5,7 @@ The same plan gives the same bytes. Run it after a change of the planner: python
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
-import numpy as np
-from drawing import ACTIONS, FAINT, INK, LANE, LINE, Drawing, arrow, draw_legend, write_pictures
+from drawing import ACTIONS, FAINT, INK, LANE, LINE, Drawing, arrow, draw_legend, planned, write_pictures
 
 import chunkplan
 from chunkplan.planfile.plan import Action, PlanStep
@@ -28,15 +24,6 @@ BOX_HEIGHT = HEAD + 12 + 2 * ROW_PITCH
 #: By rank of the process: its colour and that of the letters on it. Hues are stages.
 COLOURS = [("#1d5fa8", "#ffffff"), ("#bcd5f0", INK), ("#a6480f", "#ffffff"), ("#f3cdb3", INK)]
 ACTIVATIONS, GRADIENTS, COPIES = ACTIONS["forward"][1], ACTIONS["backward"][1], "#6b46c1"
-
-
-def plan_one_step() -> PlanStep:
-    """The only step of the plan of LENGTHS."""
-    with tempfile.TemporaryDirectory() as folder:
-        lengths = Path(folder) / "lengths.npy"
-        np.save(lengths, np.array(LENGTHS))
-        [step] = chunkplan.build(lengths, Path(folder) / "plan", CONFIG).iter_steps()
-    return step
 
 
 def layouts() -> list[Layout]:
@@ -123,7 +110,9 @@ def draw_heads(drawing: Drawing) -> None:
 
 def draw() -> str:
     """The picture, as SVG."""
-    step, drawing = plan_one_step(), Drawing()
+    with planned(LENGTHS, CONFIG) as plan:
+        [step] = plan.iter_steps()
+    drawing = Drawing()
     draw_heads(drawing)
     draw_plan(drawing)
     for layout in layouts():

@@ -5,12 +5,9 @@ The same plan gives the same bytes. Run it after a change of the planner: python
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
-from drawing import ACTIONS, FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, draw_legend, write_pictures
+from drawing import ACTIONS, FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, draw_legend, planned, write_pictures
 
 import chunkplan
 from chunkplan.planfile.plan import Action, Chunk, PlanStep
@@ -23,15 +20,6 @@ STEP_X, RANK_X, CHUNK_X, ORDER_X = 14, 166, 322, 534
 BAR_WIDTH, CHUNK_WIDTH, ACTION_WIDTH = 110, 180, 17.5
 TOP, BAR_PITCH, BAR_HEIGHT, CHUNK_PITCH, CHUNK_HEIGHT = 86, 17, 12, 29, 22
 LANE_HEAD, LANE_GAP = 27, 14
-
-
-def plan_one_step() -> PlanStep:
-    """The only step of the plan of LENGTHS."""
-    with tempfile.TemporaryDirectory() as folder:
-        lengths = Path(folder) / "lengths.npy"
-        np.save(lengths, np.array(LENGTHS))
-        [step] = chunkplan.build(lengths, Path(folder) / "plan", CONFIG).iter_steps()
-    return step
 
 
 def letter(sequence: int) -> str:
@@ -123,7 +111,9 @@ def draw_heads(drawing: Drawing) -> None:
 
 def draw() -> str:
     """The picture, as SVG."""
-    step, drawing = plan_one_step(), Drawing()
+    with planned(LENGTHS, CONFIG) as plan:
+        [step] = plan.iter_steps()
+    drawing = Drawing()
     draw_heads(drawing)
     for sequence in range(len(LENGTHS)):
         draw_bar(drawing, STEP_X, TOP + 4 + sequence * BAR_PITCH, sequence, count=True)

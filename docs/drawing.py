@@ -1,11 +1,18 @@
-"""What the programs that draw the pictures share: colours, an SVG under construction, arrows, the legend."""
+"""What the programs that draw the pictures share: a plan, colours, an SVG under construction, arrows, the legend."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+import numpy as np
+
+import chunkplan
+from chunkplan.planfile.plan import Plan
 
 #: The pictures' width in units of the view box, which is as wide as a page of text.
 WIDTH = 760
@@ -21,6 +28,15 @@ ACTIONS = {
     "recompute": ("R", "#dcc6f7", INK),
     "backward": ("B", "#52606d", "#ffffff"),
 }
+
+
+@contextmanager
+def planned(lengths: list[int], config: chunkplan.PlanConfig) -> Iterator[Plan]:
+    """The plan of sequences of `lengths`, as `chunkplan.build` makes it, until its folder is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "lengths.npy"
+        np.save(file, np.array(lengths))
+        yield chunkplan.build(file, Path(folder) / "plan", config)
 
 
 class Drawing:

@@ -52,8 +52,9 @@ ENVIRONMENT = """## The environment
 COMPLETION = """## Completion
 
 `chunkplan --install-completion` teaches the shell that it is called from (bash, zsh, fish or PowerShell) to complete
-commands, options, and the names that an option may take, such as those of schedules, packers, hardware profiles and
-formats. `chunkplan --show-completion` prints what it would install. For another shell than the one at hand:
+commands, options, the names that an option may take, such as those of schedules, packers, hardware profiles and
+formats, and the steps and ranks of a plan. `chunkplan --show-completion` prints what it would install. For another
+shell than the one at hand:
 
 ```sh
 _CHUNKPLAN_COMPLETE=source_zsh chunkplan > ~/.zfunc/_chunkplan

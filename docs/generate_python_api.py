@@ -18,9 +18,9 @@ import chunkplan_runtime
 
 HEAD = """# The Python API
 
-Every command is a function of `chunkplan` that does the same and gives back an object. Lengths are tokens, times
-microseconds (`_us`) unless a name says otherwise; paths may be strings. In the folder of the repository this analyzes
-the sample data, builds two plans and compares them:
+What the commands do is done by functions, which give back objects; those whose names begin with `write_` leave a file
+or a folder. Lengths are tokens, times microseconds (`_us`) unless a name says otherwise; paths may be strings. In the
+folder of the repository this analyzes the sample data, builds two plans and compares them:
 
 ```python
 import chunkplan
@@ -45,6 +45,27 @@ This page is written by `python docs/generate_python_api.py` (`make docs`) from 
 has the rest of each.
 """
 
+#: Command -> the functions that do what it does.
+FUNCTIONS = {
+    "analyze": ["chunkplan.analyze", "chunkplan.write_shard"],
+    "merge": ["chunkplan.merge"],
+    "tune": ["chunkplan.tune"],
+    "build": ["chunkplan.build"],
+    "inspect": [
+        *("chunkplan.length_report", "chunkplan.plan_report", "chunkplan.view_chunk"),
+        "chunkplan.write_report",
+    ],
+    "diff": ["chunkplan.diff"],
+    "simulate": [
+        *("chunkplan.simulate_plan", "chunkplan.simulate_lengths", "chunkplan.compare_schedules"),
+        "chunkplan.write_trace",
+    ],
+    "validate": ["chunkplan.validate"],
+    "parity": ["chunkplan_runtime.parity.parity"],
+    "calibrate": ["chunkplan_runtime.calibration.calibrate.calibrate"],
+    "export": ["chunkplan.export"],
+}
+
 RESULTS = """## What they give back
 
 `load_analysis` and `analyze` give an `Analysis`, `load_plan` and `build` a `Plan`. [plan-format.md](plan-format.md)
@@ -52,7 +73,10 @@ says what the columns are.
 """
 
 #: Classes of what is given back, by module.
-GIVEN_BACK = {"chunkplan.planfile.analysis": ["Analysis"], "chunkplan.planfile.plan": ["Plan", "PlanStep", "Chunk"]}
+GIVEN_BACK = {
+    "chunkplan.planfile.analysis": ["Analysis"],
+    "chunkplan.planfile.plan": ["Plan", "PlanStep", "Chunk", "Segment", "Action"],
+}
 
 #: What else is given back: dataclasses, whose docstrings name their fields.
 NAMED = {
@@ -62,6 +86,7 @@ NAMED = {
     "chunkplan.schedule.simulated": ["Simulation"],
     "chunkplan.rows": ["PackedRows"],
     "chunkplan.tuning.tune": ["Tuning"],
+    "chunkplan.cost.calibrate": ["Calibration"],
     "chunkplan.cost.hardware": ["Hardware"],
     "chunkplan.cost.shape": ["ModelShape"],
     "chunkplan.reporting.plan_report": ["PlanReport"],
@@ -70,6 +95,7 @@ NAMED = {
     "chunkplan.exporting.export": ["Export"],
     "chunkplan.intake.tokenizer": ["RecordTokenizer"],
     "chunkplan_runtime.parity": ["ParityReport"],
+    "chunkplan_runtime.calibration.measure": ["Probe"],
 }
 
 #: Characters of a default that are shown.
@@ -88,17 +114,25 @@ Needs the extra `runtime`, and `ChunkTrainer` also `hf`. [runtime.md](runtime.md
 transformers with a plan.
 """
 
-TRAINING = """## chunkplan_runtime.training
+TRAINING = """## Training, parity and calibration
 
-What `python -m chunkplan_runtime.train` does, as functions. [training.md](training.md) says what the options do.
+What `python -m chunkplan_runtime.train`, `chunkplan parity` and `chunkplan calibrate` do, as functions.
+[training.md](training.md) says what the options of the trainer do. A profile that is to be kept is written by
+`chunkplan.cost.calibration_file.write_profile`.
 """
 
-#: Functions and classes of the trainer, by module.
+#: Functions and classes of these, by module.
 TRAINER = {
     "chunkplan_runtime.training.config": ["TrainConfig"],
     "chunkplan_runtime.training.processes": ["train_alone", "train_together"],
     "chunkplan_runtime.parity": ["parity"],
+    "chunkplan_runtime.calibration.calibrate": ["CalibrationOptions", "calibrate"],
 }
+
+
+def spans(texts: Iterable[str]) -> str:
+    """Each as code."""
+    return ", ".join(f"`{text}`" for text in texts)
 
 
 def names(module: Any) -> Iterator[str]:
@@ -197,6 +231,7 @@ if __name__ == "__main__":
         "python-api.md",
         [
             HEAD,
+            table(("command", "in Python"), [(f"`{name}`", spans(made)) for name, made in FUNCTIONS.items()]),
             "## chunkplan",
             *names(chunkplan),
             RESULTS,

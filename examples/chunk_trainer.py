@@ -7,8 +7,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from chunkplan_runtime import ChunkTrainer
 
-name, plan, output = sys.argv[1:4]
-model = AutoModelForCausalLM.from_pretrained(name)
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+name, plan, output = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
 args = TrainingArguments(
     output_dir=output,
     learning_rate=1e-5,

@@ -10,13 +10,15 @@ from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.models import new_model, read_config
 from chunkplan_runtime.stream import PlanStream, open_plan
 
+if not 4 <= len(sys.argv) <= 5:
+    sys.exit(__doc__)
 plan, config_file, checkpoint = (Path(argument) for argument in sys.argv[1:4])
 config = read_config(config_file)
 model = new_model(config, torch.float32, seed=0)
 optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
 stream = PlanStream(*open_plan(plan), vocab_size=config.vocab_size, max_positions=config.max_position_embeddings)
 if checkpoint.exists():
-    saved = torch.load(checkpoint)
+    saved = torch.load(checkpoint, weights_only=True)
     model.model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     stream.load_state_dict(saved["stream"])

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import typer.main
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -28,8 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side: every torchrun takes a free port rather than the one it has for all.
 os.environ["PET_STANDALONE"] = "1"
 
-# The first example of a test may have to compile what it calls.
-settings.register_profile("chunkplan", deadline=None)
+# The first example of a test may have to compile what it calls, and the machine may be busy.
+settings.register_profile("chunkplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("chunkplan")
 
 # A command line in this process builds its parser anew for every call, which takes longer than most of the calls.

@@ -1,4 +1,4 @@
-"""What tests of the readers share: sources read whole, whatever their pieces and batches."""
+"""What tests of the intake share: sources read whole, whatever their pieces and batches, and records encoded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import cut, read
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import Record
+from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import Layout
 from chunkplan.intake.sources import find_sources
+from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 
 TEXT = Layout("text", {"text": "text"}, "")
 LENGTH = Layout("length", {"length": "length"}, "")
@@ -18,6 +20,15 @@ TOKENS = Layout("input_ids", {role: role for role in ("input_ids", "labels", "at
 
 #: More than any record of a test has.
 LARGE = 64 << 20
+
+
+def encode_all(tokenizer: RecordTokenizer, *records: Record) -> list[Encoded]:
+    """The tokens of records that all have some."""
+    encoded = []
+    for one in tokenizer.encode(records):
+        assert not isinstance(one, RecordError)
+        encoded.append(one)
+    return encoded
 
 
 def pieces_of(path: Path | str, spool: Path) -> list[Piece]:

@@ -49,6 +49,12 @@ def tuning_of(folder: Path) -> dict[str, Any]:
     return document
 
 
+def write_and_read(path: Path, shown: Any, **options: Any) -> Page:
+    """Write a page to `path` and read it."""
+    chunkplan.write_report(path, shown, **options)
+    return Page(path.read_text(encoding="utf-8"))
+
+
 def hostile_plan(plan: Plan) -> Plan:
     """`plan` with names of everything that are markup, estimated, and without its analysis."""
     manifest = json.loads(json.dumps(plan.manifest))

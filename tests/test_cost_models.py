@@ -154,6 +154,7 @@ def test_models_whose_cost_is_not_modelled_are_refused_by_name(words: str, tmp_p
 def test_the_refusal_of_a_type_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_model_config(written(tmp_path, {"model_type": "gpt2"}))
+    assert caught.value.message == "the times and the memory of a 'gpt2' model are not known"
     assert "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe" in caught.value.hint
 
 

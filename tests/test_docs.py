@@ -154,6 +154,13 @@ def test_the_format_names_every_entry_of_a_cost_model() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_prose_is_wrapped(document: Path) -> None:
+    """At 120 columns; what cannot be wrapped is code, screens, tables, pictures."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!["))] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
@@ -257,7 +264,7 @@ def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path:
     with pytest.raises(UsageError) as caught:
         chunkplan.read_model_config(tmp_path)
     [sentence] = re.findall(r"`model_type` may be (.*?):", COST_MODEL, re.S)
-    assert re.findall(r"`(\w+)`", sentence) == caught.value.hint.removeprefix("the known types are ").split(", ")
+    assert re.findall(r"`(\w+)`", sentence) == caught.value.hint.partition("the known types are ")[2].split(", ")
 
 
 def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> None:

@@ -76,7 +76,7 @@ def without_times(screen: str) -> list[str]:
     """Its lines, from the first step on with N for numbers, and without what is said of a slow process if there is."""
     head, step, rest = screen.partition("\nstep ")
     rest = re.sub(r" +", " ", re.sub(r"\d[\d,.]*", "N", rest))
-    slow = r"\n\nrank N of N \(.*?\) is slow: N times as long\nas the others for the same planned work"
+    slow = r"\n\nprocess N of N \(.*?\) is slow: N times as long\nas the others for the same planned work"
     return (head + step + re.sub(slow, "", rest)).splitlines()
 
 

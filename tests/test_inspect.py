@@ -98,7 +98,7 @@ def test_a_plan_is_shown_in_one_look(command: Command, made: Path) -> None:
     shown = command("inspect", "--workspace", made).out
     titles = (
         "plan",
-        "Fill, of chunk size",
+        "Fill, of ChunkSize",
         "Chunks by kind",
         "Ranks, over all steps",
         "Slowest steps",
@@ -117,6 +117,24 @@ def test_of_many_ranks_the_heaviest_and_the_lightest_are_shown(command: Command,
     [table] = re.findall(r"heaviest and the lightest of 12 *\n.*?\n(.*?)\n\n", shown, re.DOTALL)
     assert len(table.splitlines()) == 6
     assert len(json.loads(command("inspect", "--json").out)["ranks"]) == 12
+
+
+@pytest.mark.parametrize(("schedule", "letters"), [("1f1b", "FfRB"), ("interleaved", "FfRB"), ("zero-bubble", "FfRIW")])
+def test_every_letter_of_a_step_is_explained(
+    command: Command, made: Path, tmp_path: Path, schedule: str, letters: str
+) -> None:
+    config = chunkplan.PlanConfig(chunk_size=128, k=1, pp=2, global_batch=16, schedule=schedule)
+    chunkplan.build(made / "analysis", tmp_path / "plan", config)
+    shown = command("inspect", "plan", "--step", 0)
+    lines = shown.out.split("stage 0 ")[1]
+    actions, legend = lines.rsplit("\n\n", 1)
+    assert set(re.findall(r"\b([A-Za-z])\d", actions)) == {*letters}
+    assert [letter for letter in "FfRBIW" if re.search(rf"\b{letter} \w", legend)] == [*letters]
+    assert ("virtual stage 1" in legend) == (schedule == "interleaved")
+    assert bool(re.search(r"\bF0\.1\b", actions)) == (schedule == "interleaved")
+    chunk = command("inspect", "plan", "--step", 0, "--chunk", 0).out
+    parts = {f"virtual stage {part}: forward" for part in (0, 1) if f"virtual stage {part}: forward" in chunk}
+    assert len(parts) == (2 if schedule == "interleaved" else 0)
 
 
 def test_json_of_a_plan_is_its_report(command: Command, made: Path) -> None:

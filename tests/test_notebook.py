@@ -98,3 +98,13 @@ def test_nothing_of_a_file_becomes_markup(plan: Plan, analysis: Analysis) -> Non
         assert shown.tags <= harmless.tags | {"div"} and not shown.tags & {"script", "img"}
         assert shown.attributes == {"style", "scope"}
         assert "<script>alert(1)</script>" in shown.text
+
+
+def test_what_would_not_be_seen_is_a_symbol(analysis: Analysis) -> None:
+    """The terminal shows it so too."""
+    hidden = "a\x1b[31m\u202eb\x00.jsonl"
+    sources = [{**analysis.manifest["sources"][0], "path": hidden}]
+    one = dataclasses.replace(analysis, path=Path(hidden), manifest={**analysis.manifest, "sources": sources})
+    shown = one._repr_html_()
+    assert not {"\x1b", "\u202e", "\x00"} & {*shown}
+    assert shown.count("a␛[31m\\u202eb␀.jsonl") == 2
