@@ -26,7 +26,7 @@ def _times(times: StepTimes) -> Table:
         (f"{step.step:,}", seconds(step.predicted_us), f"{step.over_median:.2f}", step.why) for step in times.slowest
     ]
     usual = (f"{times.median_step:,}", seconds(times.median_us), "1.00", "the median step")
-    why = "most of it because of"
+    why = "mostly because of"
     return Table("Slowest steps", ("step", "time", "of median", why), [*rows, usual], texts=(why,))
 
 
