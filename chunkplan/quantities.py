@@ -1,8 +1,9 @@
-"""Counts, shares, durations and sizes as people say them."""
+"""Counts, shares, durations and sizes, and what a plan was made with, as people say them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
@@ -41,3 +42,15 @@ def power_of_two(tokens: int) -> str:
         if tokens >= size:
             return f"{tokens // size}{unit}"
     return str(tokens)
+
+
+def selection_words(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
+    config, selection = manifest["config"], manifest["selection"]
+    rows = []
+    if config["holdout"] is not None:
+        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
+        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
+    if config["mix"]:
+        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
+    return rows

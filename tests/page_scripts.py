@@ -40,6 +40,33 @@ TICKS = """() => {
   return found;
 }"""
 
+#: What of charts lies on something else: legends on plots, words of legends outside of them, words on words.
+OVERLAPS = """() => {
+  const box = (element) => element.getBoundingClientRect();
+  const slack = 0.5;
+  const meet = (one, other) => Math.min(one.right, other.right) - Math.max(one.left, other.left) > slack
+    && Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > slack;
+  const found = [];
+  for (const chart of document.querySelectorAll(".chart")) {
+    const legend = box(chart.querySelector(".legend .bg"));
+    for (const plot of chart.querySelectorAll(".nsewdrag")) {
+      if (meet(legend, box(plot))) found.push(`${chart.id}: legend on plot`);
+    }
+    for (const text of chart.querySelectorAll(".legendtext")) {
+      const { bottom, right } = box(text);
+      const isCut = bottom > legend.bottom + slack || right > box(chart).right;
+      if (isCut) found.push(`${chart.id}: ${text.textContent} is cut`);
+    }
+    const texts = [...chart.querySelectorAll(".legendtext, .annotation-text, [class$=tick] text, text[class*=title]")];
+    for (const [place, text] of texts.entries()) {
+      for (const other of texts.slice(place + 1)) {
+        if (meet(box(text), box(other))) found.push(`${chart.id}: ${text.textContent} on ${other.textContent}`);
+      }
+    }
+  }
+  return found;
+}"""
+
 TRY_TO_LEAVE = """async (address) => {
   const image = document.createElement("img");
   const failed = new Promise((resolve) => { image.onerror = () => resolve("blocked"); });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,3 +109,10 @@ def test_what_would_not_be_seen_is_a_symbol(analysis: Analysis) -> None:
     shown = one._repr_html_()
     assert not {"\x1b", "\u202e", "\x00"} & {*shown}
     assert shown.count("a␛[31m\\u202eb␀.jsonl") == 2
+
+
+def test_what_a_plan_holds_of_the_data_is_said(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 101))
+    config = chunkplan.PlanConfig(chunk_size=64, k=1, holdout=0.1, epochs=3)
+    text = Reader(chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)._repr_html_()).text
+    assert re.search(r"epochs\s*3", text) and re.search(r"held out\s*\d+ of 100 sequences", text)

@@ -147,6 +147,9 @@ def test_without_its_analysis_a_plan_is_shown_all_the_same(
     assert "Lengths before are not shown:" in made.text
     assert "Sequences by their number of tokens" not in made.tables
     assert "Chunks by their number of tokens" in made.tables
+    assert [
+        words for words in ("Lengths before, chunks after", "in sequences and in chunks") if words in made.text
+    ] == []
     moved = write(tmp_path / "plan", analysis=plan.analysis_path)
     assert "Sequences by their number of tokens" in moved.tables
 

@@ -15,13 +15,14 @@ import pytest
 import chunkplan
 from chunkplan.planfile.plan import Plan
 from tests.page_cases import build_plan, hostile_plan, hostile_tuning, tuning_of
-from tests.page_scripts import LOOK_AT_TEXT, TICKS, TRY_TO_LEAVE
+from tests.page_scripts import LOOK_AT_TEXT, OVERLAPS, TICKS, TRY_TO_LEAVE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open pages in")
 
+Open = Callable[..., tuple[Any, list[str]]]
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
@@ -62,7 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def open_page(browser: Any) -> Callable[..., tuple[Any, list[str]]]:
+def open_page(browser: Any) -> Open:
     """`open(file, width, scheme, charts)` -> the page, its charts drawn, and what it complains of or asks of others."""
 
     def open_and_wait(
@@ -82,13 +83,12 @@ def open_page(browser: Any) -> Callable[..., tuple[Any, list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def page(open_page: Callable[..., tuple[Any, list[str]]], page_file: Path) -> Any:
+def page(open_page: Open, page_file: Path) -> Any:
     return open_page(page_file)[0]
 
 
 def x_range(page: Any, chart: str = "gantt-chart") -> list[float]:
-    found: list[float] = page.evaluate("name => document.getElementById(name).layout.xaxis.range", chart)
-    return found
+    return list(page.evaluate("name => document.getElementById(name).layout.xaxis.range", chart))
 
 
 def wait_for_range(page: Any, old: list[float]) -> list[float]:
@@ -101,9 +101,7 @@ def wait_for_range(page: Any, old: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_all_is_drawn_and_readable(
-    open_page: Callable[..., tuple[Any, list[str]]], page_file: Path, width: int, scheme: str
-) -> None:
+def test_all_is_drawn_and_readable(open_page: Open, page_file: Path, width: int, scheme: str) -> None:
     """No complaint, no request, nothing wider than the window, all text large enough and in contrast."""
     page, trouble = open_page(page_file, width, scheme)
     for chart in CHARTS:
@@ -186,6 +184,19 @@ def test_nothing_beyond_the_data_can_be_gone_to(page: Any) -> None:
     buttons.get_by_role("button", name="Whole").press("Enter")
 
 
+@pytest.mark.parametrize(("chart", "place"), [("steps-chart", 0), ("gantt-chart", 1)])
+def test_zooming_in_ends_where_there_is_still_something_to_see(page: Any, chart: str, place: int) -> None:
+    whole = x_range(page, chart)
+    least = page.evaluate("name => document.getElementById(name).layout.meta.narrowest", chart)
+    buttons = page.get_by_role("group", name="Zoom").nth(place)
+    for _ in range(28):
+        buttons.get_by_role("button", name="Zoom in").press("Enter")
+    low, high = x_range(page, chart)
+    assert high - low == pytest.approx(least)
+    assert (whole[1] - whole[0]) / 1000 <= least < whole[1] - whole[0]
+    buttons.get_by_role("button", name="Whole").press("Enter")
+
+
 def test_a_bar_says_what_it_is(page: Any) -> None:
     bar = page.locator("#gantt-chart .trace.bars .point").first
     bar.scroll_into_view_if_needed()
@@ -198,9 +209,7 @@ def test_a_bar_says_what_it_is(page: Any) -> None:
     assert "rank 0 stage 0" in hover.text_content()
 
 
-def test_nothing_leaves_the_page_even_if_something_tries(
-    open_page: Callable[..., tuple[Any, list[str]]], page_file: Path
-) -> None:
+def test_nothing_leaves_the_page_even_if_something_tries(open_page: Open, page_file: Path) -> None:
     """An image, a script and a fetch that got in somehow: none runs, and who listens is not called."""
     page, _ = open_page(page_file)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -212,9 +221,7 @@ def test_nothing_leaves_the_page_even_if_something_tries(
     page.close()
 
 
-def test_names_that_are_markup_do_nothing(
-    open_page: Callable[..., tuple[Any, list[str]]], plan: Plan, tuning: dict[str, Any], tmp_path: Path
-) -> None:
+def test_names_that_are_markup_do_nothing(open_page: Open, plan: Plan, tuning: dict[str, Any], tmp_path: Path) -> None:
     """Shown in the head, in tables, and by charts where the mouse is: as they are."""
     page, trouble = open_page(write_page(hostile_plan(plan), hostile_tuning(tuning), tmp_path))
     page.locator("#candidates-chart").scroll_into_view_if_needed()
@@ -252,20 +259,42 @@ def test_numbers_of_a_plan_are_all_in_sight(page: Any) -> None:
     page.evaluate("document.querySelectorAll('.behind details').forEach((each) => { each.open = false; })")
 
 
+def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> Any:
+    """The page of a plan of `folder`/lengths.npy, without a tuning."""
+    plan = chunkplan.build(folder / "lengths.npy", folder / "plan", chunkplan.PlanConfig(**config), workers=1)
+    chunkplan.write_report(folder / "page.html", plan)
+    return open_page(folder / "page.html", width, charts=("lengths-chart", "steps-chart", "gantt-chart"))[0]
+
+
+@pytest.mark.parametrize("widths", [(390,), (1280, 390, 1280)])
+def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
+    open_page: Open, tmp_path: Path, widths: tuple[int, ...]
+) -> None:
+    """Of a step of one row and many ops, opened there or in a window that becomes as narrow, and then wide again."""
+    np.save(tmp_path / "lengths.npy", np.array([5, 9, 3000, 12]))
+    page = open_plan_page(open_page, tmp_path, widths[0], chunk_size=512, k=2)
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": 900})
+        height = "document.querySelector('#gantt-chart svg').clientHeight"
+        page.wait_for_function(f"isHigh => ({height} > 170) === isHigh", arg=width < 600)
+        assert page.locator("#gantt-chart .legendtext").count() == 4
+        assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
 @pytest.mark.parametrize(
     ("num_sequences", "changes"),
     [(1, {"dp": 1, "pp": 1}), (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450})],
 )
 def test_no_two_ticks_of_an_axis_say_the_same(
-    open_page: Callable[..., tuple[Any, list[str]]], tmp_path: Path, num_sequences: int, changes: dict[str, Any]
+    open_page: Open, tmp_path: Path, num_sequences: int, changes: dict[str, Any]
 ) -> None:
     """Of a plan of one tiny sequence, and of one that is almost perfectly balanced."""
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 900, num_sequences))
-    config = chunkplan.PlanConfig(**({"chunk_size": 512, "k": 2, "dp": 2} | changes))
-    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1)
-    chunkplan.write_report(tmp_path / "page.html", plan)
-    page, _ = open_page(tmp_path / "page.html", 390, charts=("lengths-chart", "steps-chart", "gantt-chart"))
+    page = open_plan_page(open_page, tmp_path, 390, **{"chunk_size": 512, "k": 2, "dp": 2} | changes)
     ticks = page.evaluate(TICKS)
     assert len(ticks) >= 6
     assert {axis: words for axis, words in ticks.items() if len(set(words)) < len(words)} == {}
+    assert page.evaluate(OVERLAPS) == []
     page.close()

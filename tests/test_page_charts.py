@@ -15,13 +15,14 @@ import chunkplan
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.chunk_frame import chunk_frame
-from chunkplan.reporting.page.candidates import candidates_figure, limit_words
+from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure
+from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure
 from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.slow_steps import step_times
+from chunkplan.tuning.document import PLAN_ENTRIES
 from tests.page_cases import build_plan, tuning_of, write_and_read
 
 
@@ -187,13 +188,54 @@ def test_the_line_of_chunk_size_is_always_in_the_chart() -> None:
         assert "(K" not in figure.layout.xaxis2.title.text
 
 
+@pytest.mark.parametrize("lengths", [[1], [37], [64], [5793], [3, 100_000], [1000] * 3 + [5000]])
+def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
+    counted = histogram(np.array(lengths))
+    axis = lengths_figure(counted, None, None).layout.xaxis
+    first, last = axis.range
+    assert first < counted.first - 1 < counted.first - 1 + counted.counts.size < last
+    assert axis.tickvals[0] <= 2 * np.log2(min(lengths))
+    assert 2 * np.log2(max(lengths)) <= axis.tickvals[-1] < last
+    assert len(set(axis.ticktext)) == len(axis.tickvals) == len(axis.ticktext)
+    assert len(axis.tickvals) > 1 or lengths == [1]
+
+
+def test_a_step_has_the_same_name_in_a_table_as_elsewhere(plan: Plan) -> None:
+    drawn = drawn_all(plan)[0]
+    far = replace(drawn, step=replace(drawn.step, step=10_642))
+    assert gantt_table([far]).rows[0][0].startswith("step 10,642, ")
+    assert far.label.startswith("step 10,642")
+
+
+@pytest.mark.parametrize("changed", [None, "k", "checkpointing"])
+def test_what_a_plan_was_built_with_is_marked_if_it_is_a_candidate(
+    tuning: dict[str, Any], plan: Plan, changed: str | None
+) -> None:
+    document = json.loads(json.dumps(tuning))
+    fitting = next(choice for choice in document["choices"] if choice["fits"] and choice != document["chosen"])
+    built = {name: fitting[name] for name in PLAN_ENTRIES}
+    cost_model = {name: fitting[name] for name in ("tp", "checkpointing", "kv_offload")}
+    if changed is not None:
+        fitting[changed] = 99
+    here = {**plan.manifest["predictions"]["cost_model"], **cost_model}
+    manifest = {**plan.manifest, "config": {**plan.config, **built}, "predictions": {"cost_model": here}}
+    own = choice_of_plan(document, replace(plan, manifest=manifest))
+    assert own == (fitting if changed is None else None)
+    marked = [trace for trace in candidates_figure(document, own).data if trace.name == "this plan"]
+    assert [(*trace.x, *trace.y) for trace in marked] == [
+        (fitting["memory"]["total"] / 2**30, fitting["step_seconds"]) for _ in range(changed is None)
+    ]
+    notes = [row[-1] for row in candidates_tables(document, own)[1].rows]
+    assert sum("this plan" in words for words in notes) == (changed is None)
+
+
 @pytest.mark.parametrize(("gpu_memory", "is_near"), [(66 << 30, True), (9_000 << 30, False)])
 def test_candidates_fill_their_chart_however_much_memory_there_is(
     tuning: dict[str, Any], gpu_memory: int, is_near: bool
 ) -> None:
     """A limit far from all of them is said, not drawn; axes have several ticks."""
     document = {**tuning, "options": {**tuning["options"], "gpu_memory": gpu_memory}}
-    figure = candidates_figure(document)
+    figure = candidates_figure(document, None)
     assert len(figure.layout.shapes) == is_near
     assert ("the dashed line" if is_near else "beyond the chart") in limit_words(document)
     assert f"{gpu_memory / 2**30:,.1f} GiB" in limit_words(document)
@@ -207,6 +249,6 @@ def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning:
     document = json.loads(json.dumps(tuning))
     for place, row in enumerate([*document["choices"], *document["baselines"], document["chosen"]]):
         row["memory"]["total"] = (2 << 30) + place * (1 << 20)
-    axis = candidates_figure(document).layout.xaxis
+    axis = candidates_figure(document, None).layout.xaxis
     assert axis.type is None
     assert 1.9 < axis.range[0] < 2 < axis.range[1] < 2.3

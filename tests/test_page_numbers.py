@@ -16,6 +16,7 @@ import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes, percent, seconds
+from chunkplan.reporting.page.summary_words import plan_facts
 from tests.page_cases import Page, build_plan, tuning_of, write_and_read
 
 Command = Callable[..., Any]
@@ -92,6 +93,13 @@ def test_a_plan_of_everything_once_is_said_to_be_nothing_else(plan: Plan, tmp_pa
     assert "does not hold every sequence" not in text
 
 
+@pytest.mark.parametrize(("global_batch", "words"), [(15, "15"), (16, "up to 16"), (256, "60")])
+def test_no_step_is_said_to_have_more_sequences_than_there_are(tmp_path: Path, global_batch: int, words: str) -> None:
+    plan = build_plan(tmp_path, global_batch=global_batch)
+    report = chunkplan.plan_report(plan)
+    assert dict(plan_facts(plan, report))["sequences a step"] == words
+
+
 def test_tables_have_all_that_inspect_shows(plan: Plan, tmp_path: Path) -> None:
     report = chunkplan.plan_report(plan)
     tables = write_and_read(tmp_path / "page.html", plan).tables
@@ -154,6 +162,8 @@ def test_a_tuning_of_other_data_or_another_model_is_said_on_the_page_and_on_stde
     other["data"] |= {"longest_sequence": 500, "token_histogram": {"512": 1.0}}
     other["cost_model"]["shape"]["name"] = "another"
     other["cost_model"]["hardware"]["memory_bytes"] += 1
+    other["cost_model"]["precision"] = "fp32"
+    other["chosen"]["tp"] *= 2
     other["options"]["global_batch"] = 8
     (tmp_path / "same.json").write_text(json.dumps(same), encoding="utf-8")
     (tmp_path / "other.json").write_text(json.dumps(other), encoding="utf-8")
@@ -163,6 +173,8 @@ def test_a_tuning_of_other_data_or_another_model_is_said_on_the_page_and_on_stde
         "The tuning is of other data",
         "The tuning is for another model",
         f"The tuning has other numbers for the GPU {cost_model['hardware']['name']} than the plan.",
+        "The tuning is for fp32, the plan's times are for bf16.",
+        "The tuning is for 8 GPUs, the plan is for 4.",
         "The tuning is for steps of 8 sequences, those of the plan have 16.",
     ]
     made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))

@@ -22,6 +22,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
 from chunkplan.planning.config import PlanConfig
+from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimes, step_times
 
@@ -134,7 +135,21 @@ def test_the_factors_of_a_slow_step_explain_all_of_its_time(plan: Plan) -> None:
     assert [step.predicted_us for step in times.slowest] == slowest
     for step in times.slowest:
         assert math.prod(step.factors.values()) == pytest.approx(step.over_median)
-        assert step.cause == SEQUENCE or step.factors[step.cause] == max(step.factors.values())
+        largest = max(step.factors.values())
+        share, exceeds = share_of_largest_sequence(next(plan.iter_steps(step.step)))
+        is_of_one = share > 0 and (exceeds or largest * (1 - share) < 1)
+        assert step.cause == SEQUENCE if is_of_one else step.factors[step.cause] == largest
+
+
+def share_of_largest_sequence(step: PlanStep) -> tuple[float, bool]:
+    """Of the cost of all chunks, those of the split sequence that costs most; and whether it exceeds its share."""
+    costs: Counter[tuple[int, int]] = Counter({(0, -1): 0})
+    for rank, chunks in step.chunks.items():
+        for chunk in chunks:
+            if chunk.group_id is not None:
+                part = chunk.segments[0]
+                costs[rank, chunk.group_id] += chunk.cost * (part.end - part.start) / chunk.num_tokens
+    return max(costs.values()) / sum(chunk.cost for chunk in chunks_of(step)), step.exceeds_share
 
 
 #: A step of two ranks with two stages each, 1000 tokens and nothing odd about it, and what a change makes of its time.
@@ -156,7 +171,8 @@ def timed(*changes: dict[str, Any]) -> StepTimes:
         cost = is_it["num_tokens"] * is_it["work"] / (1 - is_it["recomputed"])
         for rank, share in enumerate((1 - is_it["heavy"], is_it["heavy"])):
             square = float(is_it["num_tokens"] * is_it["longest"] / 2)
-            row = {"step": number, "dp_rank": rank, "squares": square, "reach": is_it["longest"]}
+            part = {"part_end": is_it["longest"], "prefix_tokens": is_it["longest"] - 10, "num_tokens": 10}
+            row = {"step": number, "dp_rank": rank, "squares": square, "reach": is_it["longest"], **part}
             chunks.append({**row, "cost": cost * share * (1 - is_it["split"]), "group_id": None})
             chunks += [{**row, "cost": cost * share * is_it["split"] / 4, "group_id": 0} for _ in range(4)]
         steps.append(
@@ -189,14 +205,22 @@ def test_of_two_causes_the_larger_is_named(cause: str) -> None:
     assert slow.cause == cause
 
 
-def test_a_sequence_that_is_most_of_the_slowest_ranks_work_is_named() -> None:
-    """Whatever else it brings: more tokens, more attention, ranks out of balance."""
-    change = {"num_tokens": 9000, "work": 1.5, "heavy": 0.7, "split": 0.8, "longest": 8000}
+def test_a_sequence_that_explains_more_than_any_factor_is_named() -> None:
+    """Without it the step would have less than a ninth of its work; or no spread can take it from its rank."""
+    change = {"num_tokens": 9000, "work": 1.5, "heavy": 0.96, "split": 0.96, "longest": 8000}
     [slow] = timed(change).slowest
-    assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 8,000 tokens: 80% of rank 1's work")
+    assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 8,000 tokens: 92% of the work")
     assert slow.factors["tokens"] == 9
-    [slow] = timed({**change, "exceeds_share": True}).slowest
+    assert timed({**change, "split": 0.9}).slowest[0].cause == "tokens"
+    [slow] = timed({**change, "split": 0.6, "exceeds_share": True}).slowest
     assert slow.why == "one sequence of 8,000 tokens: over a rank's share"
+
+
+def test_what_shares_the_chunks_of_a_sequence_is_not_counted_as_its_own(tmp_path: Path) -> None:
+    """Two chunks of 64 for 65 tokens; the second has 60 more of others."""
+    frame = chunk_frame(built(tmp_path, [65, 60], k=1, epochs=1))
+    assert frame["kind"].to_list() == ["dependent", "mixed"]
+    assert (frame["part_end"] - frame["prefix_tokens"]).to_list() == [64, 1]
 
 
 def test_half_empty_chunks_are_no_attention() -> None:
@@ -293,8 +317,10 @@ def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
 def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:
     steps = pl.DataFrame({"step": [0], "num_tokens": [5], "slowest_rank": [1], "predicted_us": [1.0], "fill": [1.0]})
     steps = steps.with_columns(recompute_share=pl.lit(0.0), exceeds_share=pl.lit(False))
-    chunks = pl.DataFrame({"step": [0], "dp_rank": [0], "cost": [1.0], "squares": [1.0], "reach": [5]})
-    chunks = chunks.with_columns(group_id=pl.lit(None, pl.Int32))
+    chunks = pl.DataFrame(
+        {"step": [0], "dp_rank": [0], "num_tokens": [5], "cost": [1.0], "squares": [1.0], "reach": [5]}
+    )
+    chunks = chunks.with_columns(group_id=pl.lit(None, pl.Int32), part_end=5, prefix_tokens=0)
     with pytest.raises(DataError, match="step 0"):
         step_times(steps, chunks, dp=2, pp=1)
 
@@ -314,3 +340,36 @@ def test_rows_that_are_missing_are_damage(tmp_path: Path, file: str) -> None:
                 assert error.hint
                 found += 1
     assert found >= min(3, whole.num_rows)
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "value"),
+    [
+        ("steps", "predicted_us", -5.0),
+        ("steps", "lower_bound_us", math.nan),
+        ("steps", "step", 7),
+        ("chunks", "cost", -1000.0),
+        ("chunks", "cost", math.inf),
+        ("chunks", "dp_rank", 99),
+    ],
+)
+def test_numbers_that_cannot_be_are_damage(tmp_path: Path, file: str, column: str, value: float) -> None:
+    plan = built(tmp_path, LENGTHS[:8], k=1, dp=2, global_batch=3, epochs=1)
+    path = plan.path / f"{file}.parquet"
+    table = pq.read_table(path)
+    values = [*table.column(column).to_pylist()[:-1], value]
+    field = table.schema.get_field_index(column)
+    pq.write_table(
+        table.set_column(field, table.schema.field(column), pa.array(values, table.schema.field(column).type)), path
+    )
+    with pytest.raises(DataError) as caught:
+        plan_report(plan)
+    assert str(path) in str(caught.value.where)
+
+
+def test_steps_that_are_missing_are_damage(tmp_path: Path) -> None:
+    plan = built(tmp_path, LENGTHS, k=1, epochs=1)
+    path = plan.path / "steps.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 2), path)
+    with pytest.raises(DataError, match="not those of steps 0 to 2 in order"):
+        plan_report(plan)

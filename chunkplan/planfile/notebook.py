@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
-from chunkplan.quantities import counted, k_words, seconds
+from chunkplan.quantities import counted, k_words, seconds, selection_words
 from chunkplan.visible import visible
 
 #: Hexadecimal digits of a content hash that are shown.
@@ -44,6 +44,8 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
             ("steps", f"{totals['num_steps']:,}, of up to {counted(most, 'sequence')}, seed {config['seed']}"),
             ("sequences", f"{totals['num_sequences']:,}, the longest {counted(totals['longest_sequence'], 'token')}"),
             ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
+            *([("epochs", f"{config['epochs']:,}")] if config["epochs"] > 1 else []),
+            *selection_words(manifest),
             ("chunks", f"{totals['num_chunks']:,}"),
             ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
             ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),

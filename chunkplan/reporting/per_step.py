@@ -5,10 +5,11 @@ from __future__ import annotations
 import polars as pl
 import pyarrow as pa
 
+from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.reporting.chunk_frame import chunk_frame
+from chunkplan.reporting.chunk_frame import VALIDATE_HINT, chunk_frame, refuse_impossible
 
 #: Of schedule.parquet, all but what stages do, which is most of a plan.
 _STAGE_ENDS = pa.schema([field for field in SCHEDULE if field.name != "actions"])
@@ -36,10 +37,11 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         slowest_rank         the dp_rank whose stages are done last
 
     Raises:
-        DataError: a file is damaged.
+        DataError: a file is damaged, steps are missing or times of them impossible.
     """
     chunks = chunk_frame(plan) if chunks is None else chunks
     steps = pl.DataFrame(pl.from_arrow(plan.steps()))
+    _check_steps(steps, plan)
     stage_ends = pl.DataFrame(pl.from_arrow(read_table(plan.path / "schedule.parquet", _STAGE_ENDS)))
     is_grouped = pl.col("group_id").is_not_null()
     counted = chunks.group_by("step").agg(
@@ -84,3 +86,13 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
             "slowest_rank",
         )
     )
+
+
+def _check_steps(steps: pl.DataFrame, plan: Plan) -> None:
+    path, num_steps = plan.path / "steps.parquet", plan.manifest["totals"]["num_steps"]
+    if steps["step"].to_list() != [*range(num_steps)]:
+        raise DataError(
+            f"the rows are not those of steps 0 to {num_steps - 1:,} in order", where=str(path), hint=VALIDATE_HINT
+        )
+    for name in ("predicted_us", "lower_bound_us", "recompute_us"):
+        refuse_impossible(steps[name], name, str(path))

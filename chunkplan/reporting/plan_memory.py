@@ -18,11 +18,10 @@ from chunkplan.planfile.schedule_columns import ScheduleColumns
 from chunkplan.planfile.schema import OPS, SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.planning.config import PlanConfig
+from chunkplan.reporting.chunk_frame import VALIDATE_HINT
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest_moments
 from chunkplan.tuning.trial import memory_of_stages, stage_token_bytes
-
-_VALIDATE = "`chunkplan validate` says what is wrong with the plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,9 @@ def _fullest_moments(
     rank = chunks["step"].to_numpy().astype(np.int64) * config.dp + chunks["dp_rank"].to_numpy()
     if (np.diff(rank, prepend=0) < 0).any() or rank[-1] >= rank.size:
         raise DataError(
-            "the rows are not sorted, or ranks have no chunk", where=str(plan.path / "chunks.parquet"), hint=_VALIDATE
+            "the rows are not sorted, or ranks have no chunk",
+            where=str(plan.path / "chunks.parquet"),
+            hint=VALIDATE_HINT,
         )
     sizes = np.bincount(rank)
     moments = fullest_moments(
@@ -108,12 +109,12 @@ def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:
     rows = ScheduleColumns.of(read_table(path, SCHEDULE))
     place = (rows.step.astype(np.int64) * config.dp + rows.dp_rank) * config.pp + rows.stage
     if not np.array_equal(place, np.arange(sizes.size * config.pp)):
-        raise DataError("a stage has no row or two, or they are not sorted", where=str(path), hint=_VALIDATE)
+        raise DataError("a stage has no row or two, or they are not sorted", where=str(path), hint=VALIDATE_HINT)
     most = np.repeat(np.repeat(sizes, config.pp), np.diff(rows.actions))
     is_known = (rows.op < len(OPS)) & (rows.chunk_id >= 0) & (rows.chunk_id < most)
     is_known &= (rows.virtual_stage >= 0) & (rows.virtual_stage < int(config.virtual_stages or 1))
     if not is_known.all():
         row = int(np.searchsorted(rows.actions, np.argmin(is_known), side="right")) - 1
         where = f"{path}, step {rows.step[row]}, rank {rows.dp_rank[row]}, stage {rows.stage[row]}"
-        raise DataError("an action is not of this step", where=where, hint=_VALIDATE)
+        raise DataError("an action is not of this step", where=where, hint=VALIDATE_HINT)
     return Actions(rows.op.astype(np.int8), rows.chunk_id, rows.virtual_stage, rows.actions)

@@ -21,18 +21,6 @@ def caveats(manifest: dict[str, Any]) -> list[str]:
     return said
 
 
-def selection_words(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
-    config, selection = manifest["config"], manifest["selection"]
-    rows = []
-    if config["holdout"] is not None:
-        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
-        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
-    if config["mix"]:
-        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
-    return rows
-
-
 def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
     """What of it there is, by name, most bytes first."""
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])

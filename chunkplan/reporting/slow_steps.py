@@ -10,14 +10,16 @@ from typing import Any
 import polars as pl
 
 from chunkplan.errors import DataError
+from chunkplan.reporting.chunk_frame import VALIDATE_HINT
 
 #: The time of a step is the product of these, over dp x pp: its tokens; what a token takes, forward and backward; the
 #: work with what is forwarded again over that without; the work of its slowest rank over the mean rank's; and its time
 #: over what a stage of that rank has to do.
 FACTORS = ("tokens", "work", "recompute", "balance", "waiting")
 
-#: The cause where one split sequence is most of the slowest rank's work. Tokens, work and balance all tell of it then,
-#: and none of them alone.
+#: The cause where one split sequence explains more than any factor: it exceeds its rank's share, or without it the step
+#: would have less of its work than by any factor brought back to the median. Tokens, work and balance all tell of it
+#: then, and none of them alone.
 SEQUENCE = "sequence"
 
 
@@ -64,7 +66,7 @@ def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most
         raise DataError(
             "chunks or actions of the slowest rank are missing",
             where=f"step {min(missing)}",
-            hint="`chunkplan validate` says what is wrong with the plan",
+            hint=VALIDATE_HINT,
         )
     usual = by_step[median]
     slower = [step for step in shown if by_step[step]["predicted_us"] > usual["predicted_us"]]
@@ -86,32 +88,34 @@ def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -
     of_rank = mine.group_by("step", slowest_rank="dp_rank").agg(rank_cost=pl.col("cost").sum())
     of_sequence = (
         mine.filter(pl.col("group_id").is_not_null())
-        .group_by("step", "group_id", slowest_rank="dp_rank")
-        .agg(largest_cost=pl.col("cost").sum(), largest_tokens=pl.col("reach").max())
-        .sort("largest_cost", "group_id", descending=[True, False])
-        .unique(["step", "slowest_rank"], keep="first")
-        .drop("group_id")
+        .with_columns(part=(pl.col("part_end") - pl.col("prefix_tokens")) / pl.col("num_tokens"))
+        .group_by("step", "dp_rank", "group_id")
+        .agg(largest_cost=(pl.col("cost") * pl.col("part")).sum(), largest_tokens=pl.col("part_end").max())
+        .sort("largest_cost", "dp_rank", "group_id", descending=[True, False, False])
+        .unique("step", keep="first")
+        .drop("dp_rank", "group_id")
     )
     once = pl.col("step_cost") * (1 - pl.col("recompute_share"))
     return (
         steps.join(of_step, on="step")
         .join(of_rank, on=["step", "slowest_rank"])
-        .join(of_sequence, on=["step", "slowest_rank"], how="left")
+        .join(of_sequence, on="step", how="left")
         .with_columns(
             tokens=pl.col("num_tokens").cast(pl.Float64),
             work=once / pl.col("num_tokens"),
             recompute=pl.col("step_cost") / once,
             balance=pl.col("rank_cost") * dp / pl.col("step_cost"),
             waiting=pl.col("predicted_us") * pp / pl.col("rank_cost"),
-            largest_share=(pl.col("largest_cost") / pl.col("rank_cost")).fill_null(0.0).fill_nan(0.0),
+            largest_share=(pl.col("largest_cost") / pl.col("step_cost")).fill_null(0.0).fill_nan(0.0),
         )
     )
 
 
 def _explain(row: dict[str, Any], usual: dict[str, Any]) -> SlowStep:
     factors = {name: _ratio(row[name], usual[name]) for name in FACTORS}
-    is_of_one = row["largest_share"] > 0.5
-    cause = SEQUENCE if is_of_one else max(FACTORS, key=lambda name: math.log(factors[name]))
+    cause = max(FACTORS, key=lambda name: factors[name])
+    if row["largest_share"] and (row["exceeds_share"] or factors[cause] * (1 - row["largest_share"]) < 1):
+        cause = SEQUENCE
     return SlowStep(
         step=row["step"],
         predicted_us=row["predicted_us"],
@@ -132,7 +136,7 @@ def _sequence(row: dict[str, Any], usual: dict[str, Any]) -> str:
     said = f"one sequence of {row['largest_tokens']:,} tokens: "
     if row["exceeds_share"]:
         return f"{said}over a rank's share"
-    return f"{said}{row['largest_share']:.0%} of rank {row['slowest_rank']}'s work"
+    return f"{said}{row['largest_share']:.0%} of the work"
 
 
 def _tokens(row: dict[str, Any], usual: dict[str, Any]) -> str:

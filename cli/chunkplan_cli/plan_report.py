@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import counted, k_words, percent, seconds
+from chunkplan.quantities import counted, k_words, percent, seconds, selection_words
 
 if TYPE_CHECKING:
     from chunkplan.summary import PlanSummary
@@ -30,7 +30,7 @@ def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
 
 
 def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
-    from chunkplan.reporting.plan_words import machine_words, schedule_words, selection_words
+    from chunkplan.reporting.plan_words import machine_words, schedule_words
 
     cost_model = manifest["predictions"]["cost_model"]
     grid = Table.grid(padding=(0, 2))

@@ -29,7 +29,8 @@ def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, 
     parts = [_fill(console, report.fill), _kinds(report.kinds)]
     if report.summary.dp > 1:
         parts.append(_ranks(console, report.ranks))
-    parts.append(_times(report.times))
+    if report.times.slowest:
+        parts.append(_times(report.times))
     for part in parts:
         console.print()
         console.print(part)

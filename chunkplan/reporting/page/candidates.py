@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import plotly.graph_objects as go
 
+from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes, k_words, percent, seconds
 from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, plain
 from chunkplan.reporting.page.parts import Table
+from chunkplan.tuning.document import PLAN_ENTRIES
 
 #: Rows of the table: the choices that fit, fastest first.
 _MOST_ROWS = 100
@@ -22,19 +25,32 @@ _TICKS = ((0.8, (1, 1.5, 2, 3, 4, 5, 7)), (1.2, (1, 2, 3, 5)), (3.0, (1, 2, 5)),
 _ROOM = 0.06
 
 
-def candidates_figure(document: dict[str, Any]) -> go.Figure:
-    """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step."""
+def choice_of_plan(document: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+    """The choice of a tuning (see `tuning_document`) with the layout and all settings of `plan`, if there is one."""
+
+    def key(config: dict[str, Any], cost_model: dict[str, Any]) -> str:
+        entries = [config[name] for name in PLAN_ENTRIES]
+        return json.dumps([*entries, *(cost_model[name] for name in ("tp", "checkpointing", "kv_offload"))])
+
+    wanted = key(plan.config, plan.manifest["predictions"]["cost_model"])
+    return next((choice for choice in document["choices"] if key(choice, choice) == wanted), None)
+
+
+def candidates_figure(document: dict[str, Any], own: dict[str, Any] | None) -> go.Figure:
+    """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step; `own` is a plan's."""
     figure = go.Figure()
     fitting = [choice for choice in document["choices"] if choice["fits"]]
     runnable = [choice for choice in fitting if choice["plan_only"] is None]
     others = [choice for choice in fitting if choice["plan_only"] is not None]
     rest = [choice for choice in document["choices"] if not choice["fits"]]
     front = [document["choices"][place] for place in document["pareto"]]
+    own_rows = [] if own is None else [own]
     _add(figure, "does not fit", rest, {"color": GREY, "size": 5, "opacity": 0.5})
     _add(figure, "fits, plan only", others, {"color": PURPLE, "size": 5, "opacity": 0.55})
     _add(figure, "fits", runnable, {"color": BLUE, "size": 6})
     _add(figure, "Pareto front", front, {"color": BLUE, "size": 8}, line={"color": BLUE, "width": 2, "shape": "vh"})
     _add(figure, "today", document["baselines"], {"color": ORANGE, "size": 11, "symbol": "diamond"})
+    _add(figure, "this plan", own_rows, {"color": GREEN, "size": 24, "symbol": "circle-open", "line": {"width": 2}})
     _add(figure, "chosen", [document["chosen"]], {"color": GREEN, "size": 17, "symbol": "star"})
     memory = _memory(document)
     limit = document["options"]["gpu_memory"] / 2**30
@@ -112,8 +128,8 @@ def _how(row: dict[str, Any]) -> str:
     return ", ".join(words + (["KV offload"] if row["kv_offload"] else []))
 
 
-def candidates_tables(document: dict[str, Any]) -> list[Table]:
-    """What people run today, and the choices that fit: those on the Pareto front, and the fastest."""
+def candidates_tables(document: dict[str, Any], own: dict[str, Any] | None) -> list[Table]:
+    """What people run today, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
     today = [
         (
             row["name"],
@@ -125,8 +141,12 @@ def candidates_tables(document: dict[str, Any]) -> list[Table]:
         for row in document["baselines"]
     ]
     choices, front = document["choices"], set(document["pareto"])
-    shown = [place for place, row in enumerate(choices) if row["fits"] and (place < _MOST_ROWS or place in front)]
-    rows = [_choice_row(choices[place], place in front, choices[place] == document["chosen"]) for place in shown]
+    shown = [
+        place
+        for place, row in enumerate(choices)
+        if row["fits"] and (place < _MOST_ROWS or place in front or row == own)
+    ]
+    rows = [_choice_row(choices[place], place in front, document["chosen"], own) for place in shown]
     num_fitting = sum(row["fits"] for row in choices)
     caption = f"Choices: {len(rows):,} of the {num_fitting:,} that fit, of {len(choices):,} in all"
     return [
@@ -140,8 +160,11 @@ def candidates_tables(document: dict[str, Any]) -> list[Table]:
     ]
 
 
-def _choice_row(row: dict[str, Any], on_front: bool, is_chosen: bool) -> tuple[str, ...]:
-    notes = ["chosen"] if is_chosen else []
+def _choice_row(
+    row: dict[str, Any], on_front: bool, chosen: dict[str, Any], own: dict[str, Any] | None
+) -> tuple[str, ...]:
+    notes = ["this plan"] if row == own else []
+    notes += ["chosen"] if row == chosen else []
     notes += ["Pareto front"] if on_front else []
     notes += [f"plan only: {row['plan_only']}"] if row["plan_only"] is not None else []
     return (

@@ -48,7 +48,7 @@ def plan_page(
     lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
         plan_lengths_section(lengths, said, chunks, summary.chunk_size),
-        candidates_section(tuning, warnings),
+        candidates_section(tuning, warnings, plan),
         steps_section(steps),
         gantt_section(plan, steps, report, step),
         numbers_section(report),
@@ -61,7 +61,7 @@ def plan_page(
 def analysis_page(analysis: Analysis, tuning: dict[str, Any] | None, warnings: Sequence[str]) -> str:
     """HTML of an analysis; `tuning` is as `tuning_document` has it."""
     sections = [analysis_lengths_section(analysis.num_tokens)]
-    sections += [candidates_section(tuning, warnings)] if tuning is not None else []
+    sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
     facts = analysis_facts(analysis, length_report(analysis))
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
     return render(

@@ -30,6 +30,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
             "yanchor": "bottom",
             "tracegroupgap": 0,
             "traceorder": "normal",
+            "maxheight": 1,  # of the chart: the page makes room for all lines
         },
         hoverlabel={"align": "left"},
         **more,
@@ -40,6 +41,11 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis with a title of plain text."""
     title_text = {"text": plain(title), "standoff": 8}
     return {"title": title_text, "automargin": True, "zeroline": False, "separatethousands": True, **more}
+
+
+def narrowest(width: float) -> dict[str, Any]:
+    """Entries of a layout of which the page's buttons never show less than `width` of the x axis."""
+    return {"meta": {"narrowest": width}}
 
 
 def within(least: float, most: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.planfile.schema import OPS
 from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, within
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, narrowest, within
 from chunkplan.reporting.page.parts import Table
 from chunkplan.schedule.simulated import Simulation
 
@@ -30,6 +30,9 @@ _ROW_HEIGHT, _AROUND, _SMALLEST_TEXT = 26, 120, 11
 
 #: Actions of a stage: bars of more are so narrow that outlines and hatches hide their colours.
 MOST_HATCHED = 80
+
+#: Of a step, the least that is worth a look; of longer actions, the shortest.
+_LEAST_SHOWN = 1e-3
 
 _US_A_SECOND = 1e6
 
@@ -86,6 +89,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
             hovermode="closest",
             xaxis=axis("seconds from the start of the step", **within(0, end)),
             yaxis=rows,
+            **narrowest(max(float(actions.duration.min()), _LEAST_SHOWN * end)),
         )
     )
     return figure
@@ -154,7 +158,7 @@ def gantt_table(drawn: list[DrawnStep]) -> Table:
     """Of each stage that is drawn: what it does, how busy it is and when it is done."""
     rows = [
         (
-            f"step {each.step.step}, rank {rank}, stage {stage}",
+            f"step {each.step.step:,}, rank {rank}, stage {stage}",
             f"{len(each.step.actions[rank, stage]):,}",
             percent(simulation.busy_per_stage[stage]),
             seconds(simulation.in_unit(simulation.ends[simulation.actions.stages[stage + 1] - 1])),

@@ -18,6 +18,8 @@ from chunkplan.reporting.page.parts import Table
 
 #: Half a power of two is a bar.
 _BARS = 2
+#: Words of a tick take at most one in so many of an axis.
+_MOST_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -72,32 +74,43 @@ def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size
             figure.add_trace(bars, row=row, col=1)
         when = {"sequences": "before: sequences", "chunks": "after: chunks"}[name] if len(panels) > 1 else "share"
         figure.update_yaxes(axis(when, ticksuffix="%", rangemode="tozero"), row=row, col=1)
-    figure.update_xaxes(axis("", showticklabels=True, **_ticks([each for _, each in panels], chunk_size)))
+    figure.update_xaxes(axis("", showticklabels=True, tickangle=0, **_ticks([each for _, each in panels], chunk_size)))
     figure.update_xaxes(axis("tokens (8K is 8,192)"), row=len(panels), col=1)
     if chunk_size is not None:
-        _mark(figure, chunk_size)
+        _mark(figure, chunk_size, len(panels))
     figure.update_layout(layout(220 * len(panels) + 60, bargap=0.08, bargroupgap=0))
     return figure
 
 
 def _ticks(panels: list[Histogram], chunk_size: int | None) -> dict[str, Any]:
-    """Entries of an axis on which a bar is one wide, with room for ChunkSize: every other power of two."""
+    """Entries of an axis on which a bar is one wide, with room for ChunkSize.
+
+    Ticks are at the powers of two around all bars, and between them at every other one that is not too near.
+    """
     marked = [] if chunk_size is None else [math.ceil(math.log2(chunk_size) * _BARS)]
     first = min([each.first - 1 for each in panels] + marked)
     last = max([each.first + each.counts.size - 1 for each in panels] + marked)
-    ticks = [place for place in range(first, last + 1) if place % (2 * _BARS) == 0]
+    first, last = first - first % _BARS, last + -last % _BARS
+    ends = {max(first, 0), last}  # a tick is a whole number of tokens
+    room = max(_BARS, (last - first) / _MOST_TICKS)
+    between = [place for place in range(first, last) if place % (2 * _BARS) == 0]
+    ticks = sorted(ends.union(place for place in between if min(ends) + room <= place <= last - room))
     words = [power_of_two(2 ** (place // _BARS)) for place in ticks]
     return {"range": [first - 0.5, last + 0.5], "tickvals": ticks, "ticktext": words}
 
 
-def _mark(figure: go.Figure, chunk_size: int) -> None:
-    """A line at ChunkSize through all panels."""
-    place = float(np.log2(chunk_size)) * _BARS
-    first, last = figure.layout.xaxis.range
-    side = {"xanchor": "left", "xshift": 4} if place < (first + last) / 2 else {"xanchor": "right", "xshift": -4}
-    figure.add_vline(x=place, line={"color": GREY, "width": 1.5, "dash": "dash"})
-    where = {"x": place, "y": 1, "xref": "x", "yref": "y domain", "yanchor": "bottom", **side}
-    figure.add_annotation(text=f"ChunkSize {chunk_size:,}", showarrow=False, **where)
+def _mark(figure: go.Figure, chunk_size: int, num_panels: int) -> None:
+    """A line at ChunkSize through all panels, named in the legend: beside the line it would lie on bars."""
+    for row in range(1, num_panels + 1):
+        figure.add_vline(
+            x=float(np.log2(chunk_size)) * _BARS,
+            line={"color": GREY, "width": 1.5, "dash": "dash"},
+            name=f"ChunkSize {chunk_size:,}",
+            legendgroup="ChunkSize",
+            showlegend=row == 1,
+            row=row,
+            col=1,
+        )
 
 
 def lengths_table(name: str, counted: Histogram) -> Table:

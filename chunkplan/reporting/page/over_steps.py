@@ -9,7 +9,7 @@ import polars as pl
 from plotly.subplots import make_subplots
 
 from chunkplan.quantities import percent, seconds
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout, within
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout, narrowest, within
 from chunkplan.reporting.page.parts import Table
 
 #: More points cannot be told apart.
@@ -73,7 +73,7 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
     ends = within(int(runs["first"][0]) - 0.5, int(runs["last"][-1]) + 0.5)
     figure.update_xaxes(axis("", **ends, tickformat=",", dtick=1 if runs.height <= _FEW else None))
     figure.update_xaxes(axis("step"), row=num_panels, col=1)
-    figure.update_layout(layout(180 * num_panels + 20, hovermode="x"))
+    figure.update_layout(layout(180 * num_panels + 20, hovermode="x", **narrowest(_num_steps_a_point(runs))))
     return figure
 
 

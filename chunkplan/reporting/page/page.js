@@ -2,6 +2,8 @@
 // Draws what the block of JSON has: {chart: {label: figure}}. Colours of text and lines are those of the style sheet.
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
+/** {chart: label of the figure that is drawn} */
+const shown = {};
 const isTouched = matchMedia("(pointer: coarse)").matches;
 const config = {
   responsive: true,
@@ -28,19 +30,36 @@ function template() {
 }
 
 function draw(name, label) {
-  const { data, layout } = charts[name][label];
+  shown[name] = label;
+  const { data, layout: { height, ...layout } } = charts[name][label];
+  document.getElementById(name).style.height = `${height}px`;
   // A finger that moves over a chart scrolls the page.
   const dragmode = isTouched ? false : "zoom";
   return Plotly.react(name, data, { ...layout, dragmode, template: template() }, config);
 }
 
-/** Shows `factor` of what is seen, moved by `shift` of it, and never what lies outside of the data; 0 shows all. */
+/** Makes a chart higher by what lines of its legend take beyond the margin: its plot is as high as on any width. */
+function makeRoom(name) {
+  const chart = document.getElementById(name);
+  const { height, margin } = charts[name][shown[name]].layout;
+  const lines = chart.querySelector(".legend .bg")?.getBoundingClientRect().height ?? 0;
+  const wanted = `${height + Math.max(0, Math.ceil(lines) - margin.t)}px`;
+  if (chart.style.height === wanted) return;
+  chart.style.height = wanted;
+  Plotly.relayout(chart, { autosize: true });
+}
+
+/**
+ * Shows `factor` of what is seen, moved by `shift` of it; 0 shows all. Never what lies outside of the data, nor less than
+ * can be told apart.
+ */
 function zoom(name, factor, shift) {
   const { layout } = document.getElementById(name);
   const changes = {};
   for (const axis of Object.keys(layout).filter((each) => /^xaxis\d*$/.test(each))) {
     const { range: [low, high], minallowed: least, maxallowed: most } = layout[axis];
-    const width = factor ? Math.min(factor * (high - low), most - least) : most - least;
+    const wanted = factor ? Math.max(factor * (high - low), layout.meta.narrowest) : most - least;
+    const width = Math.min(wanted, most - least);
     const start = (low + high) / 2 + shift * (high - low) - width / 2;
     const first = Math.min(Math.max(start, least), most - width);
     changes[`${axis}.range`] = [first, first + width];
@@ -48,7 +67,12 @@ function zoom(name, factor, shift) {
   return Plotly.relayout(name, changes);
 }
 
-for (const name of Object.keys(charts)) draw(name, Object.keys(charts[name])[0]);
+for (const name of Object.keys(charts)) {
+  draw(name, Object.keys(charts[name])[0]).then((chart) => {
+    chart.on("plotly_afterplot", () => makeRoom(name));
+    makeRoom(name);
+  });
+}
 
 dark.addEventListener("change", () => {
   for (const name of Object.keys(charts)) Plotly.relayout(name, { template: template() });

@@ -15,7 +15,8 @@ _MOST_RANKS = 100
 
 def plan_tables(report: PlanReport) -> list[Table]:
     """All of them; those of which there is nothing to say are left out."""
-    tables = [_times(report.times), _kinds(report.kinds)]
+    tables = [_times(report.times)] if report.times.slowest else []
+    tables += [_kinds(report.kinds)]
     tables += [_memory(report.memory)] if report.memory is not None else []
     tables += [_fill(report.fill)]
     return tables + ([_ranks(report.ranks)] if report.summary.dp > 1 else [])

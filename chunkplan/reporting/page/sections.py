@@ -9,7 +9,7 @@ import polars as pl
 
 from chunkplan.arrays import Int32Array
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, limit_words
+from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep, drawn_steps
 from chunkplan.reporting.page.gantt import MOST_HATCHED, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
@@ -26,6 +26,14 @@ from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
 
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
+_BEFORE_AND_AFTER = (
+    "The same tokens, in sequences and in chunks. A micro-batch of one sequence is as long as the sequence; no "
+    "chunk has more than ChunkSize tokens."
+)
+_AFTER = (
+    "How many chunks there are of each length, and how many of all tokens are in them. None has more than ChunkSize "
+    "tokens."
+)
 _LENGTHS = "How many sequences there are of each length, and how many of all tokens are in them."
 
 
@@ -45,23 +53,21 @@ def plan_lengths_section(
     before = None if num_tokens is None else histogram(num_tokens)
     after = histogram(chunks.filter(pl.col("num_tokens") > 0)["num_tokens"].to_numpy())
     shown = [(name, each) for name, each in (("sequences", before), ("chunks", after)) if each is not None]
-    notes = [
-        "The same tokens, in sequences and in chunks. A micro-batch of one sequence is as long as the sequence; no "
-        "chunk has more than ChunkSize tokens.",
-        *said,
-    ]
+    title, note = "Lengths before, chunks after", _BEFORE_AND_AFTER
+    if before is None:
+        title, note = "Lengths of chunks", _AFTER
     words = f"Histogram of {' and '.join(name for name, _ in shown)} by their number of tokens."
     return Section(
         "lengths",
-        "Lengths before, chunks after",
-        notes,
+        title,
+        [note, *said],
         charts=[Chart("lengths-chart", words, {"": lengths_figure(before, after, chunk_size)})],
         tables=[lengths_table(name, each) for name, each in shown],
     )
 
 
-def candidates_section(tuning: dict[str, Any] | None, warnings: Sequence[str]) -> Section:
-    """What a tuning (see `tuning_document`) found, with `warnings` of it, or how to get one."""
+def candidates_section(tuning: dict[str, Any] | None, warnings: Sequence[str], plan: Plan | None) -> Section:
+    """What a tuning (see `tuning_document`) found, with `warnings` of it and the place of `plan`, or how to get one."""
     title = "Candidates: time against memory"
     if tuning is None:
         how = "`chunkplan tune --output FILE` writes them, `chunkplan inspect --html PAGE --tuning FILE` shows them."
@@ -73,14 +79,19 @@ def candidates_section(tuning: dict[str, Any] | None, warnings: Sequence[str]) -
         f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
         limit_words(tuning),
     ]
+    own = None if plan is None else choice_of_plan(tuning, plan)
+    if own is not None:
+        notes.append("The ring is the choice with ChunkSize, K, layout, schedule and ways to save memory of this plan.")
+    elif plan is not None:
+        notes.append("No choice has ChunkSize, K, layout, schedule and ways to save memory of this plan.")
     words = "Time of a step against memory of each choice, with what people run today."
     return Section(
         "candidates",
         title,
         notes,
         warnings,
-        [Chart("candidates-chart", words, {"": candidates_figure(tuning)})],
-        candidates_tables(tuning),
+        [Chart("candidates-chart", words, {"": candidates_figure(tuning, own)})],
+        candidates_tables(tuning, own),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from chunkplan.lengths import LengthReport
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, gibibytes, k_words, percent, seconds
+from chunkplan.quantities import counted, gibibytes, k_words, percent, seconds, selection_words
 from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import machine_words, schedule_words, selection_words
+from chunkplan.reporting.plan_words import machine_words, schedule_words
 from chunkplan.summary import PlanSummary
 
 Facts = list[tuple[str, str]]
@@ -25,13 +25,19 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         ("K", k_words(summary.k, config["k_by_length"])),
         ("dp x pp", f"{summary.dp} x {summary.pp}"),
         ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
-        ("sequences a step", f"{summary.global_batch:,}"),
+        ("sequences a step", _sequences_a_step(summary)),
         *_selection(plan, summary),
         ("predicted time", seconds(summary.predicted_us)),
         ("its lower bound", seconds(summary.lower_bound_us)),
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
     ]
+
+
+def _sequences_a_step(summary: PlanSummary) -> str:
+    """Of each step, or where the last has fewer, of the others."""
+    most = min(summary.global_batch, summary.num_sequences)
+    return f"{most:,}" if summary.num_steps * most == summary.num_sequences else f"up to {most:,}"
 
 
 def _of_gpu(memory: PlanMemory) -> str:

@@ -1,4 +1,4 @@
-"""Whether a tuning is of the data, the model and the steps that it is shown beside."""
+"""Whether a tuning is of the data, the model, the GPUs and the steps that it is shown beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import percent
+from chunkplan.quantities import counted, percent
 from chunkplan.tuning.drift import length_drift
 
 
@@ -38,6 +38,13 @@ def _of_plan(tuning: dict[str, Any], plan: Plan) -> list[str]:
             said.append(f"The tuning is for another {what}: {other['name']}, the plan's times are for {mine['name']}.")
         elif json.dumps(mine, sort_keys=True) != json.dumps(other, sort_keys=True):
             said.append(f"The tuning has other numbers for the {what} {mine['name']} than the plan.")
+    if here.get("precision", there["precision"]) != there["precision"]:
+        said.append(f"The tuning is for {there['precision']}, the plan's times are for {here['precision']}.")
+    layout = tuning["chosen"]  # every choice has as many GPUs
+    gpus_there = layout["dp"] * layout["tp"] * layout["pp"]
+    gpus_here = plan.config["dp"] * here["tp"] * plan.config["pp"]
+    if gpus_there != gpus_here:
+        said.append(f"The tuning is for {counted(gpus_there, 'GPU')}, the plan is for {gpus_here:,}.")
     num_there, num_here = tuning["options"]["global_batch"], plan.config["global_batch"]
     if num_there != num_here:
         said.append(f"The tuning is for steps of {num_there:,} sequences, those of the plan have {num_here:,}.")

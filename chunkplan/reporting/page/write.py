@@ -26,7 +26,8 @@ def write_report(
 ) -> tuple[str, ...]:
     """Write one self-contained HTML page of a plan, or of an analysis, to `path`: whole or not at all.
 
-    Returns what the page warns of: that `tuning` is of other data, of another model, or of other steps.
+    Returns what the page warns of: that `tuning` is of other data, of another model, of other GPUs or another number of
+    them, or of other steps.
 
     `tuning`: what `tune` found, or the file that it left. `analysis`: where that of the plan is now, if it has moved.
     `step`: drawn first, whatever it is like. The same arguments give the same bytes.
@@ -58,6 +59,9 @@ def write_report(
     else:
         warnings += [] if document is None else tuning_warnings(document, None, plan_or_analysis)
         text = content.analysis_page(plan_or_analysis, document, warnings)
+    data = found if isinstance(plan_or_analysis, Plan) else plan_or_analysis
+    if data is not None:
+        refuse_overwriting(Path(path), [source["path"] for source in data.manifest.get("sources", [])])
     with whole_file(Path(path)) as file:
         file.write(text)
     return tuple(warnings)
