@@ -16,30 +16,39 @@ from chunkplan.writing import writing
 def whole_file(path: Path) -> Iterator[TextIO]:
     """Yield a file under a temporary name beside `path`, synced and then renamed when the block ends without an error.
 
+    What a link points at is replaced, not the link; into a pipe or a device it is written as it comes.
+
     Raises:
-        UsageError: `path` cannot be written.
+        UsageError: `path` is a folder or cannot be written.
     """
-    temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
     with writing(path):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as file:
+                yield file
+            return
+        target = Path(os.path.realpath(path))
+        temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def refuse_overwriting(output: Path, inputs: Iterable[Path | str | None]) -> None:
-    """Before anything is read: refuse to write `output` over one of `inputs`, or into a folder that is one.
+    """Refuse to write `output` over one of `inputs`, or into a folder that is one.
 
     Raises:
         UsageError: naming the input.
     """
-    target = output.resolve()
+    target = Path(os.path.realpath(output))
     for path in inputs:
-        if path is not None and target.is_relative_to(Path(path).resolve()):
+        if path is not None and target.is_relative_to(os.path.realpath(path)):
             raise UsageError(
                 f"writing {output} would damage {path}, which is read", hint="give the output another name, elsewhere"
             )

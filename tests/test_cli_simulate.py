@@ -229,7 +229,7 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "unknown hardware": (("--lengths", "9", "--chunk-size", "none", "--hardware", "z80"), "z80 is no hardware"),
     "no such model": (("--lengths", "9", "--chunk-size", "none", "--model-config", "no.json"), "no.json"),
     "a trace in no folder": ((*K2, "--trace", "nowhere/trace.json"), "cannot write nowhere/trace.json"),
-    "a trace that is a folder": ((*K2, "--trace", "."), "cannot write .:"),
+    "a trace that is a folder": ((*K2, "--trace", "."), "error: . is a folder"),
     "a cluster beyond reason": (("--lengths", "9", "--chunk-size", "none", "--pp", 5000), "pp is 5000"),
 }
 

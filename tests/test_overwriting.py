@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import chunkplan.cost
 from chunkplan.errors import UsageError
-from chunkplan.whole_file import refuse_overwriting
+from chunkplan.whole_file import refuse_overwriting, whole_file
 from tests.command_line import Run
 
 MODEL = Path(__file__).parents[1] / "sample_data" / "model" / "config.json"
@@ -24,6 +26,7 @@ COMMANDS = {
     "a plan of the workspace": "inspect --workspace . --html plan/chunks.parquet",
     "the analysis of a plan": "inspect plan --html lengths.npy",
     "an analysis": "inspect analysis --html analysis/sequences.parquet",
+    "the data of an analysis": "inspect analysis --html data.jsonl",
     "lengths": "inspect lengths.npy --html lengths.npy",
     "a link to lengths": "inspect lengths.npy --html link.npy",
     "a tuning": "inspect plan --html tuning.json --tuning tuning.json",
@@ -78,3 +81,30 @@ def test_the_message_names_both(tmp_path: Path) -> None:
     refuse_overwriting(tmp_path / "plan-2" / "page.html", [tmp_path / "plan", None])
     with pytest.raises(UsageError, match=r"writing .*/plan/page\.html would damage .*/plan, which is read"):
         refuse_overwriting(tmp_path / "plan" / "page.html", [None, tmp_path / "plan"])
+
+
+def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
+    """So do devices, such as /dev/stdout where that is one."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        with whole_file(pipe) as file:
+            file.write("a page")
+        assert read.result(timeout=10) == "a page"
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_one_and_what_it_points_at_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "page.html").symlink_to("behind.html")
+    (tmp_path / "behind.html").write_text("old")
+    with whole_file(tmp_path / "page.html") as file:
+        file.write("new")
+    assert (tmp_path / "page.html").readlink() == Path("behind.html")
+    assert (tmp_path / "behind.html").read_text() == "new"
+
+
+def test_a_folder_is_no_file(tmp_path: Path, command: Run) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300]))
+    (tmp_path / "folder").mkdir()
+    ran = command("inspect", "lengths.npy", "--html", "folder")
+    assert (ran.code, ran.err) == (2, "error: folder is a folder\nhint: give the name of a file in it\n")
