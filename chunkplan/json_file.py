@@ -14,8 +14,13 @@ from chunkplan.whole_file import whole_file
 #: Far beyond what is written: the manifest of a million files has half of it.
 MAX_BYTES = 1 << 30
 
+#: Far beyond what is written, and so few that they become a number at once.
+MAX_DIGITS = 1000
+
 #: Far beyond what is written, and so little that nothing which walks through a document runs out of stack.
 MAX_DEPTH = 64
+
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
 def read_json(path: Path, *, hint: str) -> Any:
@@ -32,10 +37,13 @@ def read_json(path: Path, *, hint: str) -> Any:
             path.read_text(encoding="utf-8"),
             parse_constant=_refuse_constant,
             parse_float=_finite,
+            parse_int=_short,
             object_pairs_hook=_distinct,
         )
         _check_values(document)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise DataError(f"not JSON: {_TOO_DEEP}", where=str(path), hint=hint) from error
+    except ValueError as error:
         raise DataError(f"not JSON: {error}", where=str(path), hint=hint) from error
     return document
 
@@ -49,6 +57,12 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text:.20} is too large")
     return value
+
+
+def _short(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"{text:.20}... is too large")
+    return int(text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def _check_values(document: Any) -> None:
         level = [inner for values in (*objects, *map(dict.values, objects), *lists) for inner in values]
         if not level:
             return
-    raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    raise ValueError(_TOO_DEEP)
 
 
 def write_json(path: Path, document: Any, *, indent: int | None = None) -> None:

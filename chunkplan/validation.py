@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validat
 
 def is_analysis(path: Path) -> bool:
     """Whether a folder looks like an analysis rather than a plan."""
-    return (path / "sequences.parquet").exists() and (path / MANIFEST).exists()
+    return os.path.lexists(path / "sequences.parquet") and (path / MANIFEST).exists()
 
 
 def _validate_analysis(analysis: Analysis) -> Validation:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 #: Controls, invisible characters and those that change direction, odd breaks of lines, halves of characters.
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+#: What moves the cursor, sets colours or asks the terminal for something: all controls but line ends and tabs; and what
+#: turns the direction of what follows.
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str) -> str:
+    """`text` with a question mark for each character that would steer a terminal. Its lines stay."""
+    return _STEERING.sub("?", text)
+
+
+def one_line(text: str) -> str:
+    """`harmless` text on one line: a name in it cannot begin a line that looks like one of ours."""
+    return harmless(text).replace("\n", "?")
 
 
 def visible(text: str, *, marks: tuple[str, ...] = ()) -> str:

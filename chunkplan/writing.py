@@ -16,7 +16,12 @@ _ROOM_HINT = "make room, or write to another disk"
 _IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IS_REFUSED = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+}
+
+_OTHER_HINTS = {
+    errno.ENAMETOOLONG: "give a shorter name: until it is whole it has a longer one",
+    errno.ELOOP: "links on the way to it lead to themselves: give another name",
 }
 
 
@@ -45,7 +50,7 @@ def writing(place: Path, *, room_hint: str = _ROOM_HINT) -> Iterator[None]:
         if error.errno in _IS_REFUSED:
             raise UsageError(
                 f"cannot write {_final(place)}: {_reason(error)}",
-                hint="check that the folder is there, and its permissions",
+                hint=_OTHER_HINTS.get(error.errno, "check that the folder is there, and its permissions"),
             ) from error
         raise
 

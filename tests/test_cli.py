@@ -245,7 +245,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         "the seed is -1",
     ),
     "a cluster beyond reason": (something_else, (*BUILD, "--dp", 10**8), 2, "dp is 100000000"),
-    "an output within a file": (something_else, (*BUILD, "--output", "lengths.npy/plan"), 2, "File exists"),
+    "an output within a file": (something_else, (*BUILD, "--output", "lengths.npy/plan"), 2, "Not a directory"),
     "lengths that are none": (write("x.npy", "no"), ("build", "x.npy", "--chunk-size", 8, "--k", 1), 3, "x.npy"),
     "parity of no numbers": (
         lambda folder: None,

@@ -163,7 +163,7 @@ WRONG = [
     ("inspect old", 3, "written by schema version … (chunkplan …); this chunkplan reads … from version … on"),
     ("inspect new", 3, "written by schema version … (chunkplan …); this chunkplan reads up to version …"),
     ("inspect torn", 3, "cannot be read: …"),
-    ("build lengths.npy --chunk-size 9 --k 1 --workspace full/chunkplan-out", 2, "… exists and is not just …"),
+    ("build lengths.npy --chunk-size 9 --k 1 --workspace full/chunkplan-out", 2, "… exists and is not just …: …"),
     ("analyze none.jsonl", 2, "there is no file …"),
     ("analyze plain", 2, "… has no data in it or below"),
     ("analyze data.csv", 2, "… has a suffix that is not known"),

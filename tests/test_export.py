@@ -458,3 +458,10 @@ def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
         ran = run("export", *arguments)
         assert (ran.code, ran.out) == (2, "")
         assert all(words in ran.err for words in told)
+
+
+@pytest.mark.parametrize("kind", ["plan", "analysis"])
+def test_in_place_of_a_manifest_its_folder_is_asked(workspace: Path, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UsageError, match="is neither an analysis nor a file of lengths") as refused:
+        chunkplan.export(workspace / kind / "manifest.json", tmp_path / "out", "jsonl", chunk_size=16)
+    assert refused.value.hint == f"give its folder, {workspace / kind}"

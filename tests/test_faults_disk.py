@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,29 @@ def test_as_much_is_left_free_as_is_written_and_no_more_than_a_reserve(
     with pytest.raises(UsageError, match=says) as refused:
         disk.check_room(tmp_path, num_bytes, "it")
     assert str(refused.value).endswith(f"{tmp_path} has 1.0 MB left")
+
+
+@pytest.mark.parametrize(
+    ("record", "tokenizer", "asks"),
+    [
+        ({"text": "some words"}, None, False),
+        ({"text": "some words"}, TOKENIZER, True),
+        ({"input_ids": [1, 2]}, None, True),
+        ({"length": 9}, None, False),
+    ],
+    ids=["estimated", "text", "token ids", "lengths"],
+)
+def test_room_is_asked_for_tokens_that_are_stored_and_for_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], tokenizer: Path | None, asks: bool
+) -> None:
+    (tmp_path / "data.jsonl").write_text((json.dumps(record) + "\n") * 2000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=150_000))
+    do = partial(analyze, tmp_path / "data.jsonl", tmp_path / "analysis", tokenizer=tokenizer, workers=1)
+    if asks:
+        with pytest.raises(UsageError, match="the next piece takes about"):
+            do()
+    else:
+        assert do().num_sequences == 2000
 
 
 @contextmanager

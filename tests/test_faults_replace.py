@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import write_shard
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.folder import MANIFEST, replace_folder
+from chunkplan_runtime.training.run_folder import RunFolder
 
 CONFIG = chunkplan.PlanConfig(chunk_size=64, k=1, global_batch=8)
 SKIP = IntakeOptions(on_error="skip")
@@ -141,6 +144,68 @@ def test_the_current_folder_and_those_around_it_are_never_replaced(
         do[command]()
     assert "--output" in refused.value.hint
     assert Path("../work").samefile(".") and not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda plan: (plan / ".DS_Store").touch(), ".DS_Store is in it"),
+        (lambda plan: [(plan / name).touch() for name in ("plan.html", "manifest.json~")], "manifest.json~ is in it"),
+        (lambda plan: os.truncate(plan / MANIFEST, 0), "no manifest.json says that it is one"),
+        (lambda plan: (plan / MANIFEST).unlink(), "no manifest.json says that it is one"),
+        (lambda plan: [shutil.rmtree(plan), plan.touch()], "it is no folder"),
+    ],
+    ids=["a stranger", "strangers", "empty manifest", "no manifest", "a file"],
+)
+def test_what_is_in_the_way_is_named(copied: Path, spoil: Callable[[Path], object], why: str) -> None:
+    spoil(copied / "plan")
+    with pytest.raises(UsageError) as refused:
+        chunkplan.build(copied / "analysis", copied / "plan", CONFIG)
+    assert str(refused.value) == f"{copied / 'plan'} exists and is not just a plan: {why}"
+    assert "remove it yourself" in refused.value.hint
+
+
+@pytest.mark.parametrize("command", ["analyze", "build", "export", "train"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_into_a_folder_of_ours(copied: Path, command: str, kind: str) -> None:
+    """It would then hold more than we write, and never be replaced again."""
+    (copied / "link").symlink_to(copied / kind)
+    before = sorted(copied.rglob("*"))
+    for output in (copied / kind / "sub", copied / kind / "a" / "b", copied / "link" / "sub"):
+        do = {
+            "analyze": lambda output=output: chunkplan.analyze(copied / "data.jsonl", output, SKIP),
+            "build": lambda output=output: chunkplan.build(copied / "analysis", output, CONFIG),
+            "export": lambda output=output: chunkplan.export(copied / "plan", output, "jsonl"),
+            "train": lambda output=output: RunFolder(output).check(resume=False),
+        }
+        with pytest.raises(UsageError, match=f"{output} lies in {copied / kind}, which is an? ") as refused:
+            do[command]()
+        assert "--output" in refused.value.hint
+    assert sorted(copied.rglob("*")) == before
+
+
+@pytest.mark.parametrize("output", ["one", "one/plan"])
+def test_links_that_lead_to_themselves_are_no_output(copied: Path, output: str) -> None:
+    for one, other in (("one", "two"), ("two", "one")):
+        (copied / one).symlink_to(other)
+    before = sorted(copied.rglob("*"))
+    for do in (
+        lambda: chunkplan.analyze(copied / "data.jsonl", copied / output, SKIP, cache=copied / "cache"),
+        lambda: chunkplan.build(copied / "analysis", copied / output, CONFIG),
+        lambda: chunkplan.export(copied / "plan", copied / output, "jsonl"),
+    ):
+        with pytest.raises(UsageError, match="Too many levels of symbolic links") as refused:
+            do()
+        assert "links on the way" in refused.value.hint
+    with pytest.raises(UsageError, match="cannot write to"):
+        RunFolder(copied / output).check(resume=False)
+    assert sorted(copied.rglob("*")) == before
+
+
+def test_of_a_name_that_is_too_long_a_shorter_one_is_asked(ours: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="File name too long") as refused:
+        chunkplan.build(ours / "analysis", tmp_path / ("x" * 240), CONFIG)
+    assert "a shorter name" in refused.value.hint
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])

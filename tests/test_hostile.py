@@ -151,8 +151,8 @@ def test_a_key_that_is_repeated_among_many_is_found_at_once(tmp_path: Path) -> N
         ('{"kind": "plan", "seed": 1, "seed": 2}', "'seed' is there twice"),
         ('{"kind": "plan", "seed": "\\ud800"}', "surrogates not allowed"),
         ('{"kind": "plan", "seed": ' + "[" * 100 + "]" * 100 + "}", "nested deeper"),
-        ("[" * 100_000, "not JSON"),
-        ('{"seed": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "not JSON: nested deeper than 64"),
+        ('{"seed": ' + "9" * 5000 + "}", r"not JSON: 9{20}\.\.\. is too large"),
         ('{"kind": "pl\xe4n"}', "can't decode byte 0xe4"),
     ],
     ids=[
@@ -242,6 +242,28 @@ def test_a_pipe_is_not_waited_for(golden: Path, name: str) -> None:
     (golden / name).unlink()
     os.mkfifo(golden / name)
     assert refusal(golden, name.partition("/")[0]) == f"{golden / name}: not a regular file"
+
+
+@pytest.mark.parametrize("name", [name for name in all_files() if not name.endswith(MANIFEST)])
+def test_a_link_to_itself_is_no_file(golden: Path, name: str) -> None:
+    (golden / name).unlink()
+    (golden / name).symlink_to(Path(name).name)
+    assert refusal(golden, name.partition("/")[0]) == f"{golden / name}: not a regular file"
+
+
+@pytest.mark.parametrize("kind", ["plan", "analysis"])
+def test_a_manifest_that_is_a_link_to_itself_is_none(golden: Path, kind: str) -> None:
+    (golden / kind / MANIFEST).unlink()
+    (golden / kind / MANIFEST).symlink_to(MANIFEST)
+    with pytest.raises(UsageError, match=f"has no {MANIFEST}"):
+        validate(golden / kind)
+
+
+def test_a_plan_whose_analysis_is_a_link_to_itself_is_refused(golden: Path) -> None:
+    (golden / "loop").symlink_to("loop")
+    change(golden / "plan", "analysis", "path", value="../loop")
+    with pytest.raises(UsageError, match="is not at"):
+        validate(golden / "plan")
 
 
 def refusal(folder: Path, kind: str) -> str:

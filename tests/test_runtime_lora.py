@@ -85,9 +85,9 @@ def test_running_a_step_leaves_the_random_numbers_of_others_alone(adapted, handm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0, "alpha": 1}, "rank of the adapters is 0"),
-        ({"rank": 1, "alpha": 0}, "alpha of the adapters is 0"),
-        ({"rank": 1, "alpha": 1, "dropout": 1.0}, "dropout of the adapters is 1"),
+        ({"rank": 0, "alpha": 1}, "rank of the adapters is 0, expected a whole number from 1"),
+        ({"rank": 1, "alpha": 0}, "alpha of the adapters is 0, expected a number above 0"),
+        ({"rank": 1, "alpha": 1, "dropout": 1.0}, "dropout of the adapters is 1.0, expected a number from 0"),
         ({"rank": 1, "alpha": 1, "targets": ()}, "no layers"),
     ],
 )

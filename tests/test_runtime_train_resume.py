@@ -278,9 +278,13 @@ def test_a_full_disk_while_saving_is_told_and_the_checkpoint_before_serves(made,
 def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
     lock = RunLock(tmp_path)
     lock.take()
-    assert main(options(made, tmp_path, "--resume")) == 2
-    assert "another run is at work in" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").touch()  # of the run at work, not of an earlier one
+    for more in ([], ["--resume"]):
+        assert main(options(made, tmp_path, *more)) == 2
+        assert "another run is at work in" in capsys.readouterr().err
     lock.release()
+    assert main(options(made, tmp_path)) == 2
+    assert "metrics.jsonl of an earlier run is there" in capsys.readouterr().err
     assert main(options(made, tmp_path, "--resume", "--device", "cuda:99")) == 2, "what is refused lets go again"
     assert main(options(made, tmp_path, "--resume", "--max-steps", 1)) == 0
 

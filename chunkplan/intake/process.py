@@ -65,7 +65,7 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
     if (known := find(job, store, result.key)) is not None:
         report(piece.share, known.num_tokens)
         return known
-    if job.options.stores_tokens:
+    if job.options.stores_tokens and (job.tokenizer or layout.schema == "input_ids"):
         check_room(store.root, MOST * piece.num_bytes, "the next piece")
     encoder = _encoder(job.identity, job.tokenizer, job.chat_template, job.today) if job.tokenizer else None
     with store.adding(result) as folder:

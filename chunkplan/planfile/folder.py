@@ -54,8 +54,8 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
     Only an empty folder or one of the same kind (see `_MARKS`), with nothing else in it (see `_CONTENTS`), is replaced.
 
     Raises:
-        UsageError: `target` is something else, cannot be written or holds the current folder, or another run is writing
-            it.
+        UsageError: `target` is something else, cannot be written, holds the current folder or lies in a folder of ours,
+            or another run is writing it.
     """
     with reserve_folder(target, kind), fill_folder(target) as temporary:
         yield temporary
@@ -68,7 +68,7 @@ def reserve_folder(target: Path, kind: str) -> Iterator[None]:
     What runs that were killed left is removed, or put back where `target` was between its old and its new content.
     """
     refuse_other_content(target, kind)
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     with ExitStack() as held:
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def reserve_folder(target: Path, kind: str) -> Iterator[None]:
 @contextmanager
 def fill_folder(target: Path) -> Iterator[Path]:
     """The second half of `replace_folder`: yield the temporary folder that takes the place of a reserved `target`."""
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     with ExitStack() as made:
         with writing(target):
             temporary = made.enter_context(temporary_folder(target.parent, target.name))
@@ -131,35 +131,57 @@ def refuse_other_content(target: Path, kind: str) -> None:
     if "\0" in str(target):
         raise UsageError(f"{str(target)!r} is no path", hint="give another name")
     with writing(target):
-        if not target.exists():
+        refuse_inside_ours(target)
+        try:
+            target.stat()
+        except FileNotFoundError:
             return
         if _is_around_us(target):
             raise UsageError(
                 f"{target} is the current folder, or around it, and would be replaced as a whole",
                 hint="give a folder in it, such as --output result, or work in another one",
             )
-        if target.is_dir() and _is_just(target, kind):
-            return
-    raise UsageError(
-        f"{target} exists and is not just {_NAMES[kind]}",
-        hint="give another --output, or remove it yourself: it would have been replaced as a whole",
-    )
+        why = _why_not_just(target, kind)
+    if why is not None:
+        raise UsageError(
+            f"{target} exists and is not just {_NAMES[kind]}: {why}",
+            hint="give another --output, or remove it yourself: it would have been replaced as a whole",
+        )
+
+
+def refuse_inside_ours(target: Path) -> None:
+    """Refuse to write into a folder of ours, which would then hold more than that, and never be replaced again.
+
+    Raises:
+        UsageError: naming that folder.
+    """
+    for folder in Path(os.path.realpath(target)).parents:
+        for kind, name in _NAMES.items():
+            if _is_marked(folder, kind):
+                raise UsageError(f"{target} lies in {folder}, which is {name}", hint="give another --output, elsewhere")
 
 
 def _is_around_us(target: Path) -> bool:
     try:
-        return Path.cwd().is_relative_to(target.resolve())
+        return Path.cwd().is_relative_to(os.path.realpath(target))
     except FileNotFoundError:  # the current folder was removed
         return False
 
 
-def _is_just(folder: Path, kind: str) -> bool:
-    """Whether a folder is empty, or is of the kind and has nothing in it that is not."""
-    names = {_name(path, folder) for path in folder.rglob("*")}
-    if not names:
-        return True
+def _why_not_just(target: Path, kind: str) -> str | None:
+    """None for a folder that is empty, or is of the kind and has nothing in it that is not."""
+    if not target.is_dir():
+        return "it is no folder"
+    names = {_name(path, target) for path in target.rglob("*")}
+    strangers = [name for name in names if not re.fullmatch(_CONTENTS[kind], name)]
+    if strangers:
+        return f"{min(strangers)} is in it"
+    return f"no {_MARKS[kind][0]} says that it is one" if names and not _is_marked(target, kind) else None
+
+
+def _is_marked(folder: Path, kind: str) -> bool:
     marked, mark = _MARKS[kind]
-    if not (folder / marked).is_file() or not all(re.fullmatch(_CONTENTS[kind], name) for name in names):
+    if not (folder / marked).is_file():
         return False
     with (folder / marked).open(errors="replace") as file:
         return re.search(mark, file.read(_MARK_CHARACTERS)) is not None

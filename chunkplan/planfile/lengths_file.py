@@ -13,6 +13,7 @@ from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_arrow
+from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import open_parquet
@@ -35,9 +36,8 @@ def load_lengths(path: Path) -> Analysis:
     if not path.exists():
         raise UsageError(f"there is no file {path}", hint=_HINT)
     if path.suffix not in (".npy", ".parquet"):
-        raise UsageError(
-            f"{path} is neither an analysis nor a file of lengths", hint=f"`chunkplan analyze {path}` first"
-        )
+        hint = f"give its folder, {path.parent}" if path.name == MANIFEST else f"`chunkplan analyze {path}` first"
+        raise UsageError(f"{path} is neither an analysis nor a file of lengths", hint=hint)
     values = _read_npy(path) if path.suffix == ".npy" else _read_parquet(path)
     if values.size == 0:
         raise DataError("no lengths in it", where=str(path), hint=_HINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import starmap
@@ -100,7 +101,7 @@ class Plan:
     def analysis_path(self) -> Path:
         """Where the plan's analysis (or lengths file) was when it was built, relative to where the plan is now."""
         relative: str = self.manifest["analysis"]["path"]
-        return (self.path.resolve() / relative).resolve()
+        return Path(os.path.realpath(self.path / relative))
 
     def _repr_html_(self) -> str:
         return plan_html(self.path, self.manifest)

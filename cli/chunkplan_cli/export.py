@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.quantities import percent
+from chunkplan.visible import one_line
 from chunkplan_cli.completion import PACKERS, one_of
 from chunkplan_cli.progress import progress
-from chunkplan_cli.terminal import note, one_line, print_json, stdout
+from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.exporting.export import Export
@@ -32,6 +33,7 @@ def export(
     to: Annotated[
         Format,
         typer.Option(
+            metavar="FORMAT",
             help="hf: a dataset of Hugging Face, as SFTTrainer of TRL takes it. megatron-bridge: packed Parquet. "
             "jsonl: a JSON object a row.",
             show_default=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +12,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from chunkplan.errors import ChunkplanError
-
-#: What moves the cursor, sets colours or asks the terminal for something: all controls but line ends and tabs.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from chunkplan.visible import harmless, one_line
 
 
 class _SafeConsole(Console):
@@ -23,10 +20,7 @@ class _SafeConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            if not segment.control and _CONTROLS.search(segment.text):
-                yield Segment(_CONTROLS.sub("?", segment.text), segment.style)
-            else:
-                yield segment
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
 
 class _Stdout(_SafeConsole):
@@ -48,11 +42,6 @@ def stderr() -> Console:
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout, plain whatever the terminal."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def one_line(text: str) -> str:
-    """What has a name from elsewhere in it, which cannot begin a line that looks like one of ours."""
-    return text.replace("\n", "?")
 
 
 def note(*lines: str) -> None:

@@ -9,7 +9,8 @@ import typer
 from rich.text import Text
 
 from chunkplan.quantities import counted
-from chunkplan_cli.terminal import note, one_line, print_json, stdout, warn
+from chunkplan.visible import one_line
+from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.validation import Validation

@@ -33,13 +33,17 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise UsageError(f"the rank of the adapters is {self.rank}", hint="give a whole number from 1, such as 16")
+            raise _is("rank", self.rank, "a whole number from 1", "16")
         if not self.alpha > 0:
-            raise UsageError(f"the alpha of the adapters is {self.alpha}", hint="give a number above 0, such as 32")
+            raise _is("alpha", self.alpha, "a number above 0", "32")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"the dropout of the adapters is {self.dropout}", hint="give a number from 0 to below 1")
+            raise _is("dropout", self.dropout, "a number from 0 to below 1", "0.05")
         if not self.targets:
             raise UsageError("no layers for the adapters are named", hint=f"give {ALL_LINEAR}, or names such as q_proj")
+
+
+def _is(name: str, value: float, expected: str, example: str) -> UsageError:
+    return UsageError(f"the {name} of the adapters is {value}, expected {expected}", hint=f"for example {example}")
 
 
 def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:

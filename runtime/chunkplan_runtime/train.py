@@ -12,6 +12,7 @@ import time
 from types import FrameType
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.visible import one_line
 from chunkplan_runtime.requirements import require_torch
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         if _is_main():
             left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
-            print(f"stopped; {left}", file=sys.stderr)
+            print(one_line(f"stopped; {left}"), file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
     except ChunkplanError as error:
         return _fail_once(error) if config is None else _fail(error)
@@ -72,7 +73,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _fail(error: ChunkplanError) -> int:
-    print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+    print(f"error: {one_line(str(error))}\nhint: {one_line(error.hint)}", file=sys.stderr)
     return error.exit_code
 
 

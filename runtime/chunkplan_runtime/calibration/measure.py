@@ -68,8 +68,8 @@ def make_probes(chunk_sizes: Sequence[int], prefixes: Sequence[int]) -> list[Pro
     sizes = sorted(set(chunk_sizes))
     if len(sizes) < 3 or sizes[0] < 2 * PACKED:
         raise UsageError(
-            f"--chunk-sizes are {', '.join(map(str, sizes))}",
-            hint=f"give three or more, of {2 * PACKED} tokens at least: the times of fewer do not tell rates apart",
+            f"--chunk-sizes is {','.join(map(str, sizes))}, expected three or more, from {2 * PACKED}",
+            hint="for example 1024,4096,16384: the times of fewer, or of smaller ones, do not tell rates apart",
         )
     probes = []
     for size in sizes:

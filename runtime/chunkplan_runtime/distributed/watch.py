@@ -18,6 +18,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from chunkplan.visible import one_line
 from chunkplan_runtime.distributed.silence import Silence
 from chunkplan_runtime.layout import Layout
 
@@ -242,7 +243,7 @@ class Watch:
         if ends_itself:
             return
         if sentence is not None:
-            sys.stderr.write(f"error: {sentence}\nhint: {HINTS[code]}\n")  # in one piece
+            sys.stderr.write(f"error: {one_line(sentence)}\nhint: {HINTS[code]}\n")  # in one piece
         time.sleep(2 * self._interval)  # others read it; who fails too may end by itself
         sys.stderr.flush()
         os._exit(code)

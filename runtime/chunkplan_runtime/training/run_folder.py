@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.planfile.folder import MANIFEST
+from chunkplan.planfile.folder import MANIFEST, refuse_inside_ours
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
@@ -70,7 +70,8 @@ class RunFolder:
         """Refuse a folder that holds something else, or that cannot be made, before any work is done.
 
         Raises:
-            UsageError: it holds a run already (with `resume`: a finished one), a plan or an analysis.
+            UsageError: it holds a run already (with `resume`: a finished one), is a plan or an analysis, or lies in
+                one.
         """
         if resume and self.final.exists():
             is_adapter = (self.final / "adapter_config.json").exists()
@@ -90,7 +91,9 @@ class RunFolder:
                 )
         if (self.path / MANIFEST).exists():
             raise UsageError(f"{self.path} is an analysis or a plan", hint="give another --output")
-        there = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
+        refuse_inside_ours(self.path)
+        absolute = self.path.absolute()
+        there = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UsageError(f"cannot write to {self.path}", hint="give another --output")
 

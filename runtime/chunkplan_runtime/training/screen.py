@@ -7,6 +7,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from chunkplan.visible import one_line
+
 #: Of a line that is not shown on a terminal.
 _COLUMNS = 100
 
@@ -36,9 +38,10 @@ class Screen:
             self._bar = None
 
     def say(self, line: str) -> None:
-        """Print a line."""
+        """Print a line, whatever names from elsewhere it has in it."""
         if self._silent:
             return
+        line = one_line(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -52,10 +52,10 @@ def train(config: TrainConfig, job: Job) -> None:
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has one of its own
     folder = RunFolder(config.output)
     lock = RunLock(config.output)
-    if job.is_main:
-        folder.check(config.resume)
-        lock.take()
     try:
+        if job.is_main:
+            lock.take()  # first: what a run at work has written is not of an earlier one
+            folder.check(config.resume)
         model_config = read_its_config(config)
         data = open_data(config, model_config, job.layout)
         tokenizer = find_tokenizer(config)
