@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from chunkplan_runtime.distributed.gradients import clip, gradient_norm
 from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.models import new_model
 from chunkplan_runtime.stream import PlanStream, open_plan
@@ -107,6 +108,22 @@ def test_masters_keep_what_bfloat16_would_round_away(tiny_config):
         trained.publish()
     assert master.mean().item() == pytest.approx(0.9, abs=1e-3)
     assert parameter.float().mean().item() == pytest.approx(0.9, abs=2e-3)
+
+
+def test_the_norm_of_large_gradients_is_not_that_of_float32_sums(monkeypatch):
+    """Three million values in one tensor or in three, looked at in pieces: the same to the last digits of float32."""
+    monkeypatch.setattr("chunkplan_runtime.distributed.gradients._PIECE", 1_000_000)
+    whole, parts = torch.nn.Parameter(torch.zeros(3 << 20)), [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in "abc"]
+    whole.grad = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
+    for part, gradient in zip(parts, whole.grad.split(1 << 20), strict=True):
+        part.grad = gradient
+    exact = whole.grad.double().norm().item()
+    norm = gradient_norm({"whole": whole}, None, None)
+    assert norm.item() == pytest.approx(exact, rel=1e-12)
+    apart = gradient_norm(dict(zip("abc", parts, strict=True)), None, None)
+    assert apart.item() == pytest.approx(exact, rel=1e-12)
+    clip([whole], norm, 0.5)
+    assert whole.grad.double().norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
 def test_only_what_is_trained_is_in_the_weights(tiny_config):

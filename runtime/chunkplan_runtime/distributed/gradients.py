@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.models import CausalLM
 
+#: Values of a gradient that are squared at once: in float64 they take 128 MiB.
+_PIECE = 1 << 24
+
 
 def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
     """The name of the trained weight that both ends of a pipeline have; None on all other stages and models."""
@@ -33,14 +36,20 @@ def sum_tied_gradients(weights: Mapping[str, Tensor], tied: str | None, groups: 
 
 
 def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> Tensor:
-    """The norm of the gradients of the whole model, that of a tied weight once: the same number on all processes."""
-    if groups is None:
-        return torch.nn.utils.get_total_norm(local_gradients(weights.values()))
-    counted = [weight for name, weight in weights.items() if name != tied or groups.layout.is_first]
-    norm = torch.nn.utils.get_total_norm(local_gradients(counted)).to(groups.device)
-    squares = norm.double() ** 2
-    dist.all_reduce(squares)
-    return squares.sqrt().to(norm.dtype)
+    """The norm of the gradients of the whole model, that of a tied weight once: the same number on all processes.
+
+    It is float64, and so are its sums: of a million float32 squares torch on a CPU loses the fifth digit, and of how
+    many there are in one tensor decides the layout.
+    """
+    counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
+    device = groups.device if groups is not None else next(iter(weights.values())).device
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in local_gradients(counted):
+        for piece in torch.split(gradient.reshape(-1), _PIECE):
+            squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2
+    if groups is not None:
+        dist.all_reduce(squares)
+    return squares.sqrt()
 
 
 def clip(weights: Iterable[Tensor], norm: Tensor, largest: float) -> None:
