@@ -19,7 +19,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
-from chunkplan.planfile.plan import Plan, PlanStep, Segment
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep, Segment
 from chunkplan.planfile.schema import OPS
 from chunkplan.planning.block import Block, Dataset, chunk_block
 from chunkplan.planning.chunks import Chunks
@@ -31,8 +31,6 @@ from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 
 #: More chunks on all model parts take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
-
-_VALIDATE = "`chunkplan validate` says what is wrong with the plan"
 
 
 def simulate_plan(
@@ -80,7 +78,7 @@ def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
     timed = _timed(chunks, cost, pp, num_virtual)
     ends = simulate(actions, timed.durations, timed.link)
     if (ends < 0).any():
-        raise DataError("stages wait for each other for ever", where=place, hint=_VALIDATE)
+        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
     return Simulation(place, config["schedule"], pp, num_virtual, cost, chunks, timed, actions, ends)
 
 
@@ -265,11 +263,11 @@ def planned_actions(step: PlanStep, rank: int, pp: int, num_virtual: int, num_ch
     stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
     actions = [action for stage in stages for action in stage]
     if not all(stages):
-        raise DataError("a stage has no actions", where=place, hint=_VALIDATE)
+        raise DataError("a stage has no actions", where=place, hint=VALIDATE_HINT)
     for action in actions:
         known = action.op in OPS and 0 <= action.virtual_stage < num_virtual
         if not known or not 0 <= action.chunk_id < num_chunks:
-            raise DataError(f"{action} is not of this step", where=place, hint=_VALIDATE)
+            raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
     return Actions(
         np.array([OPS.index(action.op) for action in actions], np.int8),
         np.array([action.chunk_id for action in actions], np.int32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,9 +16,8 @@ from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analys
 from chunkplan.planfile.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS
 from chunkplan.planfile.checks_schedule import SCHEDULE_CHECKS, peak_retained
 from chunkplan.planfile.chunk_columns import ChunkColumns
-from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import combine_hashes
-from chunkplan.planfile.load import load_analysis, load_plan, load_plan_analysis
+from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.planfile.schedule_columns import ScheduleColumns, iter_blocks, match_rows
@@ -67,15 +65,10 @@ def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validat
         DataError: a file cannot be read at all.
     """
     path = Path(path)
-    if path.is_file() or is_analysis(path):
+    if is_analysis(path):
         return _validate_analysis(load_analysis(path))
     plan = load_plan(path)
     return _validate_plan(plan, load_plan_analysis(plan, analysis))
-
-
-def is_analysis(path: Path) -> bool:
-    """Whether a folder looks like an analysis rather than a plan."""
-    return os.path.lexists(path / "sequences.parquet") and (path / MANIFEST).exists()
 
 
 def _validate_analysis(analysis: Analysis) -> Validation:

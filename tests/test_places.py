@@ -61,7 +61,7 @@ def test_a_damaged_step_is_refused_by_its_place(damage: tuple[str, str], plan: P
         ran = command("inspect", "plan", *words)
         assert (ran.code, ran.out) == (3, "")
         assert ran.err.startswith(f"error: plan/{table}.parquet, {place}") and said in ran.err
-        assert "hint: run `chunkplan validate`" in ran.err
+        assert "hint: `chunkplan validate` says what is wrong with the plan" in ran.err
     assert command("simulate", "plan", "--step", 1).code == 3
     assert command("inspect", "plan", "--step", 0).code == 0, "the other step is whole"
     assert command("validate", "plan").code == 4, "as the hint promises"

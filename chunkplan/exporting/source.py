@@ -9,8 +9,7 @@ from pathlib import Path
 from chunkplan.errors import UsageError
 from chunkplan.exporting.rows import ExportRows, SplitSequences, packed_rows, plan_rows
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_analysis, load_plan, load_same_analysis
-from chunkplan.validation import is_analysis
+from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_same_analysis
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def open_source(
         UsageError: there is nothing, an option is missing or for the other kind, or there is no such packing.
         DataError: a file is damaged, or the analysis is not the plan's.
     """
-    if path.is_file() or is_analysis(path):
+    if is_analysis(path):
         if analysis is not None:
             raise UsageError("--analysis is for a plan, this is an analysis", where=str(path), hint="leave it out")
         return _open_analysis(load_analysis(path), chunk_size, packing or "auto")

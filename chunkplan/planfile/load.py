@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import read_columns
+
+
+def is_analysis(path: Path) -> bool:
+    """Whether it looks like an analysis, or a bare file of lengths, rather than a plan."""
+    return path.is_file() or (os.path.lexists(path / "sequences.parquet") and (path / MANIFEST).exists())
+
+
+def load_plan_or_analysis(path: str | Path) -> Plan | Analysis:
+    """Open whichever is at `path`; raises as `load_plan` and `load_analysis` do."""
+    return load_analysis(path) if is_analysis(Path(path)) else load_plan(path)
 
 
 def load_analysis(path: str | Path) -> Analysis:

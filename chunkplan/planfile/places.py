@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.plan import Chunk, Plan, PlanStep
+from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
 
 
 def find_step(plan: Plan, number: int) -> PlanStep:
@@ -25,7 +25,7 @@ def find_step(plan: Plan, number: int) -> PlanStep:
         )
     for table, place, what in _complaints(found, plan.config["dp"], plan.config["pp"]):
         where = f"{plan.path / table}.parquet, step {number}, {place}"
-        raise DataError(what, where=where, hint="run `chunkplan validate`: it says what is wrong with the plan")
+        raise DataError(what, where=where, hint=VALIDATE_HINT)
     return found
 
 

@@ -18,6 +18,9 @@ from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
 from chunkplan.planfile.step_rows import StepRows, rows_by_step
 from chunkplan.planfile.tables import read_table
 
+#: What to try where rows of a plan are not what they should be.
+VALIDATE_HINT = "`chunkplan validate` says what is wrong with the plan"
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -10,12 +10,10 @@ from chunkplan.arrays import sum_runs
 from chunkplan.cost.durations import squares_of
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 
 #: What a chunk may be: whole sequences; one part of a split one, alone or with whole ones; nothing but padding.
 KINDS = ("standalone", "dependent", "mixed", "zero-loss")
-
-VALIDATE_HINT = "`chunkplan validate` says what is wrong with the plan"
 
 
 def chunk_frame(plan: Plan) -> pl.DataFrame:

@@ -11,7 +11,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.places import check_rank, find_chunk, find_step
-from chunkplan.planfile.plan import Chunk, Plan, PlanStep, Segment
+from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
 from chunkplan.reporting.token_text import NUM_CONTEXT, Piece, decode_pieces
 
 
@@ -125,7 +125,7 @@ def _with_analysis(
         raise DataError(
             f"the analysis has no tokens [{start}, {end}) of sequence {sequence_id}",
             where=f"chunk {chunk.chunk_id}",
-            hint="`chunkplan validate` says what is wrong with the plan",
+            hint=VALIDATE_HINT,
         )
     beyond, pieces = min(end + 1, length), None
     num_target_tokens = beyond - (start + 1)  # without tokens every token but the first is a target

@@ -12,11 +12,10 @@ import polars as pl
 from chunkplan.errors import UsageError
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_analysis, load_plan
+from chunkplan.planfile.load import load_plan_or_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.source_changes import SourceChange, compare_sources
 from chunkplan.summary import summarize_plan
-from chunkplan.validation import is_analysis
 
 Verdict = Literal["identical", "equal content, other manifest", "different"]
 Unit = Literal["count", "share", "ratio", "us"]
@@ -111,7 +110,7 @@ def diff(before: str | Path, after: str | Path) -> Difference:
         UsageError: one is not there, or one is a plan and the other an analysis.
         DataError: one is damaged.
     """
-    left, right = _load(Path(before)), _load(Path(after))
+    left, right = load_plan_or_analysis(before), load_plan_or_analysis(after)
     if isinstance(left, Plan) and isinstance(right, Plan):
         return _diff_plans(left, right)
     if isinstance(left, Analysis) and isinstance(right, Analysis):
@@ -120,10 +119,6 @@ def diff(before: str | Path, after: str | Path) -> Difference:
     raise UsageError(
         f"{plan.path} is a plan, {analysis.path} an analysis", hint="compare two plans, or two analyses with each other"
     )
-
-
-def _load(path: Path) -> Plan | Analysis:
-    return load_analysis(path) if path.is_file() or is_analysis(path) else load_plan(path)
 
 
 def _diff_plans(before: Plan, after: Plan) -> Difference:

@@ -6,10 +6,10 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.reporting.chunk_frame import VALIDATE_HINT, chunk_frame, refuse_impossible
+from chunkplan.reporting.chunk_frame import chunk_frame, refuse_impossible
 
 #: Of schedule.parquet, all but what stages do, which is most of a plan.
 _STAGE_ENDS = pa.schema([field for field in SCHEDULE if field.name != "actions"])

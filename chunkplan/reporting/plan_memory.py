@@ -13,12 +13,11 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import Sharding, StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schedule_columns import ScheduleColumns
 from chunkplan.planfile.schema import OPS, SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.planning.config import PlanConfig
-from chunkplan.reporting.chunk_frame import VALIDATE_HINT
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest_moments
 from chunkplan.tuning.trial import memory_of_stages, stage_token_bytes

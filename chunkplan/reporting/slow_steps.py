@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from chunkplan.errors import DataError
-from chunkplan.reporting.chunk_frame import VALIDATE_HINT
+from chunkplan.planfile.plan import VALIDATE_HINT
 
 #: The time of a step is the product of these, over dp x pp: its tokens; what a token takes, forward and backward; the
 #: work with what is forwarded again over that without; the work of its slowest rank over the mean rank's; and its time

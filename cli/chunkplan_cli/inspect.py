@@ -64,8 +64,7 @@ def inspect(
     Example: chunkplan inspect --step 3
     """
     from chunkplan.errors import UsageError
-    from chunkplan.planfile.load import load_plan
-    from chunkplan.validation import is_analysis
+    from chunkplan.planfile.load import is_analysis, load_plan
     from chunkplan.workspace import Workspace
 
     place = Workspace.find(workspace)
@@ -85,7 +84,7 @@ def inspect(
                 raise UsageError(f"--{name} and --html exclude one another", hint="leave one of them out")
         write_page(html, path, tuning=tuning, analysis=analysis, step=step)
         return
-    if path.is_file() or is_analysis(path):
+    if is_analysis(path):
         for name, value in given.items():
             if value is not None:
                 raise UsageError(

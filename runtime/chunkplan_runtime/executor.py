@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.plan import Action
+from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.distributed.links import Links
 from chunkplan_runtime.dropout import mixed_seed
 from chunkplan_runtime.loss import NO_TARGET, losses_and_gradient, token_losses
@@ -237,4 +237,4 @@ def _check(action: Action, done: dict[int, str | None], where: str) -> None:
 
 
 def _broken(message: str, where: str) -> DataError:
-    return DataError(message, where=where, hint="`chunkplan validate` names what is wrong with the plan")
+    return DataError(message, where=where, hint=VALIDATE_HINT)

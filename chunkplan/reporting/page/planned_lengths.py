@@ -9,7 +9,7 @@ from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import CHUNKS
 from chunkplan.planfile.tables import conform, open_parquet
 
@@ -42,7 +42,7 @@ def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:
         raise DataError(
             f"the analysis has no sequence {wrong[0]}" if wrong.size else found,
             where=str(path),
-            hint="`chunkplan validate` says what is wrong with the plan",
+            hint=VALIDATE_HINT,
         )
     lengths: Int32Array = analysis.num_tokens[begun]
     return lengths

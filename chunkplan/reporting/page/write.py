@@ -7,12 +7,11 @@ from typing import Any
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.load import load_analysis, load_plan, load_same_analysis
+from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.tuning.document import read_tuning_document, tuning_document
 from chunkplan.tuning.tune import Tuning
-from chunkplan.validation import is_analysis
 from chunkplan.whole_file import refuse_overwriting, whole_file
 
 
@@ -41,8 +40,7 @@ def write_report(
     except ImportError as error:
         raise UsageError(f"the page needs plotly ({error})", hint="pip install 'chunkplan[report]'") from error
     if isinstance(plan_or_analysis, str | Path):
-        place = Path(plan_or_analysis)
-        plan_or_analysis = load_analysis(place) if place.is_file() or is_analysis(place) else load_plan(place)
+        plan_or_analysis = load_plan_or_analysis(plan_or_analysis)
     read = [plan_or_analysis.path, analysis, None if isinstance(tuning, Tuning) else tuning]
     read += [plan_or_analysis.analysis_path] if isinstance(plan_or_analysis, Plan) else []
     refuse_overwriting(Path(path), read)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Action
+from chunkplan.planfile.plan import VALIDATE_HINT, Action
 
 #: Receives that are posted ahead: what comes next is on its way while the stage is at work. On a GPU each is a kernel
 #: that waits there.
@@ -117,7 +117,7 @@ class _Inbox:
             raise DataError(
                 f"chunk {chunk_id} is not what comes next from process {self._source}",
                 where="schedule.parquet",
-                hint="`chunkplan validate` names what is wrong with the plan",
+                hint=VALIDATE_HINT,
             )
         _, tensor, work = self._posted.popleft()
         self._post()
