@@ -56,7 +56,7 @@ def test_messages_with_parts_tool_calls_and_tools() -> None:
     )
     assert _parse("messages", record) == Conversation(
         (
-            Message("user", "ab"),
+            Message("user", "ab", parts=("a", "b")),
             Message("assistant", None, None, {"tool_calls": calls}),
             Message("assistant", None, None, {"tool_calls": calls}),
             Message("tool", "c", None, {"name": "f"}),
@@ -79,6 +79,7 @@ def test_parts_of_reasoning_and_tool_calls_go_where_chat_templates_look_for_them
             "I look.",
             None,
             {"reasoning_content": "hm", "tool_calls": [{"type": "function", "function": call} for call in calls]},
+            ("I look.",),
         ),
     )
 

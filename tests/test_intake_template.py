@@ -252,6 +252,37 @@ def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
     assert (text, spans) == (_transformers(source, [message.for_template()]), [(0, 2)])
 
 
+def test_keys_that_are_null_are_left_out() -> None:
+    source = "{% for m in messages %}{{ m.content | trim }}{{ 'content' in m }}{{ m.content is defined }}{% endfor %}"
+    message = Message("assistant", None, None, {"name": "f"})
+    text, _ = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+    reference = AutoTokenizer.from_pretrained(TOKENIZER)
+    given = [{"role": "assistant", "content": None, "name": "f"}]
+    assert text == reference.apply_chat_template(given, chat_template=source, tokenize=False) == "FalseFalse"
+
+
+NULL_ASKED = (
+    "{% set v = m.tool_calls[0].function.arguments.x %}{{ v is none }}{{ v is not none }}{{ v == none }}{{ none == v }}"
+    "{{ v in [1, none] }}{{ v or 'or' }}{{ v | default('d', true) }}{{ v is string }}{{ v is mapping }}"
+    "{{ v is iterable }}{{ v is number }}{{ v is boolean }}{{ v is defined }}{{ v.x is defined }}{{ v | tojson }}"
+    "{{ m.tool_calls | tojson(indent=1) }}{{ v | int(3) }}{% if not v %}not{% endif %}"
+)
+
+
+def test_a_null_that_is_printed_is_told_from_the_same_word() -> None:
+    """However it is printed, wherever it is; and a null of which a template only asks is one to all it can ask."""
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    message = Message("assistant", "None", None, {"tool_calls": [call]})
+    asked = "{% for m in messages %}f{{ m.content }}" + NULL_ASKED + "%s{% endfor %}"
+    text, spans = ChatTemplate(asked.replace("%s", ""), SPECIAL, "x").render(Conversation((message,)))
+    assert (text, spans) == (_transformers(asked.replace("%s", ""), [message.for_template()]), [(0, len(text))])
+    for printed in ("v", "v | trim", "v ~ ''", "v | string | upper", "[v]", "m.tool_calls", "'%s' | format(v)"):
+        source = asked.replace("%s", "{{ " + printed + " }}")
+        with pytest.raises(RecordError, match=r'the word "None" of `messages\[0\].*\.x`, which is null') as caught:
+            ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+        assert caught.value.reason == "template"
+
+
 def test_reasoning_is_there_under_the_names_that_templates_read() -> None:
     source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
     for key in ("reasoning_content", "thinking", "reasoning"):
@@ -283,6 +314,13 @@ def test_a_template_that_prints_the_day_prints_the_one_it_was_given() -> None:
         "{{ messages.append(1) }}",
         "{{ messages[0].update(role='x') }}",
         "{{ messages[0].pop('role') }}",
+        "{{ dict.pop(messages[0], 'role') }}",
+        "{{ dict.update(messages[0], role='x') }}",
+        "{{ dict(a=1, b=2).items() | list }}{{ dict.fromkeys('ab', 1) | tojson }}{{ dict({'a': 1}).a }}",
+        "{% set ns = namespace(_x=1) %}{{ ns._x }}",
+        "{% set ns = namespace({'_x': 1}) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.a = ns.a + ns.self %}{{ ns.a }}",
         "{{ raise_exception.__globals__ }}",
         "{{ messages.watched_loop }}{{ messages._watch }}{{ messages | watched_loop }}",
     ],

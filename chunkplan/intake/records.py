@@ -31,13 +31,15 @@ class Message(NamedTuple):
     """One message of a conversation.
 
     `content` is None only beside tool calls. `fields` holds everything else a chat template may use (`tool_calls`,
-    `name`, ...) and is not changed. `loss` is what the record says about it, or None where it says nothing.
+    `name`, ...) and is not changed. `loss` is what the record says about it, or None where it says nothing. `parts` are
+    the texts that `content` was joined from, for templates that read a list of parts.
     """
 
     role: str
     content: str | None
     loss: bool | None = None
     fields: dict[str, Any] = {}  # noqa: RUF012 - shared, and so never changed
+    parts: tuple[str, ...] = ()
 
     @property
     def counts_in_loss(self) -> bool:
@@ -45,8 +47,12 @@ class Message(NamedTuple):
         return self.role == "assistant" if self.loss is None else self.loss
 
     def for_template(self) -> dict[str, Any]:
-        """The message as transformers gives it to chat templates: reasoning under every name they may read it by."""
-        message = {"role": self.role, "content": self.content}
+        """The message as transformers gives it to chat templates.
+
+        Keys that are null are left out, `content` too: templates print None as a word. Reasoning is there under every
+        name that templates read it by.
+        """
+        message = {"role": self.role} if self.content is None else {"role": self.role, "content": self.content}
         if not self.fields:
             return message
         message.update(self.fields)

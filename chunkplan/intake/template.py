@@ -17,9 +17,11 @@ import jinja2
 from jinja2 import nodes
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation
+from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_beginnings import Beginnings, Render, WatchedTemplate, find_loop
+from chunkplan.intake.template_nulls import MarkedNulls
+from chunkplan.intake.template_parts import reads_parts
 from chunkplan.intake.template_sandbox import (
     GENERATION_END,
     GENERATION_START,
@@ -27,7 +29,7 @@ from chunkplan.intake.template_sandbox import (
     TemplateEnvironment,
     compile_tree,
 )
-from chunkplan.intake.template_spans import Span, message_span
+from chunkplan.intake.template_spans import Span, message_span, refuse_missing_calls
 
 _HINT = "mend the template, give another one with --chat-template, or leave this record out"
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
@@ -54,6 +56,7 @@ class ChatTemplate:
         #: The day that renderings depend on, if they depend on it.
         self.today = today if "strftime_now" in source else None
         self._special_tokens = special_tokens
+        self._reads_parts: dict[tuple[str, int], bool] = {}
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
             tree = environment.parse(source)
@@ -81,15 +84,53 @@ class ChatTemplate:
         generation prompt to its own end. Any other message counts as a whole.
 
         Raises:
-            RecordError: the template raises, or renders a message otherwise when others follow it.
+            RecordError: the template raises, renders a message otherwise when others follow it, leaves out calls of
+                tools that count, or makes the word None of a null that counts.
         """
-        messages = [message.for_template() for message in conversation.messages]
-        variables = {
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": False,
-            **self._special_tokens,
-        }
+        messages = [self._shown(message) for message in conversation.messages]
+        full, spans = self._render_all(conversation, messages, conversation.tools)
+        if "None" in full and any("None" in full[start:end] for start, end in spans):
+            self._refuse_printed_nulls(conversation, messages)
+        refuse_missing_calls(conversation, full)
+        return full, spans
+
+    def _shown(self, message: Message) -> dict[str, Any]:
+        """The message as the template gets it: content as a list of parts where it can read one."""
+        shown = message.for_template()
+        if message.parts:
+            asked = message.role, min(len(message.parts), 2)
+            if asked not in self._reads_parts:
+                self._reads_parts[asked] = reads_parts(self._render_plainly, *asked)
+            if self._reads_parts[asked]:
+                shown["content"] = [{"type": "text", "text": text} for text in message.parts]
+        return shown
+
+    def _render_plainly(self, messages: list[dict[str, Any]]) -> str:
+        return _render(self._plain, {**self._variables(None), "messages": messages}, "a list of parts")
+
+    def _variables(self, tools: list[Any] | None) -> dict[str, Any]:
+        return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
+
+    def _refuse_printed_nulls(self, conversation: Conversation, messages: list[dict[str, Any]]) -> None:
+        """Raises RecordError where a "None" that counts is a null; `messages` are those that were rendered."""
+        nulls = MarkedNulls()
+        messages, tools = nulls.mark(messages, "messages"), nulls.mark(conversation.tools, "tools")
+        if not nulls.paths:
+            return
+        full, spans = self._render_all(conversation, messages, tools)
+        path = nulls.first_printed(full[start:end] for start, end in spans)
+        if path is not None:
+            raise RecordError(
+                f'the chat template makes the word "None" of `{path}`, which is null',
+                reason="template",
+                hint="leave that key out, mend the template, or leave this record out",
+            )
+
+    def _render_all(
+        self, conversation: Conversation, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> tuple[str, list[Span]]:
+        """As `render`; `messages` and `tools` are what the template gets of `conversation`."""
+        variables = self._variables(tools)
 
         def render(count: int, prompt: bool) -> str:
             several = f"the first {count} messages" if count < len(messages) else "this conversation"

@@ -18,7 +18,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+from chunkplan.intake.template_nulls import Null
 
 #: Stand around the body of a generation block while it is rendered. No data can contain what is drawn at every start.
 GENERATION_START = f"\ue000{secrets.token_hex(16)}\ue001"
@@ -37,6 +40,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = now.strftime
+        self.globals["dict"] = _Dict()
+        self.globals["namespace"] = _Namespace
+        self.tests["none"] = _is_none
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As the sandbox does it: the attribute, else the item, else undefined."""
@@ -55,6 +61,38 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             kwargs.pop("_loop_vars", None)
             return function(*args, **kwargs)
         return super().call(context, function, *args, **kwargs)
+
+
+class _Dict:
+    """`dict` without the methods of the class, which change the dict that they are given."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` without names that begin with an underscore, which transformers refuses."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name that a template sets
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or type(value) is Null
 
 
 class _Generation(Extension):
@@ -98,7 +136,14 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own `tojson` escapes HTML, which no model has seen in training."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain_null
+    )
+
+
+def _plain_null(value: Any) -> None:
+    if type(value) is not Null:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise_exception(message: str) -> None:

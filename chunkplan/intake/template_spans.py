@@ -32,6 +32,21 @@ def message_span(conversation: Conversation, beginnings: Beginnings, index: int)
     return min(start, end), end  # the template may leave the message out
 
 
+def refuse_missing_calls(conversation: Conversation, full: str) -> None:
+    """Raises RecordError where `full`, the rendering, lacks a call of a tool that counts: silence would be trained."""
+    for index, message in enumerate(conversation.messages):
+        calls = message.fields.get("tool_calls") if message.fields and message.counts_in_loss else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
+            if isinstance(name, str) and name not in full:
+                raise RecordError(
+                    f"the chat template leaves out the call of `{name}` in message {index + 1}",
+                    reason="template",
+                    hint="give a template for calls of tools with --chat-template, or leave this record out",
+                )
+
+
 def _first_start(beginnings: Beginnings, end: int) -> int:
     """Where the first message begins after its generation prompt.
 

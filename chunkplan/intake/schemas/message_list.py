@@ -75,14 +75,16 @@ def _message(message: dict[str, Any], path: str) -> Message:
     if not SUSPECT.isdisjoint(fields):
         refuse_media(fields, path)
     content = message.get("content")
+    parts: tuple[str, ...] = ()
     if isinstance(content, list):
-        content = _join_parts(content, fields, f"{path}.content")
+        parts = _text_parts(content, fields, f"{path}.content")
+        content = "".join(parts)
     elif content is None and not fields.get("tool_calls"):
         state = "null" if "content" in message else "missing"
         wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string")
     elif content is not None:
         content = field(message, "content", str, path)
-    return Message(role, content, stated_loss(message, path), fields)
+    return Message(role, content, stated_loss(message, path), fields, parts)
 
 
 def _turn(message: dict[str, Any], path: str) -> Message:
@@ -98,8 +100,8 @@ def _turn(message: dict[str, Any], path: str) -> Message:
     return Message(role, value, stated_loss(message, path))
 
 
-def _join_parts(parts: list[Any], fields: dict[str, Any], path: str) -> str:
-    """The text of a list of parts; what an assistant thought and which tools it called goes into `fields`."""
+def _text_parts(parts: list[Any], fields: dict[str, Any], path: str) -> tuple[str, ...]:
+    """The texts of a list of parts; what an assistant thought and which tools it called goes into `fields`."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -119,7 +121,7 @@ def _join_parts(parts: list[Any], fields: dict[str, Any], path: str) -> str:
         fields["reasoning_content"] = "".join(reasoning)
     if calls:
         fields["tool_calls"] = [*(fields.get("tool_calls") or []), *calls]
-    return "".join(texts)
+    return tuple(texts)
 
 
 def _call(part: dict[str, Any], path: str) -> dict[str, Any]:
