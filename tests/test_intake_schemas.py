@@ -235,6 +235,11 @@ def _user(content: Any, **others: Any) -> dict[str, Any]:
         ("messages", _user("a", loss=False, weight=1), "`loss` and `weight` both that it counts and that it does not"),
         ("messages", _chat({"role": "user", "content": "a"}, tools={}), "`tools` is an object, expected a list"),
         ("messages", _chat({"role": "user", "content": "a"}, tools="{}"), "an object written as JSON, expected a list"),
+        (
+            "messages",
+            _chat({"role": "user", "content": "a"}, tools=[{}, "{}"]),
+            "`tools[1]` is a string, expected an object",
+        ),
         ("messages", _chat({"role": "user", "content": "a"}, tools="x"), "`tools` is a string that is not JSON"),
         ("conversations", {"conversations": [{"from": "bot", "value": "a"}]}, '`conversations[0].from` is "bot"'),
         ("conversations", {"conversations": [{"from": ["gpt"], "value": "a"}]}, "`conversations[0].from` is a list"),

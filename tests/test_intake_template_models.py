@@ -213,7 +213,7 @@ def test_a_call_that_the_template_leaves_out_is_named(command: Run, tmp_path: Pa
     """What would be left of the message is an empty answer."""
     ran = _analyze(command, tmp_path, _source("llama3_training").replace("bos_token", "''"), TOOL_USE)
     assert ran.code == 3
-    assert "tools.jsonl:1: the chat template leaves out the call of `look_up` in message 2" in ran.err
+    assert "tools.jsonl:1: the chat template leaves out the call of `look_up` that `messages[1]` makes" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,46 @@ def test_a_template_is_found_in_its_own_file_first_then_in_the_configuration(tmp
     assert rendered() == "FILE"
 
 
+def test_template_and_special_tokens_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    """Of several templates the one for tools where there are tools, from the configuration or from files."""
+    from transformers import AutoTokenizer
+
+    show = "{{ bos_token }}|{{ pad_token }}|{{ image_token }}|{{ boi_token }}|{{ add_bos_token }}{# %s #}%s{{ tools }}"
+    named = [{"name": name, "template": show % (name, name)} for name in ("default", "tool_use", "rag")]
+    folder = _save(
+        tmp_path,
+        _byte_level(),
+        chat_template=named,
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token={"__type": "AddedToken", "content": "<s>"},
+        image_token="<image>",
+        extra_special_tokens={"boi_token": "<boi>"},
+        add_bos_token=False,
+    )
+
+    def rendered() -> list[str]:
+        reference, template = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder).template
+        assert template is not None
+        texts = []
+        for tools in (None, [{"name": "f"}]):
+            messages = [{"role": "user", "content": "a"}]
+            texts.append(template.render(Conversation((Message("user", "a"),), tools))[0])
+            assert texts[-1] == reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        return texts
+
+    assert rendered() == ["<s>||<image>|<boi>|defaultNone", "<s>||<image>|<boi>|tool_use[{'name': 'f'}]"]
+    before = load_tokenizer(folder).identity
+    (folder / "chat_template.jinja").write_text("FILE")
+    assert rendered() == ["FILE", "FILE"]
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
+    alone = load_tokenizer(folder).identity
+    assert rendered() == ["FILE", "TOOLS"]
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("OTHER")
+    assert rendered() == ["FILE", "OTHER"]
+    assert len({before, alone, load_tokenizer(folder).identity}) == 3
+
+
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     loaded = load_tokenizer(_save(tmp_path, _byte_level()))
     with pytest.raises(UsageError, match="has no chat template") as caught:

@@ -45,16 +45,26 @@ class ChatTemplate:
         special_tokens: `bos_token`, `eos_token` and the like, where the tokenizer has them.
         where: names the file the template is from, for errors.
         today: the day on which the template is rendered, as YYYY-MM-DD, for those that print one; else the real one.
+        for_tools: the Jinja template of conversations with tools, where they have one of their own.
 
     Raises:
         DataError: the template is not Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], where: str, today: str | None = None) -> None:
-        self.content_hash = hashlib.sha256(source.encode()).hexdigest()
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        where: str,
+        today: str | None = None,
+        *,
+        for_tools: str | None = None,
+    ) -> None:
+        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens, where, today)
+        self.content_hash = hashlib.sha256("\0".join(filter(None, (source, for_tools))).encode()).hexdigest()
         today = today or date.today().isoformat()
         #: The day that renderings depend on, if they depend on it.
-        self.today = today if "strftime_now" in source else None
+        self.today = today if "strftime_now" in source + (for_tools or "") else None
         self._special_tokens = special_tokens
         self._reads_parts: dict[tuple[str, int], bool] = {}
         environment = TemplateEnvironment(datetime.fromisoformat(today))
@@ -87,6 +97,8 @@ class ChatTemplate:
             RecordError: the template raises, renders a message otherwise when others follow it, leaves out calls of
                 tools that count, or makes the word None of a null that counts.
         """
+        if self._for_tools is not None and conversation.tools is not None:
+            return self._for_tools.render(conversation)
         messages = [self._shown(message) for message in conversation.messages]
         full, spans = self._render_all(conversation, messages, conversation.tools)
         if "None" in full and any("None" in full[start:end] for start, end in spans):

@@ -12,8 +12,12 @@ from typing import Any
 from chunkplan.intake.rejection import RecordError
 
 _WORDS = ("qzfirst", "qzsecond")
-_USER = {"role": "user", "content": "a"}
-_CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+_USER: dict[str, Any] = {"role": "user", "content": "a"}
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "a",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
 
 
 def reads_parts(render: Callable[[list[dict[str, Any]]], str], role: str, num_parts: int) -> bool:
@@ -22,7 +26,7 @@ def reads_parts(render: Callable[[list[dict[str, Any]]], str], role: str, num_pa
     Parts that are printed as Python or JSON writes them are not read.
     """
     words = _WORDS[:num_parts]
-    message = {"role": role, "content": [{"type": "text", "text": word} for word in words]}
+    message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": word} for word in words]}
     match role:
         case "user":
             messages = [message]

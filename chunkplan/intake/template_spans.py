@@ -41,7 +41,7 @@ def refuse_missing_calls(conversation: Conversation, full: str) -> None:
             name = function.get("name") if isinstance(function, dict) else None
             if isinstance(name, str) and name not in full:
                 raise RecordError(
-                    f"the chat template leaves out the call of `{name}` in message {index + 1}",
+                    f"the chat template leaves out the call of `{name}` that `messages[{index}]` makes",
                     reason="template",
                     hint="give a template for calls of tools with --chat-template, or leave this record out",
                 )

@@ -13,10 +13,11 @@ from chunkplan.intake.template import ChatTemplate
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """The text of a chat template, and what it is from, for errors."""
+    """The text of a chat template, what it is from, for errors, and that of the one for conversations with tools."""
 
     text: str
     where: str
+    for_tools: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class TemplateChoice:
             DataError: it is not Jinja.
         """
         source = self.given or own
-        return None if source is None else ChatTemplate(source.text, special_tokens, source.where, self.today)
+        if source is None:
+            return None
+        return ChatTemplate(source.text, special_tokens, source.where, self.today, for_tools=source.for_tools)
 
 
 def read_template(path: Path) -> TemplateSource:
@@ -66,19 +69,20 @@ def decode_template(content: bytes, path: Path) -> TemplateSource:
 
 
 def choose_template(value: Any, where: str) -> TemplateSource | None:
-    """A configuration's `chat_template`: one, or the "default" of several, as a list or by name.
+    """A configuration's `chat_template`: one, or of several, as a list or by name, "default" and "tool_use".
 
     Raises:
         DataError: it is something else.
     """
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+    for_tools = None
     if isinstance(value, dict):
         if "default" not in value:
             raise DataError('`chat_template` has no template named "default"', where=where, hint=HINT)
-        value = value["default"]
+        value, for_tools = value["default"], value.get("tool_use")
     if value is None:
         return None
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not isinstance(for_tools, (str, type(None))):
         raise DataError("`chat_template` is neither a template nor a list of named ones", where=where, hint=HINT)
-    return TemplateSource(value, where)
+    return TemplateSource(value, where, for_tools)

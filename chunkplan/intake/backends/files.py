@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from chunkplan.intake.backends.json_object import HINT, read_object
 from chunkplan.intake.tokenizer import RecordTokenizer
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
-#: What transformers tells chat templates of, where it is set.
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: What transformers tells chat templates of, where it is set; and of what else a configuration calls a token.
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def takes(name: str) -> bool:
@@ -43,8 +45,12 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     config_file = file.with_name(_CONFIG)
     config = read_object(config_file.read_bytes(), config_file) if config_file.is_file() else {}
     special_tokens = {
-        key: token for key in SPECIAL_TOKENS if (token := _special_token(config, key, config_file)) is not None
+        key: token for key in _SPECIAL_TOKENS if (token := _special_token(config, key, config_file)) is not None
     }
+    named = {key: token for key, token in config.items() if key.endswith("_token")}
+    more = config.get("extra_special_tokens")
+    named.update(more if isinstance(more, dict) else {})
+    special_tokens.update({key: token for key, token in named.items() if isinstance(token, str)})
     eos = special_tokens.get("eos_token")
     if eos and backend.find(eos) is None:
         raise DataError(f"`eos_token` is {eos!r}, which {file} does not know", where=str(config_file), hint=HINT)
@@ -73,5 +79,9 @@ def _special_token(config: dict[str, Any], name: str, file: Path) -> str | None:
 def _own_template(file: Path, config: dict[str, Any], config_file: Path) -> TemplateSource | None:
     template_file = file.with_name(_TEMPLATE)
     if template_file.is_file():
-        return decode_template(template_file.read_bytes(), template_file)
+        source = decode_template(template_file.read_bytes(), template_file)
+        tools_file = file.parent / _TOOL_TEMPLATE
+        if tools_file.is_file():
+            return replace(source, for_tools=decode_template(tools_file.read_bytes(), tools_file).text)
+        return source
     return choose_template(config.get("chat_template"), str(config_file))

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends.chat_templates import TemplateChoice, choose_template
 from chunkplan.intake.backends.fast import FastTokenizer
-from chunkplan.intake.backends.files import SPECIAL_TOKENS
 from chunkplan.intake.tokenizer import RecordTokenizer
 
 
@@ -52,7 +51,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         )
     content = own.to_str()
     backend = FastTokenizer(json.loads(content))
-    special_tokens = {key: str(token) for key in SPECIAL_TOKENS if (token := getattr(loaded, key, None)) is not None}
+    special_tokens: dict[str, str] = loaded.special_tokens_map
     return RecordTokenizer(
         path=name,
         content_hash=hashlib.sha256(content.encode()).hexdigest(),

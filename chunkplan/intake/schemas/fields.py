@@ -98,7 +98,7 @@ def tools(record: dict[str, Any], key: str) -> list[Any] | None:
     """The tools that a chat template may describe to the model: a list, or one written as JSON; None if it is empty.
 
     Raises:
-        RecordError: it is neither.
+        RecordError: it is neither, or a tool is no object.
     """
     value = record.get(key)
     if isinstance(value, str):
@@ -110,4 +110,6 @@ def tools(record: dict[str, Any], key: str) -> list[Any] | None:
             wrong(f"`{key}` is a string that is not JSON ({error}), expected a list")
         if not isinstance(value, list):
             wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
-    return typed(value, list, key) or None if value is not None else None
+    if value is None:
+        return None
+    return [typed(tool, dict, f"{key}[{index}]") for index, tool in enumerate(typed(value, list, key))] or None
