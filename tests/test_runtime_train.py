@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from chunkplan import CostModel, PlanConfig, build, load_plan
 from chunkplan_runtime.train import main
@@ -108,6 +109,23 @@ def test_training_goes_on_from_saved_weights(made, trained, tmp_path, capsys):
     assert str(tmp_path / "final") in printed.err
     assert "chunkplan" not in (tmp_path / "final" / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+
+
+def test_the_last_step_is_the_last_of_all_and_keeps_its_rate_when_resumed(made, tmp_path, capsys):
+    """The line counts what is done, also after a resume; the rates of a resumed run are those of transformers."""
+    more = ("--schedule", "cosine", "--warmup", "2", "--max-steps", "5", "--save-every", "3")
+    assert main(options(made, tmp_path / "run", *more)) == 0
+    steps = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert steps == ["step 0 (1/5)", "step 1 (2/5)", "step 2 (3/5)", "step 3 (4/5)", "step 4 (5/5)"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+    rate = get_cosine_schedule_with_warmup(optimizer, 2, 5).lr_lambdas[0]
+    rates = [3e-3 * rate(step) for step in range(5)]
+    assert rates[0] == 0 and [row["lr"] for row in learning(tmp_path / "run")] == rates
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert main(options(made, tmp_path / "run", *more, "--resume")) == 0
+    steps = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert steps == ["step 3 (4/5)", "step 4 (5/5)"]
+    assert [row["lr"] for row in learning(tmp_path / "run")] == rates
 
 
 def test_what_was_resolved_is_stored(made, trained):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainingArguments, get_scheduler
 
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm
 from chunkplan_runtime.executor import Executor
@@ -24,24 +23,48 @@ from chunkplan_runtime.training.schedules import SCHEDULES, learning_rate_factor
 CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")
 
 
+#: What transformers calls each schedule; it has no lowest rate but that of the cosine.
+TRANSFORMERS = {
+    ("constant", 0.0): ("constant_with_warmup", {}),
+    ("linear", 0.0): ("linear", {}),
+    ("cosine", 0.0): ("cosine", {}),
+    ("cosine", 0.1): ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+}
+
+
+@pytest.mark.parametrize(("schedule", "lowest"), TRANSFORMERS)
+@pytest.mark.parametrize("warmup", [0, 1, 2, 7, 10, 0.03, 0.25, 39, 40, 100])
+def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup):
+    """To the last bit, from the first step on; the share of a warm-up is taken as its arguments take it."""
+    name, more = TRANSFORMERS[schedule, lowest]
+    num_warmup = TrainingArguments(warmup_steps=warmup, use_cpu=True).get_warmup_steps(40)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    theirs = get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=more or None)
+    for step in range(40):
+        factor = learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=lowest)
+        assert 3e-4 * factor == theirs.get_last_lr()[0], step
+        optimizer.step()
+        theirs.step()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10, 0.25, 100])
 def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warmup):
     factors = [learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=0.1) for step in range(40)]
     top = min({0.25: 10}.get(warmup, warmup), 40)
     rise, fall = factors[:top], factors[top:]
-    assert rise == pytest.approx([(step + 1) / (10 if warmup == 0.25 else warmup) for step in range(top)])
+    assert rise == [step / (10 if warmup == 0.25 else warmup) for step in range(top)]
     assert all(before >= after for before, after in pairwise(fall))
     assert all(0.1 <= factor <= 1 for factor in fall)
     if fall:
         assert fall[0] == 1
 
 
-def test_the_schedules_are_those_of_their_names():
+def test_a_lowest_rate_is_where_a_schedule_ends():
     at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in SCHEDULES}
     assert at == {"constant": 1, "linear": pytest.approx(0.6), "cosine": pytest.approx(0.6)}
-    quarter = learning_rate_factor("cosine", 25, 40, warmup=20, lowest=0)
-    assert quarter == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    ends = {name: learning_rate_factor(name, 40, 40, warmup=20, lowest=0.2) for name in SCHEDULES}
+    assert ends == {"constant": 1, "linear": pytest.approx(0.2), "cosine": pytest.approx(0.2)}
 
 
 def test_norms_and_biases_do_not_decay_and_everything_learns(tiny_config):

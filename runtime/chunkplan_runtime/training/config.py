@@ -96,7 +96,10 @@ class TrainConfig:
         metadata=_about("learning", "shape of the learning rate after the warm-up", choices=tuple(SCHEDULES)),
     )
     warmup: float = field(
-        default=0.0, metadata=_about("learning", "steps over which it rises, below 1 a share of all", "N")
+        default=0.0,
+        metadata=_about(
+            "learning", "steps over which it rises from 0, the rate of the first; below 1 a share of all", "N"
+        ),
     )
     min_lr: float = field(default=0.0, metadata=_about("learning", "where the schedule ends, as a share of --lr", "X"))
     weight_decay: float = field(default=0.01, metadata=_about("learning", "of all weights but norms and biases", "X"))

@@ -10,7 +10,7 @@ from typing import Any
 from chunkplan.visible import one_line
 
 #: Of a line that is not shown on a terminal.
-_COLUMNS = 100
+_COLUMNS = 120
 
 
 class Screen:
@@ -48,9 +48,13 @@ class Screen:
             print(line, file=sys.stderr, flush=True)
 
     def show_step(self, row: dict[str, Any]) -> None:
-        """Print the line of a step from its metrics, and move the bar."""
+        """Print the line of a step from its metrics, and move the bar.
+
+        It has the step's number in the plan, from 0, and how many steps are done now: "step 4 (5/5)" is the last of 5.
+        """
+        step = row["step"]
         parts = [
-            f"step {row['step']}/{self._num_steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}",
+            f"step {step} ({step + 1}/{self._num_steps})  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}",
             f"{row['tokens_per_second']:,.0f} tok/s",
             f"{row['peak_memory_bytes'] / 2**30:.1f} GiB",
             f"{row['seconds']:.2f} s",
@@ -63,7 +67,7 @@ class Screen:
         self.say("  ".join(parts))
         if self._bar is not None:
             speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-            self._bar.update(0, completed=row["step"] + 1, loss=f"{row['loss']:.4f}", speed=speed)
+            self._bar.update(0, completed=step + 1, loss=f"{row['loss']:.4f}", speed=speed)
 
 
 def _make_bar(first: int, num_steps: int) -> Any:
@@ -74,7 +78,7 @@ def _make_bar(first: int, num_steps: int) -> Any:
     except ImportError:
         return None
     bar = Progress(
-        TextColumn("step {task.completed:,.0f} of {task.total:,.0f}"),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
         BarColumn(bar_width=20),
         TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
         TimeRemainingColumn(),
