@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.groups import Groups, make_groups
+from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
 from chunkplan_runtime.distributed.links import Wire
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -87,6 +89,15 @@ class Part:
     def weights(self) -> dict[str, Tensor]:
         """What is trained of the stage."""
         return {name: value for name, value in self.model.model.named_parameters() if value.requires_grad}
+
+
+def refuse_gpus(rank: int, *, gpus: Sequence[OwnGpu]) -> str | None:
+    """What a process that takes `gpus[rank]` says of it and all others; None if nothing is wrong."""
+    try:
+        refuse_shared_gpus(gpus[rank])
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def compare_steps(

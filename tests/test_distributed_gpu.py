@@ -1,8 +1,9 @@
-"""On several GPUs, over NCCL, a run is the run of one GPU."""
+"""On several GPUs, over NCCL, a run is the run of one GPU; two processes do not share one."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from tests.training_checks import learning, make_training, options
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs, and torch with CUDA"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch with CUDA"),
 ]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     return folder
 
 
+@two_gpus
 @pytest.mark.parametrize(
     ("plan", "more"), [("dp", ()), ("pp", ()), ("search", ("--kv-offload",)), ("equal", ("--reshard",))]
 )
@@ -46,6 +49,22 @@ def test_two_gpus_train_as_one_does(made, tmp_path, plan, more, precision, toler
     found, wanted = learning(tmp_path / plan), learning(tmp_path / "one")
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=tolerance)
     assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in wanted], rel=tolerance)
+
+
+def test_two_processes_on_one_gpu_are_refused_once(made, tmp_path):
+    """Both are shown the first GPU alone."""
+    arguments = options(made, tmp_path / "run", plan="gpus/dp")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ran = subprocess.run(
+        [*launcher, "-m", "chunkplan_runtime.train", *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode != 0 and ran.stderr.count("processes 0 and 1 of 2 would share a GPU") == 1, ran.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def run(size: int, arguments: list[str]) -> None:

@@ -23,7 +23,7 @@ from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from tests import training_checks
 from tests.process_pool import ProcessPool, process_pool
-from tests.training_cases import run_main
+from tests.training_cases import run_main, run_main_on_gpus
 from tests.training_checks import hidden_files, learning, lines, make_training, same_weights
 
 #: Plans of the same steps: name -> how they are spread.
@@ -59,12 +59,15 @@ def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
     return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
 
 
-def together(pool: ProcessPool, size: int, *arguments: list[str]) -> list[tuple[int, str]]:
-    """Exit codes and stderr by rank; one command line for all, or one for each."""
+def together(
+    pool: ProcessPool, size: int, *arguments: list[str], gpus: list[str] | None = None
+) -> list[tuple[int, str]]:
+    """Exit codes and stderr by rank; one command line for all, or one for each. `gpus`: UUIDs, one for each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = pool.run(size, run_main, size=size, port=port, arguments=list(arguments))
+    how = {"size": size, "port": port, "arguments": list(arguments)}
+    told = pool.run(size, run_main_on_gpus, uuids=gpus, **how) if gpus else pool.run(size, run_main, **how)
     pool.stop()  # a run ends with its processes; after a failure the watch ends some that still live
     return told
 
@@ -201,6 +204,14 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     [said] = [text for _, text in told if text]
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
     assert "2 or 4 processes" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, pool):
+    told = together(pool, 2, training_checks.options(made, tmp_path / "run", plan="search"), gpus=["GPU-a", "GPU-a"])
+    assert [code for code, _ in told] == [2, 2]
+    [said] = [text for _, text in told if text]
+    assert "processes 0 and 1 of 2 would share a GPU (GPU-a)" in said and "hint: start as many processes" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -5,12 +5,27 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pandas  # noqa: F401  # which pyarrow imports as soon as it is there
+import torch
+import torch.distributed as dist
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import chunkplan_runtime.training.processes  # noqa: F401  # all that a run imports, before processes are forked
 from chunkplan_runtime.train import main
+
+
+def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[int, str]:
+    """`run_main` where the driver shows this process one GPU; as far as the first use of it, for there is none."""
+    join = dist.init_process_group
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])
+    dist.init_process_group = lambda backend, **how: join("gloo", **how)  # this torch may have no NCCL
+    return run_main(rank, **arguments)
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -37,9 +39,75 @@ def world_size() -> int:
 
 
 def own_gpu() -> int:
-    """Which GPU of its machine is this process's: the only one it sees, or that of its place among those there."""
+    """Which GPU is this process's, of those it sees: the only one, or that of its place on its machine.
+
+    Whether the only one is another for each process, `refuse_shared_gpus` says.
+    """
     place = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     return 0 if torch.cuda.device_count() == 1 else place
+
+
+@dataclass(frozen=True)
+class OwnGpu:
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it; what it is, None if not there.
+
+    `uuid` is that of the device itself: the same for all who use it, however they number what they see.
+    """
+
+    machine: str
+    index: int
+    num_seen: int
+    uuid: str | None
+
+
+def find_own_gpu(device: str) -> OwnGpu:
+    """That of this process; `device` as the option: "cpu" takes none."""
+    num_seen = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    index = own_gpu()
+    uuid = str(torch.cuda.get_device_properties(index).uuid) if index < num_seen else None
+    return OwnGpu(socket.gethostname(), index, num_seen, uuid)
+
+
+def check_gpus(processes: Sequence[OwnGpu]) -> None:
+    """Refuse what `processes`, by rank, would take: where there are GPUs, each needs one that no other one takes.
+
+    Raises:
+        UsageError: naming the processes and the GPU.
+    """
+    if not any(process.num_seen for process in processes):
+        return
+    hint = (
+        "start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a GPU of "
+        "its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu"
+    )
+    takers: dict[str, int] = {}
+    for rank, process in enumerate(processes):
+        if process.uuid is None:
+            raise UsageError(
+                f"process {rank} of {len(processes)} would take GPU {process.index}, and sees {process.num_seen}",
+                where=process.machine,
+                hint=hint,
+            )
+        other = takers.setdefault(process.uuid, rank)
+        if other != rank:
+            raise UsageError(
+                f"processes {other} and {rank} of {len(processes)} would share a GPU ({process.uuid})",
+                where=process.machine,
+                hint=hint,
+            )
+
+
+def refuse_shared_gpus(own: OwnGpu) -> None:
+    """Compare the GPU of this process with those of all others, which all have to call this.
+
+    Objects go over gloo, so that no group of NCCL is made before.
+
+    Raises:
+        UsageError: see `check_gpus`. All raise it.
+    """
+    told: list[OwnGpu] = [own] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    check_gpus(told)
 
 
 @contextmanager

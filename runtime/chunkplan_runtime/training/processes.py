@@ -14,7 +14,7 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.launch import TIMEOUT, joined
+from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, refuse_shared_gpus
 from chunkplan_runtime.distributed.lost_peers import lost_peers
 from chunkplan_runtime.distributed.watch import HINTS, Watch
 from chunkplan_runtime.layout import Layout, choose_layout
@@ -43,6 +43,7 @@ def train_together(config: TrainConfig) -> None:
         watch = Watch(Layout(dp=size, rank=rank))
         watch.start()
         with _told_by_one(watch, rank), lost_peers(watch):
+            refuse_shared_gpus(find_own_gpu(config.device))
             config = choose_device(config, alone=False)
             layout = choose_layout(load_plan(config.plan), size, rank)
             watch.layout = layout
