@@ -44,6 +44,23 @@ def config_file(tmp_path, tiny_config):
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
             "a sliding window, and none is given",
         ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "full_attention and sliding_attention, which a qwen3_moe model .* every layer has its sliding window",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "has full_attention, which a mistral model .* every layer has its sliding window",
+        ),
+        (
+            {"model_type": "llama", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2},
+            "has sliding_attention, which a llama model .* every layer has full attention",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         (

@@ -16,6 +16,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan_runtime import executor
 from chunkplan_runtime.attention import function
+from chunkplan_runtime.model_checks import MODEL_TYPES
 from chunkplan_runtime.models import check_config, new_model
 from chunkplan_runtime.pages import DeviceMemory
 from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
@@ -59,7 +60,7 @@ MODELS = {
         "model_type": "llama",
         "final_logit_softcapping": 2.0,
         "use_bidirectional_attention": True,
-        "sliding_window": None,
+        "sliding_window": 7,
     },
     "qwen2_moe, every second layer sliding, told by the mask alone": {
         "model_type": "qwen2_moe",
@@ -184,6 +185,37 @@ def test_parity_takes_a_model_config(tmp_path, tiny_config):
     assert any("q_norm" in name for name in report.relative_errors)
 
 
+#: What a config may say of sliding windows: of each model type some is what it does, and the rest is not.
+WINDOWS = {
+    "a window": {"sliding_window": 7},
+    "a window and kinds of layers": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
+    "a window and full attention": {"layer_types": ["full_attention"] * 2, "sliding_window": 7},
+    "a window in every layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7},
+    "kinds of layers alone": {"layer_types": ["full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize("used", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["used", "not used"])
+@pytest.mark.parametrize("said", WINDOWS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_sliding_window_is_that_of_transformers_or_refused(
+    model_type, said, used, tiny_config, handmade_plan, random_sequences
+):
+    """Whatever a config says of it, by comparison with the whole sequences through transformers' own attention."""
+    moe = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 3}
+    more = {**(moe if "moe" in model_type or model_type == "mixtral" else {}), "pad_token_id": None}
+    config = AutoConfig.for_model(
+        **tiny_config(model_type, **{**more, **WINDOWS[said], "use_sliding_window": used, "max_window_layers": 1})
+    )
+    try:
+        check_config(config, model_type)
+    except UsageError as error:
+        assert "layer_types" in WINDOWS[said] and error.hint
+        return
+    plan, analysis = handmade_plan(random_sequences([12]), [{0: [[(0, 0, 8)], [(0, 8, 12)]]}])
+    assert_exact(compare_plan(plan, analysis, new_model(config, torch.float64, seed=1)))
+
+
 @pytest.mark.parametrize("kv_offload", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2, softcaps and sliding window"])
 def test_a_prefix_of_many_pages_is_exact(name, kv_offload, monkeypatch, model, handmade_plan, random_sequences):
@@ -252,6 +284,18 @@ def test_gradients_that_are_not_finite_are_no_success(tmp_path, tiny_config):
     path.write_text(json.dumps(tiny_config("qwen2", initializer_range=1e200)))
     with pytest.raises(ChunkplanError, match="not finite"):
         parity([20, 4], 6, 2, model_config=path)
+
+
+def test_parity_refuses_layers_that_a_model_does_not_go_by(tmp_path, tiny_config):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(tiny_config("qwen3_moe", **WINDOWS["a window and kinds of layers"], use_sliding_window=True))
+    )
+    with pytest.raises(
+        UsageError, match="layer_types has full_attention and sliding_attention, which a qwen3_moe"
+    ) as raised:
+        parity([20, 4], 6, 2, model_config=path)
+    assert raised.value.where == str(path)
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 5], [1, 1]])

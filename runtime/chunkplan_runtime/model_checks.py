@@ -34,6 +34,12 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 #: Kinds of layers that the attention function knows.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
+#: Models whose layers go by `layer_types`.
+_WINDOWS_BY_LAYER = ("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3")
+
+#: Models with the same sliding window in all layers, or in none. What is in neither list has no sliding window at all.
+_ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe")
+
 #: Sizes of which a model has at least one, or none of its own (head_dim).
 _SIZES = (
     "vocab_size",
@@ -83,14 +89,13 @@ def is_bidirectional(config: Any) -> bool:
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None for full attention.
 
-    As transformers' masks have it, which not every model tells its attention as well.
+    As transformers' masks have it, which not every model tells its attention as well, and whatever else its config
+    says.
     """
     window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        num_layers: int = config.num_hidden_layers
-        return (window,) * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if config.model_type in _WINDOWS_BY_LAYER:
+        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return (window if config.model_type in _ONE_WINDOW else None,) * int(config.num_hidden_layers)
 
 
 def final_softcap(config: Any) -> float | None:
@@ -117,12 +122,28 @@ def check_config(config: Any, where: str) -> None:
                 where=where,
                 hint=f"exact for: {', '.join(_ROPE_TYPES)}; choose one of them for training",
             )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    _check_windows(config, where)
+    _check_values(config, where)
+
+
+def _check_windows(config: Any, where: str) -> None:
+    kinds = getattr(config, "layer_types", None) or ()
+    unknown = sorted(set(kinds) - set(_LAYER_TYPES))
     if unknown:
         raise UsageError(
             f"layers of kind {', '.join(map(str, unknown))}", where=where, hint=f"known are {', '.join(_LAYER_TYPES)}"
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and config.sliding_window is None:
+    slides = [window is not None for window in windows(config)]
+    if kinds and config.model_type not in _WINDOWS_BY_LAYER:
+        if slides != [kind == "sliding_attention" for kind in kinds]:
+            every = "its sliding window" if any(slides) else "full attention"
+            raise UsageError(
+                f"layer_types has {' and '.join(sorted(set(kinds)))}, which a {config.model_type} model of transformers "
+                f"does not go by: every layer has {every}",
+                where=where,
+                hint=f"leave layer_types out if {every} in every layer is what you want",
+            )
+    elif "sliding_attention" in kinds and config.sliding_window is None:
         raise UsageError(
             "layers with a sliding window, and none is given",
             where=where,
@@ -133,7 +154,6 @@ def check_config(config: Any, where: str) -> None:
             raise UsageError(f"sliding_window is {window!r}", where=where, hint="give a whole number from 1, or null")
         if is_bidirectional(config):
             raise UsageError("a sliding window that looks both ways", where=where, hint="use full attention")
-    _check_values(config, where)
 
 
 def _check_values(config: Any, where: str) -> None:
