@@ -72,7 +72,7 @@ def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads
     # As they lie in a page: tokens first.
     key, value = torch.randn(2, num_keys, kv_heads, 16, dtype=dtype).transpose(1, 2)
     kernel = KERNELS[name]
-    assert kernel.why_not(query.device, dtype, 16, form) is None
+    assert kernel.why_not(query.device, dtype, (16, 16), form) is None
     out, lse = kernel.forward(query, key, value, form)
     exact = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     expected_out, expected_lse = plain(*exact, form)
@@ -86,11 +86,15 @@ def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads
 
 def attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts=()):
     """Out and gradients of one sequence run part by part; the chunk of the last part holds `shorts` as well."""
+    kernel = Kernels().choose(query.device, query.dtype, (8, 8), Form(1.0, True, window, softcap))
+    layer = LayerAttention(kernel, 0, 0.3, window, softcap)
+    return attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, shorts)
+
+
+def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, shorts=()):
+    """The same as a layer does it."""
     length = cuts[-1]
     store = StateStore(page_tokens, memory)
-    layer = LayerAttention(
-        Kernels().choose(query.device, query.dtype, 8, Form(1.0, True, window, softcap)), 0, 0.3, window, softcap
-    )
     leaves, results = [tensor.clone().requires_grad_() for tensor in (query, key, value)], []
     parts = [Span(7, start, end, length=length, first=0) for start, end in pairwise((0, *cuts))]
     for part in parts:
@@ -174,13 +178,13 @@ def test_what_lies_on_the_device_with_kv_on_the_host_does_not_grow_with_the_sequ
 
 def test_a_kernel_is_chosen_by_what_it_can_do_and_refused_by_name():
     cpu, plain_form, windowed = torch.device("cpu"), Form(1.0, True), Form(1.0, True, reach=3)
-    assert Kernels().choose(cpu, torch.float32, 64, plain_form).name == "torch-cpu"
-    assert Kernels().choose(cpu, torch.float32, 64, windowed).name == "reference"
-    assert Kernels("reference").choose(cpu, torch.float32, 64, plain_form).name == "reference"
+    assert Kernels().choose(cpu, torch.float32, (64, 64), plain_form).name == "torch-cpu"
+    assert Kernels().choose(cpu, torch.float32, (64, 64), windowed).name == "reference"
+    assert Kernels("reference").choose(cpu, torch.float32, (64, 64), plain_form).name == "reference"
     with pytest.raises(UsageError, match="torch-cpu: it has no sliding window"):
-        Kernels("torch-cpu").choose(cpu, torch.float32, 64, windowed)
+        Kernels("torch-cpu").choose(cpu, torch.float32, (64, 64), windowed)
     with pytest.raises(UsageError, match="torch-cuda: it runs on a CUDA GPU, not on cpu"):
-        Kernels("torch-cuda").choose(cpu, torch.float32, 64, plain_form)
+        Kernels("torch-cuda").choose(cpu, torch.float32, (64, 64), plain_form)
     with pytest.raises(UsageError, match="no attention kernel 'flash'") as raised:
         Kernels("flash")
     assert "flash-attn-2" in raised.value.hint

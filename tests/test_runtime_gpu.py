@@ -37,7 +37,7 @@ FORMS = [
 def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads, head_dim):
     device, dtype = torch.device("cuda"), torch.bfloat16
     kernel = KERNELS[name]
-    if (reason := kernel.why_not(device, dtype, head_dim, form)) is not None:
+    if (reason := kernel.why_not(device, dtype, (head_dim, head_dim), form)) is not None:
         pytest.skip(reason)
     torch.manual_seed(0)
     query, grad_out = torch.randn(2, 8, num_queries, head_dim, dtype=dtype, device=device)

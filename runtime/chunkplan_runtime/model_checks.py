@@ -138,8 +138,8 @@ def _check_windows(config: Any, where: str) -> None:
         if slides != [kind == "sliding_attention" for kind in kinds]:
             every = "its sliding window" if any(slides) else "full attention"
             raise UsageError(
-                f"layer_types has {' and '.join(sorted(set(kinds)))}, which a {config.model_type} model of transformers "
-                f"does not go by: every layer has {every}",
+                f"layer_types has {' and '.join(sorted(set(kinds)))}, which a {config.model_type} model of "
+                f"transformers does not go by: every layer has {every}",
                 where=where,
                 hint=f"leave layer_types out if {every} in every layer is what you want",
             )

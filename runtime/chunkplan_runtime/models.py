@@ -153,7 +153,10 @@ class CausalLM:
         softcap = getattr(config, "attn_logit_softcapping", None)
         return {
             "full" if window is None else "sliding window": self.kernels.choose(
-                device or self.device, self.dtype, head_dim, Form(1.0, self.is_causal, reach=window, softcap=softcap)
+                device or self.device,
+                self.dtype,
+                (head_dim, head_dim),
+                Form(1.0, self.is_causal, reach=window, softcap=softcap),
             ).name
             for window in sorted({*windows(config)}, key=lambda window: window or 0)
         }

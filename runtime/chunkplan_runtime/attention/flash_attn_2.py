@@ -1,7 +1,12 @@
-"""The `flash-attn` package, version 2, on a CUDA GPU: as PyTorch's own, and with softcap."""
+"""The `flash-attn` package, version 2, on a CUDA GPU: as PyTorch's own, and with softcap.
+
+Called are two of its own operators, which it promises to nobody: what they take is looked at before they are chosen.
+"""
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,23 +16,34 @@ from torch import Tensor
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.varlen import runs_of, why_not_flash, window_of
 
+#: The first version that is called, and the first that is not any more.
+_VERSIONS = ((2, 8), (3, 0))
+
+_RUNS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal"),
+    *("window_size_left", "window_size_right", "softcap", "alibi_slopes"),
+)
+
+#: What is called: the arguments it is given, which have to be its first ones, and how many results it has.
+_CALLED = {
+    "_wrapped_flash_attn_varlen_forward": (("q", "k", "v", *_RUNS), 4),
+    "_wrapped_flash_attn_varlen_backward": (
+        ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *_RUNS, "deterministic"),
+        1,
+    ),
+}
+
 
 class FlashAttn2Kernel:
     """See `kernel.AttentionKernel`. Deterministic where `torch.use_deterministic_algorithms` asks for it."""
 
     name = "flash-attn-2"
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
         if find_spec("flash_attn") is None:
             return "the package flash-attn is not installed"
-        reason = why_not_flash(device, dtype, head_dim)
-        if reason is None:
-            try:
-                _interface()
-            except (ImportError, OSError) as error:  # built for another torch, or only a part of it is there
-                reason = f"flash-attn cannot be imported ({error})"
-        return reason
+        return why_not_flash(device, dtype, head_dims) or why_not_installed()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
@@ -53,9 +69,40 @@ class FlashAttn2Kernel:
         return grad_query, grad_key, grad_value
 
 
+@cache
+def why_not_installed() -> str | None:
+    """Why the flash-attn that is installed cannot be called; None if it can, or if there is none."""
+    if find_spec("flash_attn") is None:
+        return None
+    try:
+        import flash_attn  # type: ignore[import-not-found]
+
+        interface = _interface()
+    except (ImportError, OSError) as error:  # built for another torch, or only a part of it is there
+        return f"flash-attn cannot be imported ({error})"
+    version = str(getattr(flash_attn, "__version__", "of no version"))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    first, last = _VERSIONS
+    if numbers is None or not first <= (int(numbers[1]), int(numbers[2])) < last:
+        return f"flash-attn {version} is installed, needed is {_dotted(first)} or newer, below {_dotted(last)}"
+    for name, (arguments, num_results) in _CALLED.items():
+        schema = getattr(getattr(getattr(interface, name, None), "default", None), "_schema", None)
+        if schema is None:
+            return f"flash-attn {version} has no operator {name}"
+        found, rest = schema.arguments[: len(arguments)], schema.arguments[len(arguments) :]
+        has_other = [argument.name for argument in found] != list(arguments)
+        if has_other or len(schema.returns) != num_results or not all(each.has_default_value() for each in rest):
+            return f"{name} of flash-attn {version} takes or gives other things than that of {_dotted(first)}"
+    return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def _interface() -> Any:
     """The module with the parts of flash-attn that give and take the LSE. Imported late: its import loads CUDA."""
-    from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_interface
 
     return flash_attn_interface
 

@@ -74,7 +74,7 @@ def chunk_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
-    kernel = chunk_context.kernels.choose(query.device, query.dtype, query.shape[-1], form)
+    kernel = chunk_context.kernels.choose(query.device, query.dtype, (query.shape[-1], value.shape[-1]), form)
     attention = LayerAttention(kernel, layer, scale, window, softcap)
     apply: Callable[..., Tensor] = ChunkAttention.apply
     out = apply(query[0], key[0], value[0], chunk_context, attention)

@@ -24,13 +24,14 @@ class AttentionKernel(Protocol):
     """Attention of queries to keys.
 
     query is [heads, num_queries, head_dim]; key and value are [kv_heads, num_keys, head_dim], with any strides; query
-    head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key.
+    head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key. Values, and with them the
+    result, may have heads of another size than queries and keys.
     """
 
     name: str
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
-        """Why it cannot serve such tensors; None if it can."""
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
+        """Why it cannot serve such tensors; None if it can. `head_dims`: of queries and keys, and of values."""
         ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -61,19 +62,21 @@ class Kernels:
                 f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
             )
         self._candidates = list(KERNELS.values()) if name == AUTO else [KERNELS[name]]
-        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool, bool], AttentionKernel] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int], bool, bool], AttentionKernel] = {}
 
-    def choose(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> AttentionKernel:
-        """The kernel for a layer.
+    def choose(
+        self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form
+    ) -> AttentionKernel:
+        """The kernel for a layer; `head_dims`: of queries and keys, and of values.
 
         Raises:
             UsageError: none of them can serve it, with the reason of each.
         """
-        case = device, dtype, head_dim, form.reach is not None, form.softcap is not None
+        case = device, dtype, head_dims, form.reach is not None, form.softcap is not None
         if case not in self._chosen:
             refusals = []
             for kernel in self._candidates:
-                reason = kernel.why_not(device, dtype, head_dim, form)
+                reason = kernel.why_not(device, dtype, head_dims, form)
                 if reason is None:
                     self._chosen[case] = kernel
                     break

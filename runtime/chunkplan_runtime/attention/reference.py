@@ -22,7 +22,7 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`: it takes everything."""
         return None
 

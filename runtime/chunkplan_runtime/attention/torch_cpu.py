@@ -17,10 +17,12 @@ class TorchCpuKernel:
 
     name = "torch-cpu"
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.type}"
+        if head_dims[0] != head_dims[1]:
+            return f"its values have heads of the size of its keys, not of {head_dims[1]} with {head_dims[0]}"
         if form.reach is not None:
             return "it has no sliding window"
         return "it has no softcap" if form.softcap is not None else None

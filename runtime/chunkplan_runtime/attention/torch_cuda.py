@@ -20,9 +20,9 @@ class TorchCudaKernel:
 
     name = "torch-cuda"
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int, form: Form) -> str | None:
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
-        return "it has no softcap" if form.softcap is not None else why_not_flash(device, dtype, head_dim)
+        return "it has no softcap" if form.softcap is not None else why_not_flash(device, dtype, head_dims)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""

@@ -29,6 +29,12 @@ def runs_of(query: Tensor, key: Tensor, form: Form) -> Runs:
     """The runs of [heads, num_queries, head_dim] and [kv_heads, num_keys, head_dim]."""
     queries = form.borders or (0, query.shape[1])
     keys = form.borders or (0, key.shape[1])
+    # FlashAttention-2 bounds a window on its right too, at most all keys after a query's own place, and gives a query
+    # whose place lies so far before the first key no key at all: nothing, and an LSE of +inf, which no merge survives.
+    # Queries never outnumber keys under a mask: a part's own block holds the part. Blocks before it are pages, which
+    # are closed when the next part does not fit, with more than three ChunkSizes in them; of the first page that a
+    # window reaches only a rest may be seen, but then by as many queries at most, which are all that reach it.
+    assert query.shape[1] <= key.shape[1] or not (form.causal or form.reach is not None), "more queries than keys"
     return Runs(_on(queries, query.device), _on(keys, query.device), _longest(queries), _longest(keys))
 
 
@@ -47,12 +53,15 @@ def window_of(form: Form) -> tuple[int, int]:
     return -1 if form.reach is None else form.reach, 0 if form.causal else -1
 
 
-def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why FlashAttention-2 cannot serve such tensors; None if it can."""
+def why_not_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> str | None:
+    """Why FlashAttention-2 cannot serve such tensors; None if it can. See `kernel.AttentionKernel.why_not`."""
     if device.type != "cuda":
         return f"it runs on a CUDA GPU, not on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0"
+    head_dim, value_dim = head_dims
+    if head_dim != value_dim:
+        return f"its values have heads of the size of its keys, not of {value_dim} with {head_dim}"
     return None if head_dim % 8 == 0 and head_dim <= _LARGEST_HEAD else f"it has no kernel for heads of {head_dim}"

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
+from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.training.config import TrainConfig
@@ -23,10 +25,13 @@ def describe_run(
     kernels = ", ".join(
         f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items()
     )
+    device = torch.device(config.device)
+    left_out = why_not_installed() if device.type == "cuda" and config.attention == AUTO else None
     plan, hardware = data.plan, data.plan.manifest["predictions"]["cost_model"]["hardware"]
     return [
         f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
+        *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
         f"profile   {hardware['name']}, {hardware['peak_flops'] / 1e12:,.0f} TFLOP/s: MFU is a share of this",
