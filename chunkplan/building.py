@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from chunkplan.arrays import BoolArray
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
@@ -40,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BuiltPlan:
-    """A plan's manifest and its tables `steps` and `chunks`, these without their segments."""
+    """A plan's manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments."""
 
     manifest: dict[str, Any]
     steps: pa.Table
@@ -164,7 +165,7 @@ def _build_one(
     for tables in blocks:
         writer.add(tables)
         step_tables.append(tables["steps"])
-        chunk_tables.append(tables["chunks"].drop_columns(["segments"]))
+        chunk_tables.append(with_squares(tables["chunks"]))
         steps_done += tables["steps"].num_rows
         if progress is not None:
             progress(steps_done, num_steps)

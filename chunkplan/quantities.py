@@ -16,6 +16,11 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2%}" if share >= 0.0001 else "<0.01%"
 
 
+def ratio(value: float) -> str:
+    """How often one thing goes into another: to four places near 1, to two above."""
+    return f"{value:.4f}" if value < 1.1 else f"{value:,.2f}"
+
+
 def seconds(microseconds: float) -> str:
     """A duration."""
     value = microseconds / 1e6

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.planfile.schema import CHUNKS
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.squares import with_squares
+from chunkplan.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +19,14 @@ class PlanSummary:
     """Counts, shares (0..1) and predictions (microseconds) of a whole plan.
 
     `token_fill`: tokens over ChunkSize of the chunks that are not zero-loss. `longest_sequence`: what a one-sequence
-    micro-batch would hold at once. `heaviest_rank`: predicted cost of a step's heaviest rank over the mean of its
-    ranks, mean and maximum over the steps that can be balanced, None if there are none. `exceeding` are the others, in
-    which one sequence costs more than the mean rank: how many, and what they take and cannot do without, whatever the
-    spread. `peak_retained_tokens`: the most tokens whose activations a stage holds at once. `recompute_share`: of the
-    predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way a step is spread over
-    ranks; `packing_over_bound`: given the spread.
+    micro-batch would hold at once. `heaviest_over_mean`: predicted cost of the heaviest rank, summed over all steps,
+    over that of the mean rank, from 1; `heaviest_over_work`: over the steps' work / dp, which is forward and backward
+    of their sequences without recompute and without what chunks cost beside their tokens; None where the plan does not
+    describe the model and the GPU that it was made for. `exceeding` are the steps in which one sequence costs more than
+    the mean rank: how many, what they take and cannot do without, whatever the spread, and their share of what the
+    heaviest ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
+    `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
+    a step is spread over ranks; `packing_over_bound`: given the spread.
     """
 
     num_steps: int
@@ -41,13 +46,14 @@ class PlanSummary:
     global_batch: int
     token_fill: float
     longest_sequence: int
-    heaviest_rank_mean: float | None
-    heaviest_rank_max: float | None
+    heaviest_over_mean: float
+    heaviest_over_work: float | None
     peak_retained_tokens: int
     recompute_share: float
     num_exceeding_steps: int
     exceeding_predicted_us: float
     exceeding_lower_bound_us: float
+    exceeding_share: float
     num_optimal_steps: int
     chunks_over_bound: float
     packing_over_bound: float
@@ -60,21 +66,26 @@ class PlanSummary:
 
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
-    """Summarize the tables `steps` and `chunks` (its segments are not looked at) of a plan with its manifest."""
+    """Summarize the tables `steps` and `chunks` of a plan with its manifest.
+
+    `chunks_table` may be what `with_squares` makes of it.
+    """
     config, totals = manifest["config"], manifest["totals"]
     steps = pl.DataFrame(pl.from_arrow(steps_table))
-    chunks = pl.DataFrame(pl.from_arrow(chunks_table.select([name for name in CHUNKS.names if name != "segments"])))
+    chunks = pl.DataFrame(
+        pl.from_arrow(with_squares(chunks_table) if "segments" in chunks_table.column_names else chunks_table)
+    )
     dependent = chunks.filter(pl.col("group_id").is_not_null())
     exceeding = steps.filter("exceeds_share")
-    heaviest = (
-        chunks.join(steps.select("step", "exceeds_share"), on="step")
-        .filter(~pl.col("exceeds_share"))
-        .group_by("step", "dp_rank", maintain_order=True)  # sums of floats depend on the order
+    ranks = (
+        chunks.group_by("step", "dp_rank", maintain_order=True)  # sums of floats depend on the order
         .agg(pl.col("cost").cast(pl.Float64).sum())
         .group_by("step", maintain_order=True)
-        .agg(over_mean=pl.col("cost").max() / pl.col("cost").mean())["over_mean"]
-        .fill_nan(1.0)
+        .agg(heaviest=pl.col("cost").max(), mean=pl.col("cost").mean())
+        .with_columns(excess=pl.col("heaviest") - pl.col("mean"))
     )
+    excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
+    work = _work_us(chunks, manifest["predictions"]["cost_model"])
     num_zero_loss = chunks.filter(pl.col("num_tokens") == 0).height
     return PlanSummary(
         **{name: config[name] for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
@@ -89,19 +100,35 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
         num_groups=dependent.filter(pl.col("group_index") == 0).height,
         token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config["chunk_size"]),
         longest_sequence=totals["longest_sequence"],
-        heaviest_rank_mean=_float(heaviest.mean()) if heaviest.len() else None,
-        heaviest_rank_max=_float(heaviest.max()) if heaviest.len() else None,
+        heaviest_over_mean=_over(_total(ranks["heaviest"]), _total(ranks["mean"])),
+        heaviest_over_work=None if work is None else _over(_total(ranks["heaviest"]), work / config["dp"]),
         peak_retained_tokens=int(_float(steps["peak_retained_tokens"].max())),
         recompute_share=_total(steps["recompute_us"]) / max(_total(chunks["cost"]), 1e-30),
         num_exceeding_steps=exceeding.height,
         exceeding_predicted_us=_total(exceeding["predicted_us"]),
         exceeding_lower_bound_us=_total(exceeding["lower_bound_us"]),
+        exceeding_share=excess_of_exceeding / _total(ranks["excess"]) if excess_of_exceeding else 0.0,
         num_optimal_steps=int(steps["optimal"].sum()),
         chunks_over_bound=chunks.height / _total(steps["chunks_lower_bound"]),
         packing_over_bound=chunks.height / _total(steps["packing_lower_bound"]),
         predicted_us=manifest["predictions"]["predicted_us"],
         lower_bound_us=manifest["predictions"]["lower_bound_us"],
     )
+
+
+def _work_us(chunks: pl.DataFrame, cost_model: Any) -> float | None:
+    """Forward and backward of all sequences, however they are cut: without recompute and what chunks cost beside."""
+    try:
+        cost = CostModel.from_dict(cost_model, where="manifest")
+    except DataError:
+        return None
+    work_ns = cost.work_ns(chunks["num_tokens"].to_numpy(), chunks["squares"].to_numpy())
+    return float(work_ns.sum(dtype=np.float64)) / 1e3
+
+
+def _over(heaviest: float, usual: float) -> float:
+    """1 where nothing is predicted to take any time."""
+    return heaviest / usual if heaviest else 1.0
 
 
 def _total(values: pl.Series) -> float:

@@ -1,15 +1,23 @@
-"""Sequences over ranks."""
+"""Sequences over ranks, and the figure that says how well they are spread."""
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import chunkplan
 from chunkplan.balance.exchange import best_exchange, even_out, least_gain
 from chunkplan.balance.longest_processing_time import spread
+from chunkplan.cost.durations import squares_of
+from chunkplan.quantities import percent, ratio
+from tests.command_line import Run
+from tests.page_cases import build_plan, write_and_read
 
 DESCENDING = st.lists(st.integers(1, 50), min_size=1, max_size=7).map(lambda work: sorted(work, reverse=True))
 
@@ -76,3 +84,77 @@ def test_an_exchange_has_to_be_worth_it() -> None:
     work, rank_of = np.array([10, 9], np.int64), np.array([0, 1], np.int64)
     assert best_exchange(np.array([10, 9, 3], np.int64), np.array([0, 1, 0], np.int64), 0, 1, 4, 1) == (0, 1)
     assert best_exchange(work, rank_of, 0, 1, 1, 1)[0] == -1
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_balance_is_that_of_all_steps_also_of_those_that_no_spread_can_balance(tmp_path: Path, pp: int) -> None:
+    """The heaviest ranks over the mean ranks and over work / dp, all of them summed over the steps first."""
+    plan = build_plan(tmp_path, pp=pp, k=1)
+    lengths = np.load(tmp_path / "lengths.npy")
+    work = chunkplan.CostModel().work_ns(lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    heaviest, mean, excess = 0.0, 0.0, {False: 0.0, True: 0.0}
+    for step in plan.iter_steps():
+        ranks = [sum(chunk.cost for chunk in chunks) for chunks in step.chunks.values()]
+        heaviest, mean = heaviest + max(ranks), mean + sum(ranks) / 2
+        excess[step.exceeds_share] += max(ranks) - sum(ranks) / 2
+    summary = chunkplan.plan_report(plan).summary
+    assert summary.heaviest_over_mean == pytest.approx(heaviest / mean, rel=1e-6)
+    assert summary.heaviest_over_work == pytest.approx(heaviest / (work / 2), rel=1e-6)
+    assert summary.exceeding_share == pytest.approx(excess[True] / (excess[True] + excess[False]), rel=1e-6)
+    assert 0 < summary.num_exceeding_steps < summary.num_steps
+    assert 1.1 < summary.heaviest_over_mean < summary.heaviest_over_work < 2 * 2
+    assert summary == chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
+
+
+def test_one_rank_is_balanced_and_has_more_than_its_work_alone(tmp_path: Path) -> None:
+    summary = chunkplan.plan_report(build_plan(tmp_path, dp=1)).summary
+    assert (summary.heaviest_over_mean, summary.exceeding_share) == (1, 0)
+    assert summary.heaviest_over_work is not None and summary.heaviest_over_work > 1.01
+
+
+def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path: Path) -> None:
+    """With sharded weights small chunks wait for them, which is nothing that their tokens take."""
+    lengths = np.full(8, 100)
+    np.save(tmp_path / "lengths.npy", lengths)
+    cost = chunkplan.CostModel(weight_shards=2)
+    config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, global_batch=8)
+    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, cost=cost)
+    [step] = plan.iter_steps()
+    work_us = cost.work_ns(lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
+    assert summary.heaviest_over_work == pytest.approx(step.predicted_us / (work_us / 2), rel=1e-6)
+    assert step.predicted_us > (work_us + 8 * cost.passes * cost.chunk_overhead_ns / 1e3) / 2 * 1.01
+
+
+def test_every_screen_has_the_same_figure_of_balance(tmp_path: Path, command: Run) -> None:
+    plan = build_plan(tmp_path, pp=1)
+    words = (
+        "build",
+        "lengths.npy",
+        "--chunk-size",
+        2048,
+        "--k",
+        2,
+        "--dp",
+        2,
+        "--global-batch",
+        16,
+        "--output",
+        "plan",
+    )
+    built = json.loads(command(*words, "--json").out)["summary"]
+    summary = chunkplan.plan_report(plan).summary
+    assert {**summary.to_dict(), **built} == json.loads(command("inspect", "plan", "--json").out)["summary"]
+    over_mean, over_work = ratio(summary.heaviest_over_mean), ratio(summary.heaviest_over_work or 0)
+    for shown in (command(*words, width=200).out, command("inspect", "plan", width=200).out):
+        assert f"takes {over_mean} times the mean rank, and {over_work} times work / dp" in shown
+        assert f"{percent(summary.exceeding_share)} of the imbalance: in {summary.num_exceeding_steps} of 4" in shown
+    difference = command("diff", "plan", "plan").out
+    rows = {" ".join(words[:-2]): words[-2:] for words in map(str.split, difference.splitlines()) if len(words) > 2}
+    assert rows["heaviest rank over mean"] == [over_mean, over_mean]
+    assert rows["the same over work / dp"] == [over_work, over_work]
+    assert rows["imbalance in these"] == [percent(summary.exceeding_share)] * 2
+    numbers = dict(write_and_read(tmp_path / "page.html", plan).tables["The plan in numbers"])
+    assert numbers["heaviest rank over the mean rank, all steps"] == over_mean
+    assert numbers["heaviest rank over work / dp, all steps"] == over_work
+    assert numbers["their share of the imbalance"] == percent(summary.exceeding_share)

@@ -122,18 +122,6 @@ def test_tables_have_all_that_inspect_shows(plan: Plan, tmp_path: Path) -> None:
     assert parts["weights"] == gibibytes(report.memory.memory.weights)
 
 
-@pytest.mark.parametrize("global_batch", [16, 60])
-def test_the_worst_step_is_said_to_be_one_that_can_be_balanced(tmp_path: Path, global_batch: int) -> None:
-    """Where there are steps that cannot."""
-    plan = build_plan(tmp_path, dp=2, pp=1, global_batch=global_batch, chunk_size=1024)
-    summary = chunkplan.plan_report(plan).summary
-    numbers = write_and_read(tmp_path / "page.html", plan).tables["The plan in numbers"]
-    named = [row[0] for row in numbers if "worst step" in row[0]]
-    assert len(named) == (summary.num_exceeding_steps < summary.num_steps)
-    assert ["where steps can be balanced" in name for name in named] == [summary.num_exceeding_steps > 0] * len(named)
-    assert (summary.num_exceeding_steps > 0) == (global_batch == 16)
-
-
 def test_a_page_never_takes_the_place_of_what_it_is_made_of(tmp_path: Path) -> None:
     """Nor of a file in the folder of a plan or an analysis, under whatever name, asked for from Python."""
     plan = build_plan(tmp_path)

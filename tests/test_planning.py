@@ -346,13 +346,15 @@ def test_a_sequence_that_exceeds_its_ranks_share_is_reported_with_the_bound(tmp_
     step = first_step(tmp_path, [100_000, 900, 800], chunk_size=8192, k=13, dp=2)
     assert step.exceeds_share
     plan = chunkplan.load_plan(tmp_path / "plan")
-    assert chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest).heaviest_rank_max is None
+    summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
+    assert (summary.num_exceeding_steps, summary.exceeding_share) == (1, 1)
     alone = first_step(tmp_path, [100_000], chunk_size=8192, k=13)
     assert step.lower_bound_us == pytest.approx(alone.predicted_us - 12 * CHUNK_US, rel=1e-6)
     assert step.predicted_us == pytest.approx(alone.predicted_us, rel=1e-6)
     assert not first_step(tmp_path, [900] * 8, chunk_size=8192, dp=2).exceeds_share
     plan = chunkplan.load_plan(tmp_path / "plan")
-    assert chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest).heaviest_rank_max == pytest.approx(1)
+    summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
+    assert (summary.heaviest_over_mean, summary.exceeding_share) == (pytest.approx(1), 0)
 
 
 @settings(max_examples=60)

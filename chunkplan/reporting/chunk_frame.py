@@ -6,8 +6,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.arrays import sum_runs
-from chunkplan.cost.durations import squares_of
+from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
@@ -19,10 +18,9 @@ KINDS = ("standalone", "dependent", "mixed", "zero-loss")
 def chunk_frame(plan: Plan) -> pl.DataFrame:
     """The columns of chunks.parquet but `segments`, in its order, and what these come to.
 
-    `kind` is one of `KINDS`; `squares` (float64) sums t (2 p + t) over the chunk's segments of t tokens that each see p
-    earlier ones, twice its pairs of a query and a key; `reach` (int64) is how far into a sequence the chunk gets: the
-    largest `end` of its segments, 0 without any; `part_end` (int64) is the `end` of its first segment, which in a group
-    is the part of the split sequence.
+    `kind` is one of `KINDS`; `squares` is that of `with_squares`; `reach` (int64) is how far into a sequence the chunk
+    gets: the largest `end` of its segments, 0 without any; `part_end` (int64) is the `end` of its first segment, which
+    in a group is the part of the split sequence.
 
     Raises:
         DataError: the file is damaged, or has steps, ranks or tokens that the plan cannot have.
@@ -32,17 +30,15 @@ def chunk_frame(plan: Plan) -> pl.DataFrame:
     lists = table.column("segments").combine_chunks()
     offsets = to_numpy(lists.offsets).astype(np.int64)
     offsets -= offsets[0]
-    start, end = (to_numpy(lists.flatten().field(name)) for name in ("start", "end"))
-    squares = squares_of(end - start, start).astype(np.int64)  # whole numbers, whose sums of runs stay exact
+    end = to_numpy(lists.flatten().field("end"))
     has_any = np.flatnonzero(np.diff(offsets))
     part_end = np.zeros(table.num_rows, np.int64)
     part_end[has_any] = end[offsets[has_any]]
     reach = np.zeros(table.num_rows, np.int64)
     reach[has_any] = np.maximum.reduceat(end, offsets[has_any]) if has_any.size else 0
     return (
-        pl.DataFrame(pl.from_arrow(table.drop_columns("segments")))
+        pl.DataFrame(pl.from_arrow(with_squares(table)))
         .with_columns(
-            squares=pl.Series(sum_runs(squares, offsets).astype(np.float64)),
             reach=pl.Series(reach),
             part_end=pl.Series(part_end),
             num_segments=pl.Series(np.diff(offsets)),

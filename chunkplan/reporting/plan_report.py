@@ -105,7 +105,7 @@ def report_of(plan: Plan, chunks: pl.DataFrame, steps: pl.DataFrame) -> PlanRepo
 
 
 #: What a summary looks at.
-_NUMBERS = [name for name in CHUNKS.names if name != "segments"]
+_NUMBERS = [*(name for name in CHUNKS.names if name != "segments"), "squares"]
 
 
 def _fill(chunks: pl.DataFrame, chunk_size: int) -> tuple[FillBand, ...]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import percent, seconds
+from chunkplan.quantities import percent, ratio, seconds
 from chunkplan_cli.tables import titled_table
 from chunkplan_cli.visible import visible
 
@@ -27,10 +27,11 @@ _STYLES = {"identical": "bold green", "different": "bold yellow"}
 #: What a number is called where its name is not words enough.
 _NAMES = {
     "token_fill": "token fill",
-    "heaviest_rank_mean": "heaviest rank over mean*",
-    "heaviest_rank_max": "the same, at worst*",
+    "heaviest_over_mean": "heaviest rank over mean",
+    "heaviest_over_work": "the same over work / dp",
     "num_optimal_steps": "steps proved optimal",
     "num_exceeding_steps": "too long a sequence, steps",
+    "exceeding_share": "imbalance in these",
     "num_zero_loss": "zero-loss chunks",
     "recompute_share": "recomputed, of the work",
     "peak_retained_tokens": "activations held, of tokens",
@@ -61,8 +62,6 @@ def print_difference(console: Console, difference: Difference) -> None:
         if numbers:
             console.print()
             console.print(_numbers(console, title, numbers))
-    if any(number.name == "heaviest_rank_mean" and (number.before or number.after) for number in difference.numbers):
-        console.print("* where no sequence is too long for the step to be balanced", style="dim")
     if difference.kind == "plan":
         console.print()
         console.print(_same_steps(difference.same_steps))
@@ -167,7 +166,7 @@ def _number(value: float | None, number: Number) -> str:
         return percent(value)
     if number.unit == "us":
         return seconds(value)
-    return f"{value:.4f}" if number.unit == "ratio" else f"{value:,.0f}"
+    return ratio(value) if number.unit == "ratio" else f"{value:,.0f}"
 
 
 def _change(number: Number) -> str:

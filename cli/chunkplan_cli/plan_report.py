@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import counted, k_words, percent, seconds, selection_words
+from chunkplan.quantities import counted, k_words, percent, ratio, seconds, selection_words
 
 if TYPE_CHECKING:
     from chunkplan.summary import PlanSummary
@@ -61,14 +61,8 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
                 f"{summary.longest_sequence:,}",
             )
         )
-    if summary.dp > 1 and summary.heaviest_rank_mean is not None:
-        rows.append(
-            (
-                "heaviest rank",
-                f"{summary.heaviest_rank_mean:.4f} of the mean over ranks, {summary.heaviest_rank_max:.4f} at worst"
-                + (", where steps can be balanced" if summary.num_exceeding_steps else ""),
-            )
-        )
+    if summary.dp > 1:
+        rows.append(("balance", _balance(summary)))
     if summary.num_exceeding_steps:
         rows.append(("too long a sequence", _exceeding(summary)))
     rows += [
@@ -125,9 +119,17 @@ def _bound(summary: PlanSummary) -> str:
     )
 
 
+def _balance(summary: PlanSummary) -> str:
+    words = f"over all steps the heaviest rank takes {ratio(summary.heaviest_over_mean)} times the mean rank"
+    if summary.heaviest_over_work is not None:
+        words += f", and {ratio(summary.heaviest_over_work)} times work / dp (forward and backward alone)"
+    return words
+
+
 def _exceeding(summary: PlanSummary) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     return (
-        f"in {steps} one costs more than a rank's share: no spread can balance them. They take "
-        f"{seconds(summary.exceeding_predicted_us)}, at least {seconds(summary.exceeding_lower_bound_us)}"
+        f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs more than a rank's share, which no "
+        f"spread can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
+        f"{seconds(summary.exceeding_lower_bound_us)}"
     )

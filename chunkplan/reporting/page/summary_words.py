@@ -5,7 +5,7 @@ from __future__ import annotations
 from chunkplan.lengths import LengthReport
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, gibibytes, k_words, percent, seconds, selection_words
+from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, seconds, selection_words
 from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import PlanReport
@@ -74,10 +74,9 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
 
 def summary_table(summary: PlanSummary) -> Table:
     """The numbers of a whole plan."""
-    where = ", where steps can be balanced" if summary.num_exceeding_steps else ""
-    heaviest = [
-        (f"heaviest rank over the mean, mean of steps{where}", summary.heaviest_rank_mean),
-        (f"heaviest rank over the mean, worst step{where}", summary.heaviest_rank_max),
+    balance = [
+        ("heaviest rank over the mean rank, all steps", summary.heaviest_over_mean),
+        ("heaviest rank over work / dp, all steps", summary.heaviest_over_work),
     ]
     rows = [
         ("sequences", f"{summary.num_sequences:,}"),
@@ -94,8 +93,9 @@ def summary_table(summary: PlanSummary) -> Table:
         ("chunks over their lower bound", f"{summary.chunks_over_bound:.4f}"),
         ("chunks over the bound of each rank's sequences", f"{summary.packing_over_bound:.4f}"),
         ("steps with the fewest chunks possible", f"{summary.num_optimal_steps:,}"),
-        *((name, f"{value:.4f}") for name, value in heaviest if value is not None and summary.dp > 1),
-        ("steps that no spread can balance", f"{summary.num_exceeding_steps:,}"),
+        *((name, ratio(value)) for name, value in balance if value is not None and summary.dp > 1),
+        ("steps with too long a sequence to be balanced", f"{summary.num_exceeding_steps:,}"),
+        *([("their share of the imbalance", percent(summary.exceeding_share))] if summary.num_exceeding_steps else []),
         ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
         ("predicted time", seconds(summary.predicted_us)),
