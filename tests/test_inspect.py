@@ -119,6 +119,32 @@ def test_of_many_ranks_the_heaviest_and_the_lightest_are_shown(command: Command,
     assert len(json.loads(command("inspect", "--json").out)["ranks"]) == 12
 
 
+def test_no_number_of_a_step_is_cut_at_80_columns(command: Command, tmp_path: Path) -> None:
+    """With sequence ids of 5 digits, tokens of 6 and prefixes of 7: what has no room wraps."""
+    lengths = np.random.default_rng(0).integers(50, 400, 12_000)
+    lengths[10_001] = 1_200_000
+    np.save(tmp_path / "lengths.npy", lengths)
+    config = chunkplan.PlanConfig(chunk_size=131_072, k=1, dp=2, global_batch=lengths.size)
+    [step] = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1).iter_steps()
+    shown = command("inspect", "plan", "--step", 0).out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    kinds = set()
+    for rank, table in enumerate(re.findall(r"^chunk .*?\n\n", shown, re.MULTILINE | re.DOTALL)):
+        rows = re.split(r"\n *(?=\d+  (?:part|standalone))", table)[1:]
+        for chunk, row in zip(step.chunks[rank], rows, strict=True):
+            ids = [segment.sequence_id for segment in chunk.segments]
+            more = [f"+{len(ids) - 3}"] if len(ids) > 3 else []
+            assert {f"{chunk.num_tokens:,}", f"{chunk.num_target_tokens:,}"} < set(row.split())
+            assert not chunk.prefix_tokens or f"{chunk.prefix_tokens:,}" in row.split()
+            listed = [word.strip(",") for word in row.split()]
+            assert [word for word in listed if word in map(str, ids[:3]) or word[0] == "+"] == [
+                *map(str, ids[:3]),
+                *more,
+            ]
+            kinds.add((chunk.prefix_tokens > 999_999, len(ids) > 3))
+    assert kinds >= {(True, False), (False, True)}
+
+
 @pytest.mark.parametrize(("schedule", "letters"), [("1f1b", "FfRB"), ("interleaved", "FfRB"), ("zero-bubble", "FfRIW")])
 def test_every_letter_of_a_step_is_explained(
     command: Command, made: Path, tmp_path: Path, schedule: str, letters: str

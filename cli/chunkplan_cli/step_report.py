@@ -59,18 +59,21 @@ def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> No
 
 
 def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
+    """One that fits 80 columns without a number cut: sequences wrap, and a prefix is shown where there is one."""
     table = titled_table(f"rank {rank}")
-    for name in ("chunk", "kind", "tokens", "fill", "targets", "prefix", "cost"):
+    shown = chunks[:_MAX_CHUNKS]
+    prefix = ("prefix",) if any(chunk.prefix_tokens for chunk in shown) else ()
+    for name in ("chunk", "kind", "tokens", "fill", "targets", *prefix, "cost"):
         table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    table.add_column("sequences", overflow="ellipsis", no_wrap=True)
-    for chunk in chunks[:_MAX_CHUNKS]:
+    table.add_column("sequences", overflow="fold")
+    for chunk in shown:
         table.add_row(
             str(chunk.chunk_id),
             kind_words(chunk),
             f"{chunk.num_tokens:,}",
             f"{chunk.num_tokens / chunk_size:.0%}",
             f"{chunk.num_target_tokens:,}",
-            f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else "",
+            *([f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else ""] if prefix else []),
             seconds(chunk.cost),
             _sequences(chunk),
         )
