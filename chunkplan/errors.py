@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+#: Where any command may have taken the value; the command line names its own.
+HELP_HINT = "the command's --help shows what it takes"
+
 
 class ChunkplanError(Exception):
     """An error with a place and a hint. `exit_code` 1: our fault.

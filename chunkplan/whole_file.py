@@ -22,14 +22,12 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         UsageError: `path` is a folder or cannot be written.
     """
     with writing(path):
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
-        if path.exists() and not path.is_file():
+        _refuse_folder(path)
+        if _is_written_into(path):
             with path.open("w", encoding="utf-8") as file:
                 yield file
             return
-        target = Path(os.path.realpath(path))
-        temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
+        target, temporary = _target_and_temporary(path)
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 yield file
@@ -38,6 +36,37 @@ def whole_file(path: Path) -> Iterator[TextIO]:
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse what `whole_file` could not write, for who has much to compute first.
+
+    Raises:
+        UsageError: `path` is a folder or cannot be written.
+    """
+    with writing(path):
+        _refuse_folder(path)
+        if not _is_written_into(path):
+            _, temporary = _target_and_temporary(path)
+            try:
+                temporary.touch()
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
+
+
+def _is_written_into(path: Path) -> bool:
+    """A pipe or a device, which is not replaced."""
+    return path.exists() and not path.is_file()
+
+
+def _target_and_temporary(path: Path) -> tuple[Path, Path]:
+    target = Path(os.path.realpath(path))
+    return target, target.parent / f".{target.name}.tmp-{os.getpid()}"
 
 
 def refuse_overwriting(output: Path, inputs: Iterable[Path | str | None]) -> None:

@@ -64,6 +64,17 @@ def test_what_no_content_hash_covers_makes_another_manifest_only(tmp_path: Path,
     assert (entry.section, entry.name, entry.after) == ("written by", "tool_version", "9.9")
 
 
+def test_the_same_analysis_seen_from_elsewhere_is_no_difference(tmp_path: Path, plan: Path, lengths: Path) -> None:
+    """A plan says where its analysis lies as seen from its own folder."""
+    deeper = build(tmp_path / "deep" / "plan", lengths)
+    assert deeper.manifest["analysis"]["path"] != chunkplan.load_plan(plan).manifest["analysis"]["path"]
+    found = chunkplan.diff(plan, deeper.path)
+    assert (found.verdict, found.entries) == ("identical", ())
+    other = build(tmp_path / "deep" / "other", lengths, k=2)
+    [entry] = chunkplan.diff(plan, other.path).entries
+    assert (entry.section, entry.name) == ("configuration", "k")
+
+
 def test_entries_of_the_configuration_that_differ_are_those_that_were_changed(
     tmp_path: Path, plan: Path, lengths: Path
 ) -> None:
@@ -113,7 +124,7 @@ def test_steps_of_plans_of_other_data_are_not_compared(tmp_path: Path, plan: Pat
     np.save(tmp_path / "others.npy", LENGTHS + 1)
     found = chunkplan.diff(plan, build(tmp_path / "other", tmp_path / "others.npy").path)
     assert found.same_steps is None
-    assert "content_hash" in [entry.name for entry in found.entries if entry.section == "data"]
+    assert {"content_hash", "path"} <= {entry.name for entry in found.entries if entry.section == "data"}
 
 
 def test_sources_are_added_removed_changed_or_moved(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -458,6 +460,19 @@ def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
         ran = run("export", *arguments)
         assert (ran.code, ran.out) == (2, "")
         assert all(words in ran.err for words in told)
+
+
+@pytest.mark.parametrize("source", ["chunkplan-out/plan", "chunkplan-out/analysis"])
+def test_the_hint_has_a_command_that_splits_nothing(run, workspace, source) -> None:
+    """Pasted, it packs all sequences whole."""
+    options = () if source.endswith("plan") else ("--chunk-size", 16)
+    [command] = re.findall("`(.*?)`", run("export", source, "--to", "jsonl", *options).err)
+    assert command.startswith("chunkplan export chunkplan-out/analysis --chunk-size ")
+    ran = run(*shlex.split(command)[1:], "--json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    assert (document["left_out"], document["cut"]) == (None, None)
+    assert document["num_sequences"] == chunkplan.load_analysis(workspace / "analysis").num_sequences
 
 
 @pytest.mark.parametrize("kind", ["plan", "analysis"])

@@ -216,3 +216,28 @@ def complete(instruction: str) -> subprocess.CompletedProcess[str]:
     """What a shell gets from `chunkplan`, called as its completion script calls it."""
     environment = {**os.environ, "_CHUNKPLAN_COMPLETE": instruction}
     return subprocess.run([str(PROGRAM)], env=environment, capture_output=True, text=True, check=True)
+
+
+#: What is wrong with it typer finds out, some of it without saying of which command; or the command itself does.
+@pytest.mark.parametrize(
+    "words",
+    [
+        *((name, "--json=3") for name in COMMANDS),
+        *((name, "--nope") for name in COMMANDS),
+        ("inspect", "--step"),
+        ("inspect", "a", "b"),
+        ("parity", "--chunk-size", "0", "--k", "1", "--lengths", "9"),
+        ("simulate", "--chunk-size", "9", "--k", "0", "--lengths", "9"),
+        ("tune", "--seed", "-1", "lengths.npy", "--gpus", "1"),
+        ("build", "lengths.npy", "--chunk-size", "9", "--k", "0"),
+        ("build", "lengths.npy", "--auto", "--gpus", "0"),
+    ],
+    ids=" ".join,
+)
+def test_a_hint_that_names_the_help_names_that_of_the_command(
+    words: tuple[str, ...], command: Callable[..., Any]
+) -> None:
+    np.save("lengths.npy", np.array([9, 8]))
+    ran = command(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"hint: `chunkplan {words[0]} --help` shows what it takes\n" in ran.err

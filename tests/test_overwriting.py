@@ -108,3 +108,28 @@ def test_a_folder_is_no_file(tmp_path: Path, command: Run) -> None:
     (tmp_path / "folder").mkdir()
     ran = command("inspect", "lengths.npy", "--html", "folder")
     assert (ran.code, ran.err) == (2, "error: folder is a folder\nhint: give the name of a file in it\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("plan.html/page.html", "cannot write plan.html/page.html"),
+        ("missing/page.html", "cannot write missing/page.html: No such file or directory"),
+        ("model", "model is a folder"),
+        (f"{'x' * 250}.html", "File name too long"),
+        ("lengths.npy", "writing lengths.npy would damage"),
+        ("data.jsonl", "writing data.jsonl would damage"),
+    ],
+)
+def test_where_a_page_goes_is_looked_at_before_it_is_made(folder: Path, command: Run, page: str, said: str) -> None:
+    """So that a plan whose page cannot be made, as it is damaged, is not what is complained of."""
+    (folder / "plan.html").write_text("")
+    made_of = "analysis" if page == "data.jsonl" else "lengths.npy"
+    assert command("build", made_of, "--chunk-size", 128, "--k", 1, "--output", "plan").code == 0
+    (folder / "plan" / "chunks.parquet").write_bytes(b"not a table")
+    before = contents(folder)
+    ran = command("inspect", "plan", "--html", page)
+    assert (ran.code, ran.out, contents(folder)) == (2, "", before)
+    assert said in ran.err
+    assert command("inspect", "plan", "--html", "page.html").code == 3
+    assert not (folder / "page.html").exists()

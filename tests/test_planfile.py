@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import socket
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from chunkplan.planfile.folder import replace_folder
 from chunkplan.planfile.hashing import ContentHasher, content_hash
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.schema import CHUNKS, TOKENS
+from tests.command_line import Run
 
 
 def manifest(content: str) -> str:
@@ -227,3 +229,17 @@ def test_a_table_that_is_not_the_contracts_is_refused_by_every_reader(tmp_path: 
         list(plan.iter_steps())
     with pytest.raises(DataError):
         getattr(plan, name)()
+
+
+@pytest.mark.parametrize("name", ["work", "a work"])
+def test_for_a_workspace_its_plan_is_offered(command: Run, tmp_path: Path, name: str) -> None:
+    """As it is to be pasted."""
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    assert command("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--workspace", name).code == 0
+    ran = command("validate", name)
+    assert (ran.code, ran.out) == (2, "")
+    offered = ran.err.partition("\nhint: give the plan in it, ")[2]
+    [path] = shlex.split(offered)
+    assert command("validate", path).code == 0
+    (tmp_path / name / "plan" / "manifest.json").unlink()
+    assert "`chunkplan build` writes one" in command("validate", name).err

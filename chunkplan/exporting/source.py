@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +29,13 @@ class Source:
     rows: ExportRows
     whole_rows: Callable[[], ExportRows]
 
-    def refusal(self, split: SplitSequences) -> UsageError:
-        """That some sequences are in parts, what can be done about it, and what each of these costs."""
+    def refusal(self, split: SplitSequences, to: str) -> UsageError:
+        """That some sequences are in parts, what an export to `to` can do about it, and what each of these costs."""
         whole = split.whole
+        real, here = Path(os.path.realpath(self.analysis.path)), Path.cwd()
+        analysis = str(real.relative_to(here) if real.is_relative_to(here) else real)
+        longest = str(self.analysis.num_tokens.max())
+        command = shlex.join(["chunkplan", "export", analysis, "--chunk-size", longest, "--to", to])
         found = "are split" if self.kind == "plan" else f"have more than {self.chunk_size:,} tokens, and would be split"
         return UsageError(
             f"{whole.num_sequences:,} of {self.rows.num_sequences:,} sequences {found} into {split.num_parts:,} parts; "
@@ -37,7 +43,8 @@ class Source:
             where=str(self.path),
             hint=f"--whole-only leaves these sequences out ({whole.num_tokens:,} tokens, {whole.num_target_tokens:,} "
             f"targets); --allow-split makes a sequence of each part ({split.num_tokens_without_prefix:,} tokens do not "
-            f"see what is before their part, {split.num_lost_targets:,} targets are lost)",
+            f"see what is before their part, {split.num_lost_targets:,} targets are lost); `{command}` packs all of "
+            "the analysis into rows that split none",
         )
 
 

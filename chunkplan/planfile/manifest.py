@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
         what = f"{folder} has no {MANIFEST}" if folder.is_dir() else f"there is no {kind} at {folder}"
+        if (folder / kind / MANIFEST).exists():
+            raise UsageError(what, hint=f"give the {kind} in it, {shlex.quote(str(folder / kind))}")
         command = "chunkplan analyze" if kind == "analysis" else "chunkplan build"
         raise UsageError(what, hint=f"`{command}` writes one; give its folder")
     refuse_outside(path, folder)

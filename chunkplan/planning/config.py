@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import HELP_HINT, UsageError
 from chunkplan.packing import PACKERS
 from chunkplan.planfile.manifest_entries import MAX_DP, MAX_PP, MAX_VIRTUAL
 from chunkplan.schedule.families import SCHEDULES
@@ -16,8 +16,6 @@ from chunkplan.schedule.families import SCHEDULES
 Split = Literal["full", "even", "cost", "none"]
 Balance = Literal["spread", "search"]
 LastBatch = Literal["keep", "drop"]
-
-_HINT = "the command's --help shows what it takes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +146,4 @@ def _is_holdout(value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any, expected: str) -> UsageError:
-    return UsageError(f"{name.replace('_', '-')} is {value!r}, expected {expected}", hint=_HINT)
+    return UsageError(f"{name.replace('_', '-')} is {value!r}, expected {expected}", hint=HELP_HINT)

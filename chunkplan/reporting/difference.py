@@ -83,10 +83,10 @@ class SameSteps:
 class Difference:
     """Two plans or two analyses side by side.
 
-    `verdict` goes by the content hashes, which `validate` checks, and by the manifests. `entries` are those that
-    differ, `numbers` all that are compared, differ or not. Of plans with the same data, `same_steps` compares the
-    sequences of their steps. Of analyses, `sources` has those that are not the same in both, and `rejected` the records
-    by reason.
+    `verdict` goes by the content hashes, which `validate` checks, and by the manifests; where the analysis of two plans
+    lies makes no difference if it is the same one. `entries` are those that differ, `numbers` all that are compared,
+    differ or not. Of plans with the same data, `same_steps` compares the sequences of their steps. Of analyses,
+    `sources` has those that are not the same in both, and `rejected` the records by reason.
     """
 
     kind: Literal["plan", "analysis"]
@@ -123,12 +123,15 @@ def diff(before: str | Path, after: str | Path) -> Difference:
 
 
 def _diff_plans(before: Plan, after: Plan) -> Difference:
+    manifests = before.manifest, after.manifest
+    if _is_same_data(before, after):
+        manifests = _without_place(before.manifest), _without_place(after.manifest)
     return Difference(
         kind="plan",
-        verdict=_verdict(before, after),
+        verdict=_verdict(before, after, *manifests),
         before=_side(before),
         after=_side(after),
-        entries=_entries(_plan_sections, before.manifest, after.manifest),
+        entries=_entries(_plan_sections, *manifests),
         numbers=_numbers(_PLAN_NUMBERS, _plan_numbers(before), _plan_numbers(after)),
         same_steps=_same_steps(before, after),
     )
@@ -140,7 +143,7 @@ def _diff_analyses(before: Analysis, after: Analysis) -> Difference:
     reasons = dict.fromkeys([*rejected[0], *rejected[1]], 0)
     return Difference(
         kind="analysis",
-        verdict=_verdict(before, after),
+        verdict=_verdict(before, after, before.manifest, after.manifest),
         before=_side(before),
         after=_side(after),
         entries=_entries(_analysis_sections, before.manifest, after.manifest),
@@ -150,10 +153,21 @@ def _diff_analyses(before: Analysis, after: Analysis) -> Difference:
     )
 
 
-def _verdict(before: Plan | Analysis, after: Plan | Analysis) -> Verdict:
+def _is_same_data(before: Plan, after: Plan) -> bool:
+    return bool(before.manifest["analysis"]["content_hash"] == after.manifest["analysis"]["content_hash"])
+
+
+def _without_place(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a plan without where its analysis lies: of the same one that is no difference."""
+    return {**manifest, "analysis": {name: value for name, value in manifest["analysis"].items() if name != "path"}}
+
+
+def _verdict(
+    before: Plan | Analysis, after: Plan | Analysis, left: Mapping[str, Any], right: Mapping[str, Any]
+) -> Verdict:
     if before.content_hash != after.content_hash:
         return "different"
-    return "identical" if before.manifest == after.manifest else "equal content, other manifest"
+    return "identical" if left == right else "equal content, other manifest"
 
 
 def _side(one: Plan | Analysis) -> Side:
@@ -227,7 +241,7 @@ def _analysis_numbers(analysis: Analysis) -> dict[str, float | None]:
 
 def _same_steps(before: Plan, after: Plan) -> SameSteps | None:
     """None where sequences cannot be told to be the same, as the plans are of other data."""
-    if before.manifest["analysis"]["content_hash"] != after.manifest["analysis"]["content_hash"]:
+    if not _is_same_data(before, after):
         return None
     left, right = _sequences_by_step(before), _sequences_by_step(after)
     both = left.join(right, on="step").filter(pl.col("sequence_ids") == pl.col("sequence_ids_right"))

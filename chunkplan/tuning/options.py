@@ -10,7 +10,7 @@ from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.memory import Sharding
 from chunkplan.cost.model import Checkpointing, CostModel, Precision
 from chunkplan.cost.shape import ModelShape
-from chunkplan.errors import UsageError
+from chunkplan.errors import HELP_HINT, UsageError
 from chunkplan.planning.config import PlanConfig
 
 CHUNK_SIZES = tuple(
@@ -151,5 +151,5 @@ class TuneOptions:
 def _refusal(name: str, value: object, expected: str) -> UsageError:
     return UsageError(
         f"{name.replace('_', '-')} is {value!r}, expected {expected}",
-        hint="`chunkplan tune --help` shows what it takes",
+        hint=HELP_HINT,
     )

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import HELP_HINT, ChunkplanError, UsageError
 from chunkplan.version import __version__
 from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
@@ -51,7 +51,8 @@ def _register(command: Callable[..., None]) -> None:
     app.command(help="\n\n".join(paragraphs), epilog=example)(command)
 
 
-for command in (analyze, merge, tune, build, inspect, diff, simulate, validate, export, parity, calibrate):
+_COMMANDS = (analyze, merge, tune, build, inspect, diff, simulate, validate, export, parity, calibrate)
+for command in _COMMANDS:
     _register(command)
 
 
@@ -80,11 +81,9 @@ def main() -> None:
         print(end="", flush=True)
         sys.exit(code)
     except typer.TyperException as error:
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "chunkplan"
         message = " ".join(getattr(error, "format_message", error.__str__)().split()).rstrip(".")
         message = message.replace("Value error, ", "")  # typer passes on what it hears of its own parser
-        _fail(UsageError(message, hint=f"`{command} --help` shows what it takes"))
+        _fail(UsageError(message, hint=HELP_HINT))
     except ChunkplanError as error:
         _fail(error)
     except (KeyboardInterrupt, typer.Abort):
@@ -114,8 +113,16 @@ def _drop_unwritten() -> None:
 
 
 def _fail(error: ChunkplanError) -> NoReturn:
+    if error.hint == HELP_HINT:
+        error.hint = f"`{_program()} --help` shows what it takes"
     print_error(error)
     sys.exit(error.exit_code)
+
+
+def _program() -> str:
+    """What was run, as it is typed: typer's errors do not always say which command they are of."""
+    given = sys.argv[1] if len(sys.argv) > 1 else ""
+    return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.tuning.document import read_tuning_document, tuning_document
 from chunkplan.tuning.tune import Tuning
-from chunkplan.whole_file import refuse_overwriting, whole_file
+from chunkplan.whole_file import refuse_overwriting, refuse_unwritable, whole_file
 
 
 def write_report(
@@ -32,7 +32,8 @@ def write_report(
     `step`: drawn first, whatever it is like. The same arguments give the same bytes.
 
     Raises:
-        UsageError: plotly is not installed, something is not there, or the page would replace one of its inputs.
+        UsageError: plotly is not installed, something is not there, `path` cannot be written, or the page would
+            replace one of its inputs.
         DataError: a file is damaged, or `analysis` is not that of the plan.
     """
     try:
@@ -44,10 +45,12 @@ def write_report(
     read = [plan_or_analysis.path, analysis, None if isinstance(tuning, Tuning) else tuning]
     read += [plan_or_analysis.analysis_path] if isinstance(plan_or_analysis, Plan) else []
     refuse_overwriting(Path(path), read)
+    refuse_unwritable(Path(path))
     document = None if tuning is None else _document(tuning)
     warnings: list[str] = []
     if isinstance(plan_or_analysis, Plan):
         found, why_not = _analysis_of(plan_or_analysis, analysis)
+        _refuse_sources(Path(path), found)
         warnings += [] if document is None else tuning_warnings(document, plan_or_analysis, found)
         text = content.plan_page(plan_or_analysis, found, why_not, document, warnings, step)
     elif analysis is not None or step is not None:
@@ -55,14 +58,18 @@ def write_report(
             "an analysis has neither steps nor an analysis of its own", hint="give a plan, or leave them out"
         )
     else:
+        _refuse_sources(Path(path), plan_or_analysis)
         warnings += [] if document is None else tuning_warnings(document, None, plan_or_analysis)
         text = content.analysis_page(plan_or_analysis, document, warnings)
-    data = found if isinstance(plan_or_analysis, Plan) else plan_or_analysis
-    if data is not None:
-        refuse_overwriting(Path(path), [source["path"] for source in data.manifest.get("sources", [])])
     with whole_file(Path(path)) as file:
         file.write(text)
     return tuple(warnings)
+
+
+def _refuse_sources(path: Path, analysis: Analysis | None) -> None:
+    """Refuse to write over the data that `analysis` was made of."""
+    if analysis is not None:
+        refuse_overwriting(path, [source["path"] for source in analysis.manifest.get("sources", [])])
 
 
 def _document(tuning: Tuning | str | Path) -> dict[str, Any]:
