@@ -100,7 +100,7 @@ def export(
     if rows.is_part.any():
         split = split_sequences(rows, opened.analysis, tokens)
         if not (whole_only or allow_split):
-            raise opened.refusal(split, to)
+            raise opened.refusal(split, to, output)
         rows = opened.whole_rows() if whole_only else rows
     if not rows.num_rows:
         raise UsageError(

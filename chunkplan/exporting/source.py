@@ -29,13 +29,14 @@ class Source:
     rows: ExportRows
     whole_rows: Callable[[], ExportRows]
 
-    def refusal(self, split: SplitSequences, to: str) -> UsageError:
-        """That some sequences are in parts, what an export to `to` can do about it, and what each of these costs."""
+    def refusal(self, split: SplitSequences, to: str, output: Path) -> UsageError:
+        """That some sequences are in parts, what an export in the format `to` can do about it, and what that costs."""
         whole = split.whole
         real, here = Path(os.path.realpath(self.analysis.path)), Path.cwd()
         analysis = str(real.relative_to(here) if real.is_relative_to(here) else real)
         longest = str(self.analysis.num_tokens.max())
-        command = shlex.join(["chunkplan", "export", analysis, "--chunk-size", longest, "--to", to])
+        words = ["export", analysis, "--chunk-size", longest, "--to", to, "--output", str(output)]
+        command = shlex.join(["chunkplan", *words])
         found = "are split" if self.kind == "plan" else f"have more than {self.chunk_size:,} tokens, and would be split"
         return UsageError(
             f"{whole.num_sequences:,} of {self.rows.num_sequences:,} sequences {found} into {split.num_parts:,} parts; "
