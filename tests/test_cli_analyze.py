@@ -107,6 +107,7 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_that_tells
         (("--length-column", "n"), {"columns": {"length": "n"}}),
         (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
         (("--on-error", "skip"), {"on_error": "skip"}),
+        (("--undesirable", "drop"), {"undesirable": "drop"}),
         (("--no-tokens",), {"tokens": False}),
         (("--sample", "0.25"), {"sample": 0.25}),
         (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
@@ -126,7 +127,8 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     monkeypatch.setattr("chunkplan.intake.analyze.analyze", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
-    named = {"schema", "columns", "max_length", "long", "on_error", "tokens", "sample", "max_record_bytes"}
+    named = {"schema", "columns", "max_length", "long", "on_error", "undesirable"}
+    named |= {"tokens", "sample", "max_record_bytes"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
 
@@ -159,8 +161,9 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
     stopped = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER)
     assert stopped.code == 3
     assert stopped.err == (
-        "error: bad.jsonl:2: `text` is blank\n"
-        "hint: leave this record out; --on-error skip counts such records and goes on\n"
+        "error: bad.jsonl:3: found a list, expected one JSON object a line\n"
+        "hint: JSONL has one JSON object a line; an array is read from files named .json; --on-error skip counts such "
+        "records and goes on\n"
     )
     assert not Path("chunkplan-out/analysis").exists()
     ran = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip")
@@ -242,7 +245,7 @@ def test_shards_are_merged_into_what_one_machine_makes(run: Run) -> None:
 
 
 def test_the_standard_input_is_read_as_lines(tmp_path: Path) -> None:
-    lines = '{"text": "one"}\n{"text": ""}\n{"text": "two"}\n'
+    lines = '{"text": "one"}\n{"text": 2}\n{"text": "two"}\n'
     command = [sys.executable, "-m", "chunkplan_cli.main", "analyze", "-", "--tokenizer", str(TOKENIZER)]
     ran = subprocess.run(
         [*command, "--on-error", "skip"], cwd=tmp_path, input=lines, capture_output=True, text=True, check=True
@@ -252,7 +255,7 @@ def test_the_standard_input_is_read_as_lines(tmp_path: Path) -> None:
     assert (analysis.num_sequences, list(analysis.record)) == (2, [0, 2])
     failed = subprocess.run(command, cwd=tmp_path, input=lines, capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (3, "")
-    assert "error: -:2: `text` is blank" in failed.stderr
+    assert "error: -:2: `text` is a number" in failed.stderr
 
 
 def test_work_is_done_again_only_where_it_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +321,7 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
         (("dataset.jsonl", "--max-length", "5", "--long", "cut"), 2, "--long 'cut'"),
         (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error 'ignore'"),
+        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable 'keep'"),
         (("dataset.jsonl", "--max-length", "0"), 2, "a maximum length of 0 leaves nothing"),
         (("dataset.jsonl", "--sample", "1"), 2, "a sample of 1.0 of the records"),
         (("dataset.jsonl", "--sample", "nan"), 2, "a sample of nan of the records"),

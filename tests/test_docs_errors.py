@@ -133,6 +133,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.json").write_text("{}")
     (folder / "data.jsonl").write_text('{"text": "a text of some words"}\n' * 3)
     (folder / "bad.jsonl").write_text('{"text": "fine"}\n{"text": " "}\n{"text": "cut')
+    (folder / "kto.jsonl").write_text('{"prompt": "a", "completion": "b", "label": false}\n')
+    (folder / "blank.jsonl").write_text('{"text": ""}\n')
+    (folder / "links").mkdir()
+    (folder / "links" / "gone.jsonl").symlink_to("nowhere")
     (folder / "other.jsonl").write_text('{"body": "a text of some words"}\n')
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "assistant", "content": "Hello."}]}\n')
     (folder / "full" / "chunkplan-out" / "plan").mkdir(parents=True)
@@ -167,7 +171,10 @@ WRONG = [
     ("analyze none.jsonl", 2, "there is no file …"),
     ("analyze plain", 2, "… has no data in it or below"),
     ("analyze data.csv", 2, "… has a suffix that is not known"),
-    ("analyze bad.jsonl", 3, "`…` is blank"),
+    ("analyze bad.jsonl", 3, "not JSON: …"),
+    ("analyze kto.jsonl", 3, "`…` is false: a bad answer, as data for KTO have them, and every answer is trained"),
+    ("analyze blank.jsonl", 3, "no sequence in … (…)"),
+    ("analyze links", 3, "a link that leads nowhere"),
     ("analyze other.jsonl", 3, "no schema fits the keys of the records: …; …: …"),
     ("analyze other.jsonl --column text=title", 3, "no record has the key `…` of --column …=…; found: …"),
     ("analyze data.jsonl --max-record-mb 0.00001", 3, "… bytes, more than the … that are read of one record"),

@@ -79,32 +79,34 @@ def test_the_analysis_of_a_dataset_is_the_same_in_every_release(tmp_path: Path) 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_of_a_configuration_is_the_same_in_every_release(name: str, tmp_path: Path) -> None:
     config, expected = PLANS[name]
-    plan = build(GOLDEN / "analysis-4", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
     assert plan.content_hash == expected
 
 
 def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     config, _ = PLANS["hold-out"]
-    held_out = load_held_out(build(GOLDEN / "analysis-4", tmp_path / "plan", PlanConfig(**{**SMALL, **config})))
+    held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config})))
     assert held_out is not None
     assert held_out.content_hash == "90f9cd59a9ea7cdf47bd95752daa403ced88b7b2a0b79c4bb07640887676a574"
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("version", [3, 4, 5])
 def test_a_plan_of_this_version_is_read_and_valid(version: int) -> None:
     plan = load_plan(GOLDEN / f"plan-{version}")
     assert plan.manifest["schema_version"] == version
     assert validate(plan.path).ok
     assert [step.step for step in plan.iter_steps()] == [0, 1, 2, 3]
-    assert plan.content_hash == {3: PLAN_3_HASH, 4: PLANS["1F1B"][1]}[version]
+    assert plan.content_hash == (PLAN_3_HASH if version == 3 else PLANS["1F1B"][1])
 
 
 def test_a_plan_of_version_3_is_still_built_as_it_was(tmp_path: Path) -> None:
     assert build(GOLDEN / "lengths.npy", tmp_path / "plan", PlanConfig(**PLAN_3)).content_hash == PLAN_3_HASH
 
 
-def test_an_analysis_of_version_4_is_read_and_valid() -> None:
-    analysis = load_analysis(GOLDEN / "analysis-4")
+@pytest.mark.parametrize("version", [4, 5])
+def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
+    analysis = load_analysis(GOLDEN / f"analysis-{version}")
+    assert analysis.manifest["schema_version"] == version
     assert analysis.content_hash == ANALYSIS_HASH
     assert validate(analysis.path).ok
 

@@ -134,7 +134,7 @@ def test_a_shard_is_made_again_from_what_was_done(data: Path, tmp_path: Path, mo
 def test_a_bad_record_stops_the_shard_that_it_falls_to(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         shards(data / "a.jsonl", tmp_path, 1, options=IntakeOptions())
-    assert caught.value.where == f"{data / 'a.jsonl'}:1"
+    assert caught.value.where == f"{data / 'a.jsonl'}:6"  # the first that is more than blank
     assert not (tmp_path / "shard-1").exists()
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.building import build
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.sources import SourceFile, describe, find_sources
 from chunkplan.planning.config import PlanConfig
+from tests.command_line import Run
 
 
 def _write(folder: Path, *names: str) -> Path:
@@ -106,6 +108,73 @@ def test_what_commands_made_of_data_is_none(tmp_path: Path) -> None:
     assert _found(tmp_path / "**/*.*", folder=tmp_path) == theirs
     part = "w/analysis/tokens/part-00000.arrow"
     assert _found(tmp_path / "w/analysis/tokens/*.arrow", tmp_path / part, folder=tmp_path) == [part, part]
+
+
+def test_a_link_that_leads_nowhere_stops_the_run_or_is_counted(tmp_path: Path) -> None:
+    """In a folder and of a pattern; what would be left out as a file is left out as a link too."""
+    lines = "".join(json.dumps({"text": f"number {number}"}) + "\n" for number in range(20))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "b.jsonl").write_text(lines)
+    for name, target in (("a.jsonl", "gone.jsonl"), ("c.json", "c.json"), ("part", "/gone"), ("x.md", "gone")):
+        (tmp_path / "d" / name).symlink_to(target)
+    (tmp_path / "d" / "config.json").symlink_to("gone")
+    tokenizer = Path(__file__).parents[1] / "sample_data" / "tokenizer"
+    skip = IntakeOptions(on_error="skip")
+    for argument, names in (
+        (tmp_path / "d", ["a.jsonl", "c.json", "part"]),
+        (tmp_path / "d/*.j*", ["a.jsonl", "c.json"]),
+    ):
+        with pytest.raises(DataError, match="a link that leads nowhere") as caught:
+            analyze(argument, tmp_path / "out", tokenizer=tokenizer)
+        assert caught.value.where == str(tmp_path / "d" / "a.jsonl")
+        assert "--on-error skip" in caught.value.hint
+        analysis = analyze(argument, tmp_path / "out", skip, tokenizer=tokenizer)
+        assert analysis.num_sequences == 20
+        assert analysis.manifest["rejected"] == {"unreadable": len(names)}
+        rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+        assert [Path(one["file"]).name for one in rejected] == names
+        assert {one["message"] for one in rejected} == {"a link that leads nowhere", "a link that leads to itself"}
+        assert validate(tmp_path / "out").ok
+    for index in (1, 2):
+        request = IntakeRequest(paths=argument, tokenizer=tokenizer, options=skip, cache=tmp_path / f"cache-{index}")
+        write_shard(request, tmp_path / f"shard-{index}", (index, 2))
+    assert merge([tmp_path / "shard-1", tmp_path / "shard-2"], tmp_path / "merged").manifest == analysis.manifest
+
+
+def test_what_cannot_be_looked_at_or_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions, which hold for everybody but root."""
+    _write(tmp_path / "d", "a.jsonl", "b.jsonl")
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("a.jsonl"))
+    damaged, whole = find_sources([tmp_path / "d"])
+    assert (damaged.damage, whole.damage) == ("there is no permission to read it", None)
+    with pytest.raises(DataError, match=r"a\.jsonl: there is no permission to read it"):
+        analyze(tmp_path / "d", tmp_path / "out")
+
+
+@pytest.mark.parametrize("argument", ["d", "d/**/*.jsonl"])
+def test_links_to_folders_are_named_and_not_followed(command: Run, argument: str) -> None:
+    """Also one to a folder around it, in which everything would be there again and again."""
+    _write(Path("d"), "z/b.jsonl")
+    Path("d/z/b.jsonl").write_text('{"text": "one two three"}\n')
+    Path("elsewhere").mkdir()
+    Path("elsewhere/c.jsonl").write_text('{"text": "four five six"}\n')
+    Path("d/z/up").symlink_to("..")
+    Path("d/there").symlink_to("../elsewhere")
+    tokenizer = Path(__file__).parents[1] / "sample_data" / "tokenizer"
+    ran = command("analyze", argument, "--tokenizer", tokenizer)
+    assert ran.code == 0, ran.err
+    assert "warning: links to folders are not followed: d/there, d/z/up\n" in ran.err
+    analysis = load_analysis("chunkplan-out/analysis")
+    found = [(one["path"], one["format"], one["records"]) for one in analysis.manifest["sources"]]
+    assert found == [("d/z/b.jsonl", "jsonl", 1), ("d/there", "link", 0), ("d/z/up", "link", 0)]
+    assert "not followed" in analysis.manifest["sources"][1]["evidence"]
+    assert validate("chunkplan-out/analysis").ok
+    assert command("analyze", "d/there", "--tokenizer", tokenizer).code == 0  # what is named is read
+    Path("only").mkdir()
+    Path("only/there").symlink_to("../elsewhere")
+    with pytest.raises(UsageError, match="no data in it or below") as caught:
+        find_sources(["only"])
+    assert "name only/there/" in caught.value.hint
 
 
 def test_arguments_are_taken_in_their_order_and_as_often_as_they_are_given(tmp_path: Path) -> None:

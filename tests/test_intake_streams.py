@@ -281,7 +281,8 @@ def test_a_text_file_is_one_record(tmp_path: Path) -> None:
     [
         ("x.txt", b"a\xff", "not-utf8"),
         ("x.txt", b" \n", "empty"),
-        ("x.txt", b"", "unreadable"),
+        ("x.txt", b"", "empty"),
+        ("x.txt.gz", b"", "unreadable"),
         ("x.txt", b"x" * 1001, "too-large"),
         ("x.txt.gz", gzip.compress(b"x" * 1001, mtime=0), "too-large"),
         ("x.txt.gz", gzip.compress(b"x" * 500, mtime=0)[:-3], "unreadable"),

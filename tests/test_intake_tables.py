@@ -20,7 +20,7 @@ from chunkplan.intake.pieces import LengthColumn, TokenColumns
 from chunkplan.intake.readers import cut, default_columns, digest, first_records, read, sizes
 from chunkplan.intake.records import Conversation, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import Layout, detect, parse
+from chunkplan.intake.schemas import SCHEMAS, Layout, detect, parse
 from chunkplan.intake.sources import find_sources
 from tests.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
 
@@ -315,7 +315,7 @@ def test_rows_with_media_are_refused_and_those_without_are_read(tmp_path: Path, 
     messages = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{row}"}] for row in range(5)]
     columns = {"messages": messages, "text": ["t"] * 5, "length": range(1, 6), "input_ids": [[1, 2]] * 5}
     path = _write(tmp_path / "x", pa.table({**columns, "image": media}), kind)
-    layouts = [Layout("messages", {"messages": "messages", "tools": "tools"}, ""), TEXT, LENGTH, TOKENS]
+    layouts = [Layout("messages", {role: role for role in SCHEMAS["messages"].roles}, ""), TEXT, LENGTH, TOKENS]
     for layout in layouts:
         records, rejected = rows_of(batches_of(path, layout, tmp_path))
         assert {row: one.reason for row, one in rejected.items()} == {0: "unsupported", 3: "unsupported"}

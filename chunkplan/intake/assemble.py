@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,10 @@ def assemble(
     """
     pieces = [piece for source in sources for piece in source.pieces]
     rejected: Counter[str] = Counter()
-    for piece in pieces:
-        rejected.update(piece.rejected)
-    rejected.update(source.broken.reason for source in sources if source.broken)
+    for source in sources:
+        rejected.update(source.rejected)
     if not any(piece.num_sequences for piece in pieces):
-        raise _nothing(sources, rejected)
+        raise _nothing(sources, rejected, locate)
     for source in sources:
         source.check_targets(options.max_length)
     has_tokens = all(piece.has_tokens for piece in pieces if piece.num_sequences)
@@ -80,19 +79,33 @@ def assemble(
     )
 
 
-def _nothing(sources: Sequence[Source], rejected: Counter[str]) -> DataError:
+#: What to do where all records were left out for one reason.
+_HINTS = {
+    "empty": "give files with at least one record that is not blank",
+    "undesirable": "give records with good answers too, or remove `label` if it means another thing",
+    "too-long": "raise --max-length, or say --long truncate",
+}
+
+
+def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable[[str], Path]) -> DataError:
     """The error of sources without a sequence, with what became of their records."""
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-    if broken := next((source.broken for source in sources if source.broken), None):
-        reasons += f": {broken.message}"
-    if any(piece.num_not_sampled for source in sources for piece in source.pieces):
-        reasons = ", ".join(filter(None, [reasons, "none in the sample"]))
+    examples: dict[str, str] = {}
+    for _, _, reason, message in _rejections(sources, locate):
+        examples.setdefault(reason, message)
+    parts = [f"{count:,} {reason}: {examples[reason]}" for reason, count in rejected.most_common()]
+    hint = "give files with at least one record that can be read"
+    num_not_sampled = sum(piece.num_not_sampled for source in sources for piece in source.pieces)
+    if num_not_sampled:
+        parts.append("none in the sample" if not parts else f"{num_not_sampled:,} left out of the sample")
+        hint = "take a larger --sample"
+    elif len(rejected) == 1:
+        [(reason, count)] = rejected.items()
+        hint = _HINTS.get(reason, hint)
+        if reason == "empty":
+            parts = ["its record is blank" if count == 1 else f"all {count:,} records are blank"]
     names = [source.name for source in sources]
     several = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return DataError(
-        f"no sequence in {', '.join(names[:8])}{several} ({reasons or 'no records'})",
-        hint="give files with at least one record that is not empty",
-    )
+    return DataError(f"no sequence in {', '.join(names[:8])}{several} ({'; '.join(parts) or 'no records'})", hint=hint)
 
 
 def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
@@ -135,24 +148,26 @@ def _add_piece(
 
 def _write_rejected(path: Path, sources: Sequence[Source], locate: Callable[[str], Path]) -> None:
     """One line for every record that was left out: file, line (or record, from 0), reason and message."""
-    if not any(piece.rejected for source in sources for piece in source.pieces) and not any(
-        source.broken for source in sources
-    ):
+    if not any(source.rejected for source in sources):
         return
     with path.open("w", encoding="utf-8") as file:
-
-        def write(source: Source, row: int | None, reason: str, message: str) -> None:
+        for source, row, reason, message in _rejections(sources, locate):
             is_line = source.format == "jsonl"
             place = {"line" if is_line else "record": row if row is None else row + is_line}
             entry = {"file": source.name, **place, "reason": reason, "message": message}
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-        for source in sources:
-            first_row = 0
-            for piece in source.pieces:
-                if piece.rejected:
-                    for one in read_rejected(locate(piece.key)):
-                        write(source, first_row + one.number, one.reason, one.message)
-                first_row += piece.num_rows
-            if source.broken:
-                write(source, None, source.broken.reason, source.broken.message)
+
+def _rejections(
+    sources: Sequence[Source], locate: Callable[[str], Path]
+) -> Iterator[tuple[Source, int | None, str, str]]:
+    """Every record that was left out, in order: its source, its row there (None: all the rest), reason and message."""
+    for source in sources:
+        first_row = 0
+        for piece in source.pieces:
+            if piece.rejected:
+                for one in read_rejected(locate(piece.key)):
+                    yield source, first_row + one.number, one.reason, one.message
+            first_row += piece.num_rows
+        if source.broken:
+            yield source, None, source.broken.reason, source.broken.message

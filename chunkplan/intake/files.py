@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,14 +28,23 @@ class Files(Protocol):
     def is_folder(self, path: str) -> bool:
         """Whether `path` is a folder."""
 
+    def is_folder_link(self, path: str) -> bool:
+        """Whether `path` is a link to a folder."""
+
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """The files and the folders directly in `folder`; hidden ones are left out."""
+        """The files and the folders directly in `folder`; hidden ones are left out.
+
+        Links are what they lead to, and files if they lead nowhere.
+        """
 
     def matches(self, pattern: str) -> list[str]:
         """What a pattern with `*`, `?`, `[` and `**` matches, sorted; what is hidden, or in what is, is left out."""
 
     def size(self, path: str) -> int | None:
         """The bytes of a file, or None where they are not known before it is read (pipes)."""
+
+    def damage(self, path: str) -> str | None:
+        """Why what a folder or a pattern names cannot be opened, or None where it can."""
 
 
 class LocalFiles:
@@ -47,11 +58,15 @@ class LocalFiles:
         """As of `Files`."""
         return Path(path).is_dir()
 
+    def is_folder_link(self, path: str) -> bool:
+        """As of `Files`."""
+        return Path(path).is_symlink() and Path(path).is_dir()
+
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """As of `Files`; links to folders are not followed, as they may lead in circles."""
-        found = [path for path in Path(folder).iterdir() if not path.name.startswith(".")]
-        folders = [str(path) for path in found if path.is_dir() and not path.is_symlink()]
-        return [str(path) for path in found if path.is_file()], folders
+        """As of `Files`."""
+        found = [(path, _mode(path)) for path in Path(folder).iterdir() if not path.name.startswith(".")]
+        files = [str(path) for path, mode in found if mode is None or stat.S_ISREG(mode)]
+        return files, [str(path) for path, mode in found if mode is not None and stat.S_ISDIR(mode)]
 
     def matches(self, pattern: str) -> list[str]:
         """As of `Files`."""
@@ -60,6 +75,15 @@ class LocalFiles:
     def size(self, path: str) -> int | None:
         """As of `Files`."""
         return Path(path).stat().st_size if Path(path).is_file() else None
+
+    def damage(self, path: str) -> str | None:
+        """As of `Files`."""
+        try:
+            Path(path).stat()
+        except OSError as error:
+            known = {errno.ENOENT: "a link that leads nowhere", errno.ELOOP: "a link that leads to itself"}
+            return known.get(error.errno or 0, f"it cannot be looked at: {error.strerror}")
+        return None if os.access(path, os.R_OK) else "there is no permission to read it"
 
 
 class RemoteFiles:
@@ -78,6 +102,10 @@ class RemoteFiles:
             return bool(self._system.info(path)["type"] == "directory")
         except FileNotFoundError:
             return False
+
+    def is_folder_link(self, path: str) -> bool:
+        """As of `Files`: there are none."""
+        return False
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
         """As of `Files`; object stores may list a folder in itself."""
@@ -98,6 +126,18 @@ class RemoteFiles:
     def size(self, path: str) -> int | None:
         """As of `Files`."""
         return cast("int | None", self._system.size(path))
+
+    def damage(self, path: str) -> str | None:
+        """As of `Files`: only reading shows it."""
+        return None
+
+
+def _mode(path: Path) -> int | None:
+    """What kind of file it is, or what a link to it leads to; None where that cannot be told."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return None
 
 
 def is_url(path: str) -> bool:

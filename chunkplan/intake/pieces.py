@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
@@ -58,6 +59,8 @@ class Batch:
     `numbers` [n] are the lines or rows of `records` within the piece, from 0; `rejected` has those that no record came
     of. `num_records` counts all of them and those a sample left out; blank lines are none. `num_rows` is how far lines
     or rows have come, blank ones included, and `num_bytes` how much of the piece was read: both since the last batch.
+    `unread` says of keys that nothing was made of in how many of the records they are, or None where only that is not
+    known.
     """
 
     numbers: Int64Array
@@ -66,3 +69,4 @@ class Batch:
     num_rows: int
     num_bytes: int
     rejected: list[Rejected] = field(default_factory=list)
+    unread: Mapping[str, int | None] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.result import PieceResult
+from chunkplan.intake.result import PieceResult, add_unread, most_unread
 from chunkplan.intake.schemas import Layout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
@@ -81,6 +81,7 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
             report(now - num_reported, result.num_tokens - before)
             num_reported = now
         writer.close()
+        result.unread, result.num_unread = most_unread(result.unread), len(result.unread)
         report(piece.share - num_reported, 0)  # a last line that another piece has
         assert result.num_records == result.num_sequences + result.num_rejected + result.num_not_sampled
     return result
@@ -95,8 +96,11 @@ def find(job: Job, store: Store, key: str) -> PieceResult | None:
 
 
 def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
-    """Whether the user asked for records to be left out for these reasons alone, though errors stop the run."""
-    return reasons <= ({"too-long"} if options.long == "drop" else set())
+    """Whether records are left out for these reasons alone, though errors stop the run: blank ones, or as asked."""
+    allowed = {"empty"}
+    allowed |= {"too-long"} if options.long == "drop" else set()
+    allowed |= {"undesirable"} if options.undesirable == "drop" else set()
+    return reasons <= allowed
 
 
 def piece_key(job: Job, layout: Layout, found: str, reader: str, origin: int) -> str:
@@ -153,6 +157,7 @@ class _Task:
         assert self._options.sample is not None or batch.num_records == counted
         self._result.num_records += batch.num_records
         self._result.num_rows += batch.num_rows
+        add_unread(self._result.unread, batch.unread)
         self._settle()
 
     def _settle(self) -> None:

@@ -15,6 +15,7 @@ REASONS = {
     "duplicate-keys": "the same key twice in one object",
     "schema": "keys or types that are not those of the source's schema",
     "unsupported": "what is not planned: preference pairs, images, weights other than 0 and 1",
+    "undesirable": "an answer labelled as a bad one (`label`: false)",
     "empty": "nothing to train on: no text, or nothing but whitespace",
     "too-large": "more bytes than a record may have",
     "template": "the chat template cannot render it",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+#: Keys that are listed of a piece, and of a source.
+_LISTED = 100
 
 
 @dataclass
@@ -14,7 +18,8 @@ class PieceResult:
 
     `num_rows` are its lines or rows, `num_records` those that are not blank: sequences, rejected and left out of the
     sample. `rows` are the sequences of the record batches of its file of tokens, if `has_tokens`. `is_estimated` says
-    that lengths were not counted by a tokenizer.
+    that lengths were not counted by a tokenizer. `unread` says of keys that nothing was made of in how many records
+    they are, or None where only that is not known; of `num_unread` different ones it has the most frequent.
     """
 
     key: str
@@ -29,6 +34,8 @@ class PieceResult:
     num_truncated: int = 0
     num_truncated_tokens: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int | None] = field(default_factory=dict)
+    num_unread: int = 0
     max_token_id: int | None = None
     has_tokens: bool = False
     is_estimated: bool = False
@@ -43,3 +50,16 @@ class PieceResult:
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         return asdict(self)
+
+
+def add_unread(unread: dict[str, int | None], more: Mapping[str, int | None]) -> None:
+    """Add the counts of `more` to those of `unread`; what is known of one alone is not known of both."""
+    for key, count in more.items():
+        before = unread.get(key, 0)
+        unread[key] = None if count is None or before is None else before + count
+
+
+def most_unread(unread: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Those that are listed: the most frequent, whole columns of tables first."""
+    order = sorted(unread.items(), key=lambda one: (one[1] is not None, -(one[1] or 0), one[0]))
+    return dict(order[:_LISTED])

@@ -21,7 +21,7 @@ from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import Layout, detect
 from chunkplan.intake.source import Source
-from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import Store, describe, now_ns
 
 #: Does tasks and yields what became of them, in any order; after one that failed it begins no other.
@@ -99,6 +99,11 @@ class Run:
 
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
         file, options = source.file, self._job.options
+        if file.damage is not None:
+            raise RecordError(file.damage, reason="unreadable", where=source.name, hint="mend it, or take it away")
+        if file.kind == LINK:
+            source.num_pieces = 0
+            return
         if is_stream(file) and not self._is_mine():
             self._pass(source, source.num_left)
             return

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from chunkplan.errors import DataError
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import PieceResult
+from chunkplan.intake.result import PieceResult, add_unread, most_unread
 from chunkplan.intake.schemas import Layout
-from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
 
@@ -70,23 +71,47 @@ class Source:
         """The entry of the manifest."""
         pieces = self.pieces
         hashes = b"".join(bytes.fromhex(piece.digest) for piece in pieces)
-        rejected = sum(piece.num_rejected for piece in pieces) + (self.broken is not None)
+        rejected = self.rejected
+        unread: dict[str, int | None] = {}
+        for piece in pieces:
+            add_unread(unread, piece.unread)
         return {
             "path": self.name,
             "format": self.format,
             "compression": self.file.compression,
             "schema": self.layout and self.layout.schema,
             "columns": self.layout and self.layout.columns,
-            "evidence": self.layout.evidence if self.layout else self.broken and self.broken.message,
+            "evidence": self._evidence,
             "bytes": self.file.num_bytes,
             "records": sum(piece.num_records for piece in pieces) + (self.broken is not None),
-            "rejected": rejected,
+            "rejected": rejected.total(),
+            "reasons": dict(sorted(rejected.items())),
             "not_sampled": sum(piece.num_not_sampled for piece in pieces),
             "content_hash": hashlib.sha256(hashes).hexdigest(),
             "first_sequence_id": first_sequence_id,
             "num_sequences": sum(piece.num_sequences for piece in pieces),
             "num_tokens": sum(piece.num_tokens for piece in pieces),
+            "unread_keys": most_unread(unread),
+            "num_unread_keys": max(len(unread), *(piece.num_unread for piece in pieces), 0),
         }
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Its records that did not become sequences, by reason."""
+        rejected: Counter[str] = Counter()
+        for piece in self.pieces:
+            rejected.update(piece.rejected)
+        rejected.update([self.broken.reason] if self.broken else [])
+        return rejected
+
+    @property
+    def _evidence(self) -> str | None:
+        """Why it was read as it was, or not at all."""
+        if self.file.kind == LINK:
+            return "a link to a folder, which is not followed"
+        if self.layout is not None:
+            return self.layout.evidence
+        return self.broken.message if self.broken else None
 
     def check_targets(self, max_length: int | None) -> None:
         """Refuse a source of conversations or prompts of which nothing at all would be trained.

@@ -5,6 +5,9 @@ The same arguments give the same list on every machine: what a folder or a patte
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
 and datasets that are known by name (`config.json`, `tokenizer.json`, ...), and folders in which an analysis, a shard, a
 plan or a cache of ours is. What is named itself is read, whatever it is called.
+
+Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
+others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
 """
 
 from __future__ import annotations
@@ -67,21 +70,26 @@ _NO_DATA = {
 }
 _NO_DATA_ENDS = ".index.json"
 
+#: The kind of a link to a folder.
+LINK = "link"
+
 #: How the manifest of a folder of ours begins.
 _OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input. `kind` is jsonl, json, parquet, arrow, text or npy; `compression` None, gzip, zstd or bz2.
+    """One input. `kind` is jsonl, json, parquet, arrow, text, npy or link; `compression` None, gzip, zstd or bz2.
 
     `path` is a path, a URL, or "-". `num_bytes` is None for what can only be read once: the standard input and pipes.
+    A link is one to a folder, in which nothing is read. `damage` says why something in a folder cannot be opened.
     """
 
     path: str
     kind: str
     compression: str | None
     num_bytes: int | None
+    damage: str | None = None
 
 
 def describe(path: str) -> tuple[str, str | None] | None:
@@ -113,7 +121,8 @@ def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
         UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access.
         DataError: a folder of `save_to_disk` does not say what its files are.
     """
-    sources = [source for path in map(str, paths) for source in _find(path)]
+    found = [source for path in map(str, paths) for source in _find(path)]
+    sources = sorted(found, key=lambda source: source.kind == LINK)
     if not sources:
         raise UsageError("no data", hint="give files, folders, patterns or URLs of data, or - for the standard input")
     if sum(source.path == STDIN for source in sources) > 1:
@@ -127,11 +136,11 @@ def _find(path: str) -> list[SourceFile]:
     with reading(path):
         files = files_of(path)
         if files.is_folder(path):
-            return [_source(files, file) for file in _in_folder(files, path)]
+            return _in_folder(files, path)
         if files.exists(path):
             return [_source(files, path)]
         if any(sign in path for sign in "*?["):
-            return [_source(files, file) for file in _of_pattern(files, path)]
+            return _of_pattern(files, path)
     raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
 
 
@@ -142,26 +151,43 @@ def _source(files: Files, path: str) -> SourceFile:
     return SourceFile(path, *described, files.size(path))
 
 
-def _in_folder(files: Files, folder: str) -> list[str]:
-    found = _below(files, folder)
-    if not found:
-        raise UsageError(f"{folder} has no data in it or below", hint=f"suffixes that are read: {KNOWN}")
+def _found(files: Files, path: str) -> SourceFile:
+    """What a folder or a pattern stands for: data, or a link to a folder."""
+    if files.is_folder_link(path):
+        return SourceFile(path, LINK, None, 0)
+    damage = files.damage(path)
+    return _source(files, path) if damage is None else SourceFile(path, *(describe(path) or ("jsonl", None)), 0, damage)
+
+
+def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
+    """`found`, which has to have more than links to folders."""
+    if all(source.kind == LINK for source in found):
+        hint = f"suffixes that are read: {KNOWN}"
+        if found:
+            hint = f"links to folders are not followed: name {found[0].path}/ itself"
+        raise UsageError(message, hint=hint)
     return found
 
 
-def _of_pattern(files: Files, pattern: str) -> list[str]:
-    found: list[str] = []
+def _in_folder(files: Files, folder: str) -> list[SourceFile]:
+    found = [_found(files, path) for path in _below(files, folder)]
+    return _check_any(found, f"{folder} has no data in it or below")
+
+
+def _of_pattern(files: Files, pattern: str) -> list[SourceFile]:
+    found: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
-    is_ours = cache(partial(_is_ours, files))
+    is_ours, is_link = cache(partial(_is_ours, files)), cache(files.is_folder_link)
     for path in files.matches(pattern):
-        if not files.is_folder(path):
-            found += [path] if _is_data(path) and not any(map(is_ours, _folders_of(path, named))) else []
+        folders = list(_folders_of(path, named))
+        if "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
+            found[links[-1]] = None  # the outermost
+        elif not files.is_folder(path):
+            found |= {path: None} if _is_data(path) and not any(map(is_ours, folders)) else {}
         elif "**" not in pattern:
-            found += _below(files, path)
-    if not found:
-        raise UsageError(f"no data matches {pattern}", hint=f"suffixes that are read: {KNOWN}")
-    return found
+            found |= dict.fromkeys(_below(files, path))
+    return _check_any([_found(files, path) for path in found], f"no data matches {pattern}")
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -173,23 +199,33 @@ def _folders_of(path: str, named: int) -> Iterator[str]:
 
 
 def _below(files: Files, folder: str) -> list[str]:
-    """The data in and below `folder`, sorted; a folder of `save_to_disk` stands where its path does, and is a whole."""
+    """The data in and below `folder`, and links to folders, sorted.
+
+    A folder of `save_to_disk` stands where its path does, and is a whole.
+    """
     found = sorted(_walk(files, folder))
     return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
 
 
 def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
-    """(data file, False) and (folder of `save_to_disk`, True)."""
-    inside, folders = files.children(folder)
+    """(data file or link, False) and (folder of `save_to_disk`, True)."""
+    with reading(folder):
+        inside, folders = files.children(folder)
     names = {name_of(file) for file in inside}
     if _says_ours(folder, names):
         return
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
-    yield from ((file, False) for file in inside if _is_data(file))
+    for file in inside:
+        is_bare = "." not in name_of(file)  # a link to a folder that is gone may have such a name
+        if _is_data(file) or (is_bare and files.damage(file)):
+            yield file, False
     for child in folders:
-        yield from _walk(files, child)
+        if files.is_folder_link(child):
+            yield child, False
+        else:
+            yield from _walk(files, child)
 
 
 def _is_data(path: str) -> bool:
@@ -206,8 +242,11 @@ def _says_ours(folder: str, names: Collection[str]) -> bool:
     """Whether a folder that holds files of these names is a cache, an analysis, a shard or a plan."""
     if MANIFEST not in names:
         return CACHE_TAG in names
-    with open_file(join(folder, MANIFEST)) as file:
-        return _OURS.match(file.read(100)) is not None
+    try:
+        with open_file(join(folder, MANIFEST)) as file:
+            return _OURS.match(file.read(100)) is not None
+    except OSError:  # it is a source that is damaged
+        return False
 
 
 def _in_dataset(files: Files, folder: str) -> list[str]:

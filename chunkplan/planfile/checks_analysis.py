@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,7 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
         sampled = f", and {left_out} left out of the sample" if left_out else ""
         yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected{sampled}")
     yield from _check_sources(analysis)
+    yield from _check_reasons(manifest)
     wrong = np.flatnonzero(analysis.num_tokens < 1)
     if wrong.size:
         yield Violation("lengths", f"sequence {wrong[0]} has no tokens", count=wrong.size)
@@ -70,6 +73,30 @@ def _check_sources(analysis: Analysis) -> Iterator[Violation]:
         for name, value in actual.items():
             if source.get(name, value) != value:
                 yield Violation("records", f"{source['path']} says {name} = {source[name]}, counted {value}")
+
+
+def _check_reasons(manifest: dict[str, Any]) -> Iterator[Violation]:
+    """Rejected by reason, of every source and together; keys that were not read are in no more records than were read.
+
+    Analyses of version 4 say neither of a source.
+    """
+    reasons: Counter[str] = Counter()
+    for source in manifest["sources"]:
+        path, found, rejected = source["path"], source.get("reasons", {}), source.get("rejected", 0)
+        reasons.update(found)
+        if "reasons" in source and sum(found.values()) != rejected:
+            yield Violation("records", f"{path} says {rejected} rejected, but {sum(found.values())} by reason")
+        unread = source.get("unread_keys", {})
+        num_read = source["records"] - source.get("not_sampled", 0)
+        for key, count in unread.items():
+            if count is not None and count > num_read:
+                yield Violation(
+                    "records", f"{path} says {count} records with the key `{key}`, but {num_read} were read"
+                )
+        if source.get("num_unread_keys", len(unread)) < len(unread):
+            yield Violation("records", f"{path} lists {len(unread)} keys of {source['num_unread_keys']}")
+    if any("reasons" in source for source in manifest["sources"]) and +reasons != +Counter(manifest["rejected"]):
+        yield Violation("records", f"{dict(reasons)} were rejected of the sources, {manifest['rejected']} of all")
 
 
 def check_tokens(analysis: Analysis) -> Iterator[Violation]:

@@ -42,6 +42,10 @@ COUNTS = (
     lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
     "whole numbers by name",
 )
+COUNTS_OR_NULL = (
+    lambda value: isinstance(value, dict) and COUNTS[0]({name: 0 if n is None else n for name, n in value.items()}),
+    "whole numbers or null by name",
+)
 PART_FILE = (
     lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
     "the name of a part file in tokens/",
@@ -103,10 +107,13 @@ ANALYSIS: Expected = {
             "content_hash?": TEXT,
             "records": whole(),
             "rejected?": whole(),
+            "reasons?": COUNTS,
             "not_sampled?": whole(),
             "first_sequence_id?": whole(),
             "num_sequences?": whole(),
             "num_tokens?": whole(),
+            "unread_keys?": COUNTS_OR_NULL,
+            "num_unread_keys?": whole(),
         }
     ],
     "exact": FLAG,
@@ -122,6 +129,7 @@ ANALYSIS: Expected = {
         "max_length?": or_null(whole(1)),
         "long?": TEXT,
         "on_error?": TEXT,
+        "undesirable?": TEXT,
         "tokens?": FLAG,
         "sample?": or_null(SHARE),
         "max_record_bytes?": whole(1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 #: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
 #: input behind; `backward_input` and `backward_weight` are the halves of a split backward.

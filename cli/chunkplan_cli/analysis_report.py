@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Sources that are listed one by one.
 _LISTED = 20
 
+#: Keys that are named of those that were not read, and sources or links of those that there is a warning for.
+_KEYS, _NAMED = 8, 5
+
 #: The path of what was read from the standard input.
 _STDIN = "-"
 
@@ -82,15 +85,16 @@ def describe_old(target: Path) -> str | None:
 
 
 def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
-    sources = manifest["sources"]
+    sources = [source for source in manifest["sources"] if source["format"] != "link"]
     for source in sources[:_LISTED]:
         counts = counted(source["records"], "record")
         if source["rejected"]:
             counts += f", {source['rejected']:,} rejected"
-        name = "the standard input" if source["path"] == _STDIN else source["path"]
-        note(*_beside(f"read {name}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
+        note(*_beside(f"read {_name(source)}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
+        _say_what_was_not_read([source], "not read")
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
+        _say_what_was_not_read(sources[_LISTED:], "not read of them")
     records, rejected, left_out = (
         sum(source[name] for source in sources) for name in ("records", "rejected", "not_sampled")
     )
@@ -101,6 +105,46 @@ def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
         note(f"{records:,} records = {' + '.join(parts)}")
     if rejected:
         note(f"rejected records are listed in {folder / 'rejected.jsonl'}")
+    _warn_of_sources(manifest["sources"])
+
+
+def _say_what_was_not_read(sources: list[dict[str, Any]], words: str) -> None:
+    """The keys of records that nothing was made of, the most frequent first."""
+    from chunkplan.intake.result import add_unread, most_unread
+
+    unread: dict[str, int | None] = {}
+    for source in sources:
+        add_unread(unread, source["unread_keys"])
+    keys = [(f"`{key}`", count) for key, count in list(most_unread(unread).items())[:_KEYS]]
+    named = [key if count is None else f"{key} in {count:,}" for key, count in keys]
+    if counts := [index for index, (_, count) in enumerate(keys) if count is not None]:
+        named[counts[0]] = f"{keys[counts[0]][0]} in {counted(keys[counts[0]][1] or 0, 'record')}"
+    num_keys = max([len(unread), *(source["num_unread_keys"] for source in sources)])
+    if num_keys:
+        note(*_indented(f"{words}: {_several(named, num_keys)}"))
+
+
+def _warn_of_sources(sources: list[dict[str, Any]]) -> None:
+    """What is most likely not meant: sources that are mostly blank, and links that lead to data."""
+    blank = []
+    for source in sources:
+        count, number = source["reasons"].get("empty", 0), source["records"] - source["not_sampled"]
+        if 2 * count > number:
+            blank.append(f"{count:,} of {counted(number, 'record')} in {_name(source)}")
+    if blank:
+        warn(f"mostly blank: {_several(blank[:_NAMED], len(blank))}")
+    if links := [source["path"] for source in sources if source["format"] == "link"]:
+        warn(f"links to folders are not followed: {_several(links[:_NAMED], len(links))}")
+        note("hint: name the folders themselves to have what is in them read")
+
+
+def _name(source: dict[str, Any]) -> str:
+    return "the standard input" if source["path"] == _STDIN else str(source["path"])
+
+
+def _several(names: list[str], number: int) -> str:
+    """The first of a number of names, and how many more there are."""
+    return ", ".join(names) + (f" and {number - len(names):,} more" if number > len(names) else "")
 
 
 def _beside(text: str, more: str) -> list[str]:
@@ -108,7 +152,18 @@ def _beside(text: str, more: str) -> list[str]:
     width = stderr().width
     if len(text) + 1 + len(more) <= width:
         return [f"{text} {more}"]
-    return [text, *wrap(more, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)]
+    return [text, *_indented(more)]
+
+
+def _indented(text: str) -> list[str]:
+    return wrap(
+        text,
+        stderr().width,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _say_what_it_is_good_for(analysis: Analysis) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chunkplan.intake.options import LONG, MAX_RECORD_BYTES, ON_ERROR
+from chunkplan.intake.options import LONG, MAX_RECORD_BYTES, ON_ERROR, UNDESIRABLE
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
 from chunkplan_cli.completion import SCHEMAS, one_of
 from chunkplan_cli.progress import reading_progress
@@ -81,11 +81,21 @@ def analyze(
         str,
         typer.Option(
             metavar="WHAT",
-            help="At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on.",
+            help="At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on. "
+            "Blank records are counted in any case.",
             rich_help_panel=_DATA,
             autocompletion=one_of(ON_ERROR),
         ),
     ] = "stop",
+    undesirable: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="What becomes of answers labelled as bad ones, as KTO has them (`label`: false): error or drop.",
+            rich_help_panel=_DATA,
+            autocompletion=one_of(UNDESIRABLE),
+        ),
+    ] = "error",
     no_tokens: Annotated[
         bool,
         typer.Option("--no-tokens", help="Store lengths only: enough to plan, not to train.", rich_help_panel=_DATA),
@@ -163,6 +173,7 @@ def analyze(
         max_length=max_length,
         long=long,
         on_error=on_error,
+        undesirable=undesirable,
         tokens=not no_tokens,
         sample=sample,
         max_record_bytes=parse_megabytes(max_record_mb),

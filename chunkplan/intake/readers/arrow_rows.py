@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -13,7 +14,8 @@ from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import Layout
-from chunkplan.intake.schemas.refused import SUSPECT
+from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
+from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 
 _INT32 = np.iinfo(np.int32)
@@ -51,6 +53,15 @@ def plain_batch(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
 
     For schemas of `COLUMN_ROLES`. Rows that may be refused for their other columns are not plain.
     """
+    plain = _plain(batch, layout)
+    if plain is None:
+        return None
+    others = [name for name in batch.schema.names if name not in layout.columns.values() and name not in MEDIA]
+    unread = {named(name): int((_valid(batch.column(name)) & plain.taken).sum()) for name in others}
+    return plain._replace(unread=+Counter(unread))
+
+
+def _plain(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
     usable = np.ones(len(batch), np.bool_)
     for key in SUSPECT.intersection(batch.schema.names).difference(layout.columns.values()):
         usable &= ~_valid(batch.column(key))

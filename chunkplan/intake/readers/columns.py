@@ -5,7 +5,8 @@ What is taken at once is what `schemas.parse` would make the same of; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +34,11 @@ class Lists(NamedTuple):
 
 
 class PlainRows(NamedTuple):
-    """Which of n rows were plain, bool [n], and the columns of these."""
+    """Which of n rows were plain, bool [n], the columns of these, and their keys that nothing was made of, counted."""
 
     taken: BoolArray
     columns: LengthColumn | TokenColumns
+    unread: Mapping[str, int] = {}
 
 
 def plain_lengths(values: IntArray, present: BoolArray) -> PlainRows:
@@ -47,12 +49,12 @@ def plain_lengths(values: IntArray, present: BoolArray) -> PlainRows:
 
 def complete(
     plain: PlainRows, layout: Layout, rest: Sequence[Row], numbers: Int64Array
-) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected]]:
+) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     """The columns of all rows: the plain ones, and `rest`, the others, parsed. Numbers are those of all rows [n]."""
     if not rest:
-        return numbers, plain.columns, []
+        return numbers, plain.columns, [], Counter(plain.unread)
     others = np.flatnonzero(~plain.taken)
-    kept, records, rejected = parse_rows(layout, rest, range(len(rest)))
+    kept, records, rejected, unread = parse_rows(layout, rest, range(len(rest)))
     rejected = [one._replace(number=int(numbers[others[one.number]])) for one in rejected]
     is_kept = plain.taken.copy()
     is_kept[others[kept]] = True
@@ -66,7 +68,7 @@ def complete(
     else:
         by_row = dict(zip(others[kept].tolist(), records, strict=True))
         columns = _merge(plain.columns, rows.tolist(), by_row)
-    return numbers[rows], columns, rejected
+    return numbers[rows], columns, rejected, unread + Counter(plain.unread)
 
 
 def _merge(plain: TokenColumns, rows: list[int], others: dict[int, object]) -> TokenColumns:

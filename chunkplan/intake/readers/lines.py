@@ -5,6 +5,7 @@ Every line that is not blank is exactly one record, or rejected, or left out by 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):
         lines = _choose(piece, block, row, max_record_bytes, sample)
-        numbers, records, rejected = (_read_columns if is_columns else _read_records)(block, lines, layout)
+        numbers, records, rejected, unread = (_read_columns if is_columns else _read_records)(block, lines, layout)
         yield Batch(
             numbers,
             records,
@@ -69,6 +70,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
             num_rows=lines.num_rows,
             num_bytes=block.num_bytes,
             rejected=sorted(lines.rejected + rejected),
+            unread=unread,
         )
         row += lines.num_rows
 
@@ -126,15 +128,17 @@ def _decode(block: LineBlock, starts: Int64Array, stops: Int64Array) -> list[Row
     return decode_lines([block.data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)])
 
 
-def _read_records(block: LineBlock, lines: _Lines, layout: Layout) -> tuple[Int64Array, list[Record], list[Rejected]]:
+def _read_records(
+    block: LineBlock, lines: _Lines, layout: Layout
+) -> tuple[Int64Array, list[Record], list[Rejected], Counter[str]]:
     rows = _decode(block, lines.starts, lines.stops)
-    kept, records, rejected = parse_rows(layout, rows, lines.numbers.tolist())
-    return np.array(kept, np.int64), records, rejected
+    kept, records, rejected, unread = parse_rows(layout, rows, lines.numbers.tolist())
+    return np.array(kept, np.int64), records, rejected, unread
 
 
 def _read_columns(
     block: LineBlock, lines: _Lines, layout: Layout
-) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected]]:
+) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     from chunkplan.intake.readers.line_columns import plain_lines  # loads numba, which no other schema needs
 
     plain = plain_lines(block.data, lines.starts, lines.stops, layout)

@@ -64,7 +64,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         chosen = np.flatnonzero(sampled(start + np.arange(len(some)), sample))
         plain = plain_lengths(some[chosen], np.ones(len(chosen), np.bool_))
         rest: list[Row] = [{KEY: value} for value in some[chosen[~plain.taken]].tolist()]
-        numbers, lengths, rejected = complete(plain, layout, rest, start - piece.start + chosen)
+        numbers, lengths, rejected, _ = complete(plain, layout, rest, start - piece.start + chosen)
         yield Batch(numbers, lengths, len(some), len(some), some.nbytes, rejected)
 
 

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, split_mix
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import Layout, parse
+from chunkplan.intake.schemas import Layout, count_unread, parse
 
 #: What a reader makes of a row: its keys and values as JSON has them, or what is wrong with it.
 Row = dict[str, Any] | RecordError
 
 
-def parse_rows(
-    layout: Layout, rows: Sequence[Row], numbers: Sequence[int]
-) -> tuple[list[int], list[Record], list[Rejected]]:
-    """The numbers of the rows that became records, these records, and the rows that did not; each in order."""
+class Parsed(NamedTuple):
+    """What became of rows: the numbers of those that are `records` now, and those that are not; each in order.
+
+    `unread` counts the keys of the former that nothing was made of.
+    """
+
+    numbers: list[int]
+    records: list[Record]
+    rejected: list[Rejected]
+    unread: Counter[str]
+
+
+def parse_rows(layout: Layout, rows: Sequence[Row], numbers: Sequence[int]) -> Parsed:
+    """Make records of rows, which are of these numbers."""
     kept: list[int] = []
+    read: list[dict[str, Any]] = []
     records: list[Record] = []
     rejected: list[Rejected] = []
     for number, row in zip(numbers, rows, strict=True):
@@ -32,9 +44,10 @@ def parse_rows(
         try:
             records.append(parse(layout, row))
             kept.append(number)
+            read.append(row)
         except RecordError as error:
             rejected.append(rejection(number, error))
-    return kept, records, rejected
+    return Parsed(kept, records, rejected, count_unread(layout, read))
 
 
 def rejection(number: int, error: RecordError) -> Rejected:

@@ -15,6 +15,9 @@ from chunkplan.compiled import compiled
 _MAX_KEYS = 16
 _MAX_DIGITS = 9
 
+#: Different keys of a block that are told apart beside those that are wanted: bits of a whole number.
+MAX_OTHERS = 62
+
 _TAB, _CR, _SPACE, _QUOTE, _COMMA, _MINUS, _ZERO, _NINE, _COLON = 0x09, 0x0D, 0x20, 0x22, 0x2C, 0x2D, 0x30, 0x39, 0x3A
 _OPEN_LIST, _BACKSLASH, _CLOSE_LIST, _OPEN, _CLOSE, _DELETE = 0x5B, 0x5C, 0x5D, 0x7B, 0x7D, 0x7F
 
@@ -29,19 +32,27 @@ def find_numbers(
     are_lists: bool,
     first: Int64Array,
     counts: Int64Array,
-) -> None:
+    other_first: Int64Array,
+    other_size: Int64Array,
+    others: Int64Array,
+) -> int:
     """Find where the values of some keys are in lines [starts[i], stops[i]) of `block`.
 
     The k-th key is bytes [key_stops[k - 1], key_stops[k]) of `keys`; its value has to be a list of numbers if
     `are_lists`, else one number. On return `first[i, k]` is where in the block its first number may be, and
     `counts[i, k]` how many there are; `first` is -1 for a key that is not there, and for all keys of a line that is not
     plain. There may be more `keys` than `first` has columns: a line with one of those is not plain either.
+
+    Returns how many different other keys there are. They are bytes from other_first[i] of the block, other_size[i] of
+    them, and bit i of others[line] says that a line has the i-th. A line with more than `MAX_OTHERS` is not plain.
     """
+    num_others = 0
     key_first = np.empty(_MAX_KEYS, np.int64)
     key_size = np.empty(_MAX_KEYS, np.int64)
     for line in range(len(starts)):
         first[line, :] = -1
         counts[line, :] = 0
+        others[line] = 0
         stop = stops[line]
         at = _skip_space(block, starts[line], stop)
         num_keys = 0
@@ -57,7 +68,7 @@ def find_numbers(
             if at < 0:
                 break
             size = at - 1 - begin
-            if _is_known(block, begin, size, key_first, key_size, num_keys):
+            if _find(block, begin, size, key_first, key_size, num_keys) < num_keys:
                 break
             key_first[num_keys] = begin
             key_size[num_keys] = size
@@ -69,6 +80,15 @@ def find_numbers(
             key = _index_of(block, begin, size, keys, key_stops)
             if key >= first.shape[1]:
                 break
+            if key < 0:
+                other = _find(block, begin, size, other_first, other_size, num_others)
+                if other == MAX_OTHERS:
+                    break
+                if other == num_others:
+                    other_first[other] = begin
+                    other_size[other] = size
+                    num_others += 1
+                others[line] |= 1 << other
             if key >= 0 and are_lists:
                 if at >= stop or block[at] != _OPEN_LIST:
                     break
@@ -91,6 +111,8 @@ def find_numbers(
         if not is_plain:
             first[line, :] = -1
             counts[line, :] = 0
+            others[line] = 0
+    return num_others
 
 
 @compiled
@@ -171,18 +193,16 @@ def _skip_list(block: UInt8Array, at: int, stop: int) -> tuple[int, int]:
 
 
 @compiled
-def _is_known(
-    block: UInt8Array, begin: int, size: int, key_first: Int64Array, key_size: Int64Array, num_keys: int
-) -> bool:
-    """Whether the string of `size` bytes at `begin` is one of the first `num_keys` keys."""
+def _find(block: UInt8Array, begin: int, size: int, key_first: Int64Array, key_size: Int64Array, num_keys: int) -> int:
+    """Which of the first `num_keys` keys the string of `size` bytes at `begin` is; `num_keys`: none."""
     for key in range(num_keys):
         if key_size[key] == size:
             index = 0
             while index < size and block[key_first[key] + index] == block[begin + index]:
                 index += 1
             if index == size:
-                return True
-    return False
+                return key
+    return num_keys
 
 
 @compiled

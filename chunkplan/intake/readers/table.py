@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -25,6 +26,7 @@ from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import SCHEMAS, Layout
 from chunkplan.intake.schemas.refused import SUSPECT
+from chunkplan.intake.schemas.unread import named
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.arrow import to_arrow
 
@@ -92,22 +94,31 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
     """
     max_rows = sizes.COLUMN_RECORDS if layout.schema in COLUMN_ROLES else sizes.BATCH_RECORDS
     row, total = 0, 0
+    not_wanted: list[str] = []  # of columns that are not read it is not known which rows have a value
 
     def batch_of(found: pa.RecordBatch | Lost) -> Batch:
         is_chosen = sampled(piece.origin + row + np.arange(found.num_rows), sample)
         numbers: Int64Array = np.empty(0, np.int64)
         records: list[Record] | LengthColumn | TokenColumns = []
+        unread: dict[str, int | None] = {}
         if isinstance(found, Lost):
             rejected = [rejection(number, found.error) for number in (row + np.flatnonzero(is_chosen)).tolist()]
         else:
-            numbers, records, rejected = _read(found, is_chosen, row, layout, max_record_bytes)
+            numbers, records, rejected, counted = _read(found, is_chosen, row, layout, max_record_bytes)
+            unread = dict.fromkeys(not_wanted) | counted if len(numbers) else {}
         before, behind = (piece.num_bytes * rows // total for rows in (row, row + found.num_rows))
-        return Batch(numbers, records, found.num_rows, found.num_rows, behind - before, rejected)
+        return Batch(numbers, records, found.num_rows, found.num_rows, behind - before, rejected, unread)
 
     try:
         with open_table(piece.path, piece.reader) as table:
             total = sum(part.num_rows for part in islice(table.parts(), piece.start, piece.stop))
-            for found in table.batches(piece.start, piece.stop, _wanted(table, layout), max_rows):
+            wanted = _wanted(table, layout)
+            not_wanted = [
+                named(field.name)
+                for field in table.schema
+                if field.name not in wanted and not pa.types.is_null(field.type)
+            ]
+            for found in table.batches(piece.start, piece.stop, wanted, max_rows):
                 yield batch_of(found)
                 row += found.num_rows
     except RecordError as error:
@@ -160,7 +171,7 @@ def _wanted(table: TableFile, layout: Layout) -> list[str]:
 
 def _read(
     batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: Layout, max_record_bytes: int
-) -> tuple[Int64Array, list[Record] | LengthColumn | TokenColumns, list[Rejected]]:
+) -> tuple[Int64Array, list[Record] | LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     """The records of the chosen rows of a batch whose first is `row` of the piece."""
     rejected: list[Rejected] = []
     batch = mark_suspects(batch, layout.columns.values())
@@ -175,11 +186,11 @@ def _read(
     plain = plain_batch(batch, layout) if layout.schema in COLUMN_ROLES else None
     records: list[Record] | LengthColumn | TokenColumns
     if plain is None:
-        kept, records, wrong = parse_rows(layout, rows(batch), numbers.tolist())
+        kept, records, wrong, unread = parse_rows(layout, rows(batch), numbers.tolist())
         numbers = np.array(kept, np.int64)
     else:
-        numbers, records, wrong = complete(plain, layout, rows(_take(batch, ~plain.taken)), numbers)
-    return numbers, records, sorted(rejected + wrong)
+        numbers, records, wrong, unread = complete(plain, layout, rows(_take(batch, ~plain.taken)), numbers)
+    return numbers, records, sorted(rejected + wrong), unread
 
 
 def _take(batch: pa.RecordBatch, is_taken: BoolArray) -> pa.RecordBatch:

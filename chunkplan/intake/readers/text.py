@@ -34,8 +34,8 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
     row: list[dict[str, Any] | RecordError] = []
     if sampled(np.zeros(1, np.int64), sample)[0]:
         row.append(_record(piece, max_record_bytes))
-    kept, records, rejected = parse_rows(layout, row, range(len(row)))
-    yield Batch(np.array(kept, np.int64), records, 1, 1, piece.num_bytes, rejected)
+    parsed = parse_rows(layout, row, range(len(row)))
+    yield Batch(np.array(parsed.numbers, np.int64), parsed.records, 1, 1, piece.num_bytes, parsed.rejected)
 
 
 def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
@@ -68,6 +68,8 @@ def _record(piece: Piece, max_record_bytes: int) -> dict[str, Any] | RecordError
             num_bytes += len(data)
             held = [*held, data] if num_bytes <= max_record_bytes else []
     except RecordError as error:
+        if not piece.num_bytes and describe(piece.path) == ("text", None):  # of a corpus, not damage
+            return RecordError(error.message, reason="empty", hint=error.hint)
         return error
     if num_bytes > max_record_bytes:
         return too_large(num_bytes, max_record_bytes)

@@ -6,12 +6,14 @@ from typing import Any
 
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.beside import refuse_answer
 from chunkplan.intake.schemas.detection import detect
 from chunkplan.intake.schemas.layout import Layout
 from chunkplan.intake.schemas.refused import SUSPECT, refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
+from chunkplan.intake.schemas.unread import count_unread
 
-__all__ = ["SCHEMAS", "Layout", "detect", "parse"]
+__all__ = ["SCHEMAS", "Layout", "count_unread", "detect", "parse"]
 
 
 def parse(layout: Layout, record: dict[str, Any]) -> Record:
@@ -22,6 +24,8 @@ def parse(layout: Layout, record: dict[str, Any]) -> Record:
     """
     if not SUSPECT.isdisjoint(record):
         refuse(record)
+    if "label" in layout.columns:
+        refuse_answer(record, layout.columns)
     try:
         return SCHEMAS[layout.schema].parse(record, layout.columns)
     except RecursionError as error:  # of what is written as text again

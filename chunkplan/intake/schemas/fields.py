@@ -8,7 +8,7 @@ import msgspec
 
 from chunkplan.intake.rejection import RecordError
 
-T = TypeVar("T", str, list[Any], dict[str, Any])
+T = TypeVar("T", bool, str, list[Any], dict[str, Any])
 
 HINT = "mend this record, or leave it out"
 
@@ -21,7 +21,7 @@ _TYPES = {
     list: "a list",
     dict: "an object",
 }
-_EXPECTED = {str: "a string", list: "a list", dict: "an object"}
+_EXPECTED = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
 def json_type(value: object) -> str:

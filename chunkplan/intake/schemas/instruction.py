@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from chunkplan.intake.records import Exchange
-from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text, unsupported
+from chunkplan.intake.schemas.beside import BESIDE
+from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text
 from chunkplan.intake.schemas.layout import Schema
 
 
 def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
-    """Raises RecordError where one of the texts is not a string, all are blank, or there is a `history`."""
-    if record.get(columns["history"]):
-        unsupported(
-            f"`{columns['history']}` has earlier exchanges, which are not planned in this layout",
-            hint="write the whole conversation as `messages`",
-        )
+    """Raises RecordError where one of the texts is not a string, or all are blank."""
     columns = SCHEMA.keys_of(record, columns)
     prompt, output = field(record, columns["instruction"], str), field(record, columns["output"], str)
     addition = optional_text(record, columns["input"])
@@ -29,5 +25,5 @@ def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
 SCHEMA = Schema(
     {"instruction": ("instruction",), "output": ("output", "response")},
     parse,
-    {"input": ("input", "context"), "system": ("system",), "history": ("history",)},
+    {"input": ("input", "context"), **BESIDE},
 )

@@ -30,6 +30,7 @@ _SPEAKERS = {
 _PROGRAMS = ("function_call", "observation", "tool")
 
 _OWN_KEYS = LOSS_KEYS | {"role", "content"}
+_TURN_KEYS = LOSS_KEYS | {"from", "value"}
 
 
 def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
@@ -66,6 +67,13 @@ def make_conversation(messages: list[Message], tools: list[Any] | None, path: st
         if not is_blank(message.content) or message.fields.get("tool_calls"):
             return Conversation(tuple(messages), tools)
     return empty(f"`{path}` has no messages" if not messages else f"the messages of `{path}` are all blank")
+
+
+def unread_of_turn(turn: dict[str, Any]) -> list[str]:
+    """The keys of a message that say something which no chat template sees: in ShareGPT's layout, all but its own."""
+    if len(turn) == 2 or "role" in turn:
+        return []
+    return [key for key, value in turn.items() if value is not None and key not in _TURN_KEYS]
 
 
 def _message(message: dict[str, Any], path: str) -> Message:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from chunkplan.intake.records import Conversation, PromptRecord
-from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, tools, wrong
+from chunkplan.intake.schemas.beside import BESIDE, begin_with_system
+from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
 
 def parse(record: dict[str, Any], columns: dict[str, str]) -> PromptRecord | Conversation:
-    """Raises RecordError where the two are neither strings nor lists of messages, or both blank."""
+    """A `system` beside messages comes first.
+
+    Raises:
+        RecordError: the two are neither strings nor lists of messages, or both blank; strings have a `system` or
+            `tools` beside them, which only chat templates know the place of; or `system` contradicts the messages.
+    """
     prompt_key, completion_key = columns["prompt"], columns["completion"]
     if type(record.get(prompt_key)) is list or type(record.get(completion_key)) is list:
         return _conversation(record, columns)
     prompt, completion = field(record, prompt_key, str), field(record, completion_key, str)
     if is_blank(prompt) and is_blank(completion):
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
+    if optional_text(record, columns["system"]) is not None:
+        hint = f"--column question={prompt_key} --column answer={completion_key} reads all three as a conversation"
+        _misplaced(columns["system"], hint)
+    if tools(record, columns["tools"]):
+        _misplaced(columns["tools"], "write the record as `messages`")
     return PromptRecord(prompt, completion)
+
+
+def _misplaced(key: str, hint: str) -> NoReturn:
+    unsupported(
+        f"`{key}` beside a prompt that is a string: nothing says where in the text it belongs",
+        hint=f"{hint}; remove `{key}` if it means another thing",
+    )
 
 
 def _conversation(record: dict[str, Any], columns: dict[str, str]) -> Conversation:
@@ -31,7 +49,8 @@ def _conversation(record: dict[str, Any], columns: dict[str, str]) -> Conversati
         )
     asked = [message._replace(loss=False) for message in parse_messages(prompt, prompt_key)]
     messages = [*asked, *parse_messages(completion, completion_key)]
-    return make_conversation(messages, tools(record, columns["tools"]), completion_key)
+    conversation = make_conversation(messages, tools(record, columns["tools"]), completion_key)
+    return Conversation(begin_with_system(conversation.messages, record, columns, prompt_key), conversation.tools)
 
 
-SCHEMA = Schema({"prompt": ("prompt",), "completion": ("completion",)}, parse, {"tools": ("tools",)})
+SCHEMA = Schema({"prompt": ("prompt",), "completion": ("completion",)}, parse, {"tools": ("tools",), **BESIDE})

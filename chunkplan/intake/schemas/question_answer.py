@@ -1,11 +1,12 @@
-"""`question` and `answer`: two strings."""
+"""`question` and `answer`: two strings, perhaps a `system` before them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from chunkplan.intake.records import Exchange
-from chunkplan.intake.schemas.fields import empty, field, is_blank
+from chunkplan.intake.schemas.beside import BESIDE
+from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text
 from chunkplan.intake.schemas.layout import Schema
 
 
@@ -14,7 +15,7 @@ def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
     question, answer = field(record, columns["question"], str), field(record, columns["answer"], str)
     if is_blank(question) and is_blank(answer):
         empty(f"`{columns['question']}` and `{columns['answer']}` are blank")
-    return Exchange(None, question, answer)
+    return Exchange(optional_text(record, columns["system"]), question, answer)
 
 
-SCHEMA = Schema({"question": ("question",), "answer": ("answer",)}, parse)
+SCHEMA = Schema({"question": ("question",), "answer": ("answer",)}, parse, BESIDE)

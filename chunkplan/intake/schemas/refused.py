@@ -7,10 +7,12 @@ from typing import Any
 from chunkplan.intake.schemas.fields import unsupported
 
 _PREFERENCE = ("chosen", "rejected")
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values", "input_features")
+
+#: A record in which one of these says something is refused.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values", "input_features")
 
 #: A record without these keys is not refused.
-SUSPECT = frozenset(_PREFERENCE) | frozenset(_MEDIA)
+SUSPECT = frozenset(_PREFERENCE) | frozenset(MEDIA)
 
 
 def refuse(record: dict[str, Any]) -> None:
@@ -28,7 +30,7 @@ def refuse(record: dict[str, Any]) -> None:
 
 def refuse_media(fields: dict[str, Any], path: str = "") -> None:
     """Raises RecordError where `fields`, of a record or of the message at `path`, have media."""
-    for key in _MEDIA:
+    for key in MEDIA:
         if fields.get(key):
             name = f"{path}.{key}" if path else key
             unsupported(f"`{name}` beside the text: only text is planned", hint="leave records with media out")

@@ -1,0 +1,64 @@
+"""What may stand beside an answer, in every schema that trains one: a system text, earlier exchanges, a label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan.intake.records import Message
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsupported, wrong
+
+#: Optional roles of these schemas.
+BESIDE = {"system": ("system",), "history": ("history",), "label": ("label",)}
+
+#: The key that other programs use for other labels too, such as numbers of classes.
+_LABEL = "label"
+
+
+def refuse_answer(record: dict[str, Any], columns: dict[str, str]) -> None:
+    """Raises RecordError where the answer of `record` is labelled as a bad one, or exchanges come before it."""
+    key = columns["label"]
+    label = record.get(key)
+    if label is False:
+        raise RecordError(
+            f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
+            reason="undesirable",
+            hint=f"--undesirable drop leaves such records out, counted; remove `{key}` if it means another thing",
+        )
+    if label is not None and key != _LABEL:  # a key that the user has named
+        typed(label, bool, key)
+    key = columns["history"]
+    if record.get(key):
+        unsupported(
+            f"`{key}` has earlier exchanges, which are not planned in this layout",
+            hint=f"write the whole conversation as `messages`; remove `{key}` if it means another thing",
+        )
+
+
+def is_label(value: object, key: str) -> bool:
+    """Whether `value`, found under `key` of the role `label`, is one; anything but a boolean is of no concern."""
+    return isinstance(value, bool) or key != _LABEL
+
+
+def begin_with_system(
+    messages: tuple[Message, ...], record: dict[str, Any], columns: dict[str, str], path: str
+) -> tuple[Message, ...]:
+    """The messages, found at `path`, behind the system text that `record` has beside them, if it has one.
+
+    Raises:
+        RecordError: that is no text, or the messages begin with another.
+    """
+    system = optional_text(record, columns["system"])
+    if system is None:
+        return messages
+    first = messages[0]
+    if first.role != "system":
+        return (Message("system", system), *messages)
+    if is_blank(first.content):
+        return (Message("system", system), *messages[1:])
+    if (first.content or "").strip() != system.strip():
+        wrong(
+            f"`{columns['system']}` and the system message that `{path}` begins with say different things",
+            hint="leave one of the two out",
+        )
+    return messages
