@@ -70,9 +70,7 @@ def make_conversation(messages: list[Message], tools: list[Any] | None, path: st
 
 
 def unread_of_turn(turn: dict[str, Any]) -> list[str]:
-    """The keys of a message that say something which no chat template sees: in ShareGPT's layout, all but its own."""
-    if len(turn) == 2 or "role" in turn:
-        return []
+    """The keys of a message in ShareGPT's layout that say something which no chat template sees."""
     return [key for key, value in turn.items() if value is not None and key not in _TURN_KEYS]
 
 

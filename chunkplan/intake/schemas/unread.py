@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from chunkplan.intake.schemas.beside import is_label
-from chunkplan.intake.schemas.layout import Layout
+from chunkplan.intake.schemas.layout import Layout, Schema
 from chunkplan.intake.schemas.message_list import unread_of_turn
 from chunkplan.intake.schemas.refused import MEDIA
 from chunkplan.intake.schemas.registry import SCHEMAS
@@ -22,22 +22,36 @@ def count_unread(layout: Layout, records: Iterable[dict[str, Any]]) -> Counter[s
     The records are those that became one. Null says nothing. A key within the messages of a list is named
     `conversations[].key`.
     """
-    counts: Counter[str] = Counter()
     schema, columns = SCHEMAS[layout.schema], layout.columns
     always_read = {key for role, key in columns.items() if role != "label"}.union(MEDIA)  # media there are none
+    perhaps_read = schema.all_keys(columns) - always_read
     lists = [columns[role] for role in schema.required]
+    counts: dict[str, int] = {}
     for record in records:
+        found: set[str] = set()
         if not always_read.issuperset(record):
-            read = schema.keys_of(record, columns)
-            if "label" in read and not is_label(record.get(read["label"]), read["label"]):
-                del read["label"]
-            keys = set(record).difference(read.values(), MEDIA)
-            counts.update({named(key) for key in keys if record[key] is not None})
+            found = {key for key in record.keys() - always_read if record[key] is not None}
+            if not found.isdisjoint(perhaps_read):
+                found -= _read(schema, columns, record)
         for key in lists:
             values = record.get(key)
             if type(values) is list and values and type(values[0]) is dict:
-                counts.update({named(f"{key}[].{inner}") for turn in values for inner in unread_of_turn(turn)})
-    return counts
+                for turn in values:
+                    if len(turn) > 2 and "role" not in turn:
+                        found.update(f"{key}[].{inner}" for inner in unread_of_turn(turn))
+        if found and max(map(len, found)) > _LONGEST:
+            found = set(map(named, found))  # keys that begin alike are one
+        for key in found:
+            counts[key] = counts.get(key, 0) + 1
+    return Counter(counts)
+
+
+def _read(schema: Schema, columns: dict[str, str], record: dict[str, Any]) -> set[str]:
+    """The keys that `record` has for its roles."""
+    keys = schema.keys_of(record, columns)
+    if "label" in keys and not is_label(record.get(keys["label"]), keys["label"]):
+        del keys["label"]
+    return set(keys.values())
 
 
 def named(key: str) -> str:
