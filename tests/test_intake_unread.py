@@ -166,7 +166,7 @@ def test_of_thousands_of_keys_the_most_frequent_are_listed(command: Run) -> None
     _write(Path("x.jsonl"), records)
     ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER)
     assert "     not read: `often` in 3,000 records, `id-0000` in 1, `id-0001` in 1," in ran.err
-    assert " and 2,993 more\n" in " ".join(ran.err.split(" "))
+    assert " and at least 2,993 more " in " ".join(ran.err.split())
     [source] = json.loads(command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, "--json").out)["sources"]
     assert (len(source["unread_keys"]), source["num_unread_keys"]) == (100, 3001)
 

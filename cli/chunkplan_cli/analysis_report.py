@@ -120,8 +120,9 @@ def _say_what_was_not_read(sources: list[dict[str, Any]], words: str) -> None:
     if counts := [index for index, (_, count) in enumerate(keys) if count is not None]:
         named[counts[0]] = f"{keys[counts[0]][0]} in {counted(keys[counts[0]][1] or 0, 'record')}"
     num_keys = max([len(unread), *(source["num_unread_keys"] for source in sources)])
+    is_least = any(source["num_unread_keys"] > len(source["unread_keys"]) for source in sources)
     if num_keys:
-        note(*_indented(f"{words}: {_several(named, num_keys)}"))
+        note(*_indented(f"{words}: {_several(named, num_keys, 'at least ' if is_least else '')}"))
 
 
 def _warn_of_sources(sources: list[dict[str, Any]]) -> None:
@@ -142,9 +143,9 @@ def _name(source: dict[str, Any]) -> str:
     return "the standard input" if source["path"] == _STDIN else str(source["path"])
 
 
-def _several(names: list[str], number: int) -> str:
+def _several(names: list[str], number: int, least: str = "") -> str:
     """The first of a number of names, and how many more there are."""
-    return ", ".join(names) + (f" and {number - len(names):,} more" if number > len(names) else "")
+    return ", ".join(names) + (f" and {least}{number - len(names):,} more" if number > len(names) else "")
 
 
 def _beside(text: str, more: str) -> list[str]:
