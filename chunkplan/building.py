@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from chunkplan.arrays import BoolArray
+from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError, UsageError
@@ -31,6 +32,7 @@ from chunkplan.planning.config import PlanConfig
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.splitting import count_parts
 from chunkplan.planning.targets import TargetMask
+from chunkplan.schedule.footprint import fullest
 
 #: More would not fit the memory of most machines: planning takes about 100 bytes a segment.
 _MAX_SEGMENTS = 1 << 28
@@ -41,11 +43,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BuiltPlan:
-    """A plan's manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments."""
+    """A plan\'s manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments.
+
+    `moments` int64 [pp, 3]: what each stage holds when that takes most memory of all steps and ranks, see
+    `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
+    """
 
     manifest: dict[str, Any]
     steps: pa.Table
     chunks: pa.Table
+    moments: Int64Array
+    ranks: Int64Array
 
 
 def build(
@@ -160,12 +168,15 @@ def _build_one(
         cost,
         workers=workers,
     )
-    step_tables, chunk_tables = [], []
+    step_tables, chunk_tables, moments, ranks = [], [], [], []
     steps_done = 0
-    for tables in blocks:
+    for planned in blocks:
+        tables = planned.tables
         writer.add(tables)
         step_tables.append(tables["steps"])
         chunk_tables.append(with_squares(tables["chunks"]))
+        moments.append(planned.moments)
+        ranks.append(planned.ranks)
         steps_done += tables["steps"].num_rows
         if progress is not None:
             progress(steps_done, num_steps)
@@ -196,7 +207,8 @@ def _build_one(
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    return BuiltPlan(manifest, steps, chunks)
+    most, blocks_of = fullest(np.stack(moments), stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1)))
+    return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 
 def check_stages(config: PlanConfig, cost: CostModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from chunkplan.arrays import Int32Array
 from chunkplan.planfile.analysis import Analysis
 
 K = 1024
@@ -111,6 +112,31 @@ class LengthReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Sequences against a model that takes `max_positions` tokens: `num_over` of `num_sequences` have more.
+
+    `longest`: the most tokens that one has.
+    """
+
+    max_positions: int
+    num_sequences: int
+    num_over: int
+    longest: int
+
+    @classmethod
+    def of(cls, num_tokens: Int32Array, max_positions: int | None) -> Positions | None:
+        """Those of sequences of `num_tokens` int32 [n]; None where it is not known what the model takes."""
+        if max_positions is None:
+            return None
+        return cls(
+            max_positions=max_positions,
+            num_sequences=num_tokens.size,
+            num_over=int((num_tokens > max_positions).sum()),
+            longest=int(num_tokens.max()),
+        )
 
 
 def length_report(analysis: Analysis) -> LengthReport:

@@ -53,7 +53,7 @@ def test_a_bare_dataset_is_estimated_and_says_so_loudly(run: Run) -> None:
         assert title in ran.out
     assert "warning: no tokenizer" in ran.err
     assert "hint: give --tokenizer FILE" in ran.err
-    assert "next: chunkplan build --chunk-size 8192 --k 4\n" in ran.err
+    assert "next: chunkplan tune --gpus 8 --output tune.json\n" in ran.err
     assert not load_analysis(Path("chunkplan-out/analysis")).is_exact
 
 
@@ -62,7 +62,7 @@ def test_with_a_tokenizer_nothing_is_estimated(run: Run) -> None:
     assert "estimated" not in (ran.out + ran.err).lower()
     assert "read dataset.jsonl: text, 10 records (`text` in 10 of the first 10 records)\n" in ran.err
     assert "analysis in ws/analysis\n" in ran.err
-    assert "next: chunkplan build --chunk-size 8192 --k 4 --workspace ws\n" in ran.err
+    assert "next: chunkplan tune --workspace ws --gpus 8 --output tune.json\n" in ran.err
     assert " cut by " in ran.out
     assert load_analysis(Path("ws/analysis")).num_tokens.max() == 100
 
@@ -76,7 +76,7 @@ def test_the_tokenizer_of_the_workspace_is_used(run: Run) -> None:
 def test_a_second_run_says_what_it_replaced(run: Run) -> None:
     first = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "replaced" not in first
-    assert "next: chunkplan build there --chunk-size 8192 --k 4\n" in first
+    assert "next: chunkplan tune there --gpus 8 --output tune.json\n" in first
     second = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "analysis in there (replaced the analysis of dataset.jsonl, 10 sequences)" in second
     Path("there/manifest.json").write_text('{"kind": "analysis", "schem')
@@ -90,7 +90,6 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_that_tells
     analysis = load_analysis(Path("chunkplan-out/analysis"))
     assert document.pop("analysis") == "chunkplan-out/analysis"
     assert document.pop("report") == json.loads(json.dumps(length_report(analysis).to_dict()))
-    assert document.pop("headline")
     assert document == {name: analysis.manifest[name] for name in document}
     told = {"kind", "schema_version", "tool_version", "content_hashes", "totals", "max_token_id", "tokens"}
     assert analysis.manifest.keys() - document.keys() == told
@@ -236,7 +235,7 @@ def test_shards_are_merged_into_what_one_machine_makes(run: Run) -> None:
     assert "read more.jsonl: text, 30 records" in merged.err
     assert "analysis in my ws/analysis\n" in merged.err
     assert load_analysis(Path("my ws/analysis")).content_hash == whole.content_hash
-    assert merged.out == run("inspect", "my ws/analysis").out + merged.out[merged.out.index("Qwen2.5-7B on") :]
+    assert merged.out == run("inspect", "my ws/analysis").out
     document = json.loads(run("merge", *expanded.stdout.splitlines()[1:], "--json").out)
     assert document["content_hash"] == whole.content_hash
     missing = run("merge", "my ws/shard-1-of-3", "my ws/shard-3-of-3", "--workspace", "my ws")
@@ -293,7 +292,7 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
     for line in lines:
         assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s, \d+ s left", line)
     assert "(100%)" in lines[-1]
-    assert ran.out == run("inspect", "chunkplan-out/analysis").out + ran.out[ran.out.index("Qwen2.5-7B on") :]
+    assert ran.out == run("inspect", "chunkplan-out/analysis").out
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -174,18 +176,56 @@ def test_what_cannot_be_is_refused_in_words(data: Path, case: str) -> None:
     assert not (data / "chunkplan-out").exists()
 
 
-def test_an_analysis_ends_with_what_chunks_would_gain(data: Path, tmp_path: Path) -> None:
+def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
+    """...to the plan, whose steps fit the GPUs."""
     records = [{"text": "word " * count} for count in (5, 9, 4000, 90_000)] * 9
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
-    ran = run(tmp_path, "analyze", "data.jsonl")
-    assert "Qwen2.5-7B on 16 x h100: a step takes " in ran.stdout
-    document: dict[str, Any] = json.loads(run(tmp_path, "analyze", "data.jsonl", "--json").stdout)
-    headline = document["headline"]
-    assert headline["speedup"] == pytest.approx(headline["one_sequence_seconds"] / headline["chunked_seconds"])
+    said = run(tmp_path, "analyze", "data.jsonl", "--workspace", "a place").stderr
+    for command in ("tune", "build", "inspect"):
+        found = re.search(f"^next: chunkplan ({command} .*)$", said, re.MULTILINE)
+        assert found, said
+        ran = run(tmp_path, *shlex.split(found[1]))
+        assert ran.returncode == 0, ran.stderr
+        said = ran.stderr
+        assert " a GPU in step " not in said
+    assert load_plan(tmp_path / "a place" / "plan").config["global_batch"] == 256
+
+
+def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
+    """Over what fits and loses nothing; where nothing of today does, that is said. It costs nobody else a second."""
+    np.save(tmp_path / "some.npy", np.array([5, 9, 4000, 90_000] * 9))
+    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 900_000]))
+    assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
+    shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
+    gain = re.search(r"Qwen2\.5-7B on 16 x h100 \(tp 4, pp 4\), by prediction: a step takes .*x as fast as (.*)", shown)
+    assert gain and gain[1].endswith(", the fastest way of today that fits and loses no token.")
+    shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
+    assert "; no way of today fits 79.0 GiB without cutting sequences: one sequence a micro-batch would need " in shown
+    assert "as fast as" not in shown
+    np.save(tmp_path / "endless.npy", np.array([30_000_000] * 3))
+    ran = run(tmp_path, "analyze", "endless.npy", "--headline")
+    assert ran.returncode == 0 and "warning: what chunks would gain is not known: nothing fits" in ran.stderr
+    for other in (("--json",), ("--shard", "1/2")):
+        ran = run(tmp_path, "analyze", "some.npy", "--headline", *other)
+        assert ran.returncode == 2 and f"--headline and {other[0]} exclude each other" in ran.stderr
+
+
+def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
+    """...nor loads what would: the report is there at once, as a document too."""
+    np.save(tmp_path / "lengths.npy", np.array([5, 90_000]))
+    code = (
+        "import sys; from chunkplan_cli.main import main\n"
+        "for words in ([], ['--json']):\n"
+        "    sys.argv = ['chunkplan', 'analyze', 'lengths.npy', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert not {'numba', 'ortools', 'chunkplan.tuning.tune'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
 
 
 def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
     """The line about chunks must not stand in its way."""
     (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
-    ran = run(tmp_path, "analyze", "data.jsonl")
+    ran = run(tmp_path, "analyze", "data.jsonl", "--headline")
     assert ran.returncode == 0, ran.stderr

@@ -209,7 +209,7 @@ def test_a_cost_model_comes_back_from_json_as_it_was(cost: CostModel) -> None:
 
 def entries_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
     inner = [(part, entry) for part in ("shape", "hardware") for entry in values[part]]
-    return [*((entry,) for entry in values), *inner]
+    return [*((entry,) for entry in values), *(path for path in inner if path[1] != "max_positions")]
 
 
 @pytest.mark.parametrize("path", entries_of(CostModel().to_dict()), ids=".".join)
@@ -226,6 +226,17 @@ def test_a_damaged_entry_is_named(path: tuple[str, ...]) -> None:
         with pytest.raises(DataError, match=rf"`([a-z_]+\.)?{entry}[`.]") as caught:
             CostModel.from_dict(values, where="manifest.json")
         assert caught.value.where == "manifest.json"
+
+
+def test_positions_may_be_unknown_and_older_plans_do_not_have_them() -> None:
+    values: Any = CostModel(shape=replace(QWEN2_5_7B, max_positions=131072)).to_dict()
+    assert CostModel.from_dict(values, where="manifest.json").shape.max_positions == 131072
+    del values["shape"]["max_positions"]
+    assert CostModel.from_dict(values, where="manifest.json") == CostModel()
+    for damage in (0, -1, 1.5, "131072", 10**400):
+        values["shape"]["max_positions"] = damage
+        with pytest.raises(DataError, match=r"`shape\.max_positions` is"):
+            CostModel.from_dict(values, where="manifest.json")
 
 
 def test_a_manifest_whose_model_cannot_be_is_damaged() -> None:

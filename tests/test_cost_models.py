@@ -164,7 +164,54 @@ def test_a_path_without_a_config_is_a_usage_error(tmp_path: Path) -> None:
             read_model_config(path)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+#: What a config says of positions -> how many tokens the model takes, for the planner and for the trainer.
+POSITIONS: list[tuple[dict[str, Any], int | None]] = [
+    ({"max_position_embeddings": 32768}, 32768),
+    ({"max_position_embeddings": 32768, "rope_scaling": None}, 32768),
+    ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
+    ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 2}}, 65536),
+    ({"max_position_embeddings": 131072, "rope_scaling": YARN}, 131072),  # with what it is stretched to
+    ({"max_position_embeddings": 200000, "rope_parameters": {**YARN, "rope_theta": 1e6}}, 200000),
+    ({"max_position_embeddings": 16384, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 16384),
+    ({"max_position_embeddings": 16384, "use_sliding_window": False, "sliding_window": 4096}, 16384),
+]
+
+
+@pytest.mark.parametrize(("says", "positions"), [*POSITIONS, ({}, None), ({"max_position_embeddings": None}, None)])
+def test_a_model_takes_the_positions_that_its_config_says(says: Any, positions: int | None, tmp_path: Path) -> None:
+    assert read_model_config(written(tmp_path, QWEN2_5_CONFIG | says)).max_positions == positions
+
+
+def test_the_trainer_goes_by_the_same_positions(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the trainer needs it")
+    from chunkplan_runtime.model_checks import max_positions
+    from chunkplan_runtime.models import read_config
+
+    for says, positions in POSITIONS:
+        assert max_positions(read_config(written(tmp_path, QWEN2_5_CONFIG | says))) == positions
+
+
 STRANGE = [None, "28", -1, 0, 1.5, float("nan"), float("inf"), True, [28], {"a": 1}, 10**30, 2**31]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        *({"max_position_embeddings": value} for value in STRANGE if value is not None),
+        *({"rope_scaling": value} for value in ("yarn", [YARN], 3)),
+        *({"rope_parameters": YARN | {"factor": value}} for value in STRANGE if value not in (None, 1.5, {"a": 1})),
+        {"rope_scaling": YARN | {"original_max_position_embeddings": "32768"}},
+        {"rope_parameters": {"full_attention": YARN | {"factor": "4"}}},
+    ],
+    ids=repr,
+)
+def test_strange_positions_are_named_with_their_file(says: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, QWEN2_5_CONFIG | {"max_position_embeddings": 32768} | says)
+    with pytest.raises(DataError, match=f"`{next(iter(says))}` is") as caught:
+        read_model_config(path)
+    assert caught.value.where == str(path)
 
 
 @pytest.mark.parametrize("entry", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])

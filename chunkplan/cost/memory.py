@@ -11,6 +11,9 @@ from dataclasses import astuple, dataclass, replace
 from math import ceil
 from typing import Literal
 
+import numpy as np
+
+from chunkplan.cost.durations import Float64Array, split_layers
 from chunkplan.cost.model import CostModel
 
 #: Which of optimizer states, gradients and weights are spread over data-parallel ranks, each with those before it
@@ -148,6 +151,12 @@ def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, floa
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
     kv = sum(own_layers) * _kv_elements_per_token(cost) * (cost.num_bytes + KV_GRADIENT_BYTES)
     return activations, stage_input, 0.0 if cost.kv_offload else kv
+
+
+def stage_token_bytes(cost: CostModel, pp: int, virtual_stages: int) -> Float64Array:
+    """The `token_bytes` of each stage, [pp, 3]."""
+    layers = split_layers(cost.shape.num_layers, pp * virtual_stages)
+    return np.array([token_bytes(cost, layers[stage::pp]) for stage in range(pp)])
 
 
 def _kv_elements_per_token(cost: CostModel) -> float:

@@ -15,7 +15,7 @@ from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.manifest_entries import FLAG, find_mismatch, one_of, whole
+from chunkplan.planfile.manifest_entries import FLAG, find_mismatch, one_of, or_null, whole
 
 Checkpointing = Literal["none", "full"]
 Precision = Literal["bf16", "fp32"]
@@ -196,10 +196,12 @@ class CostModel:
         }
         if found := find_mismatch(values, expected, "cost_model"):
             raise DataError(found, where=where, hint=hint)
-        shape, hardware = values["shape"], values["hardware"]
+        shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
+        tests = {"experts_per_token": whole(), "max_positions": or_null(whole(1))}
+        hardware = values["hardware"]
         try:
             return cls(
-                shape=from_entries(ModelShape, shape, path="shape", where=where, hint=hint, experts_per_token=whole()),
+                shape=from_entries(ModelShape, shape, path="shape", where=where, hint=hint, **tests),
                 hardware=from_entries(Hardware, hardware, path="hardware", where=where, hint=hint),
                 tp=values["tp"],
                 precision=values["precision"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,18 @@ from chunkplan.planfile.manifest_entries import FLAG, Expected, find_mismatch, o
 _HINT = "compare it with the config.json that the model was published with"
 _SIZE = whole(1, 2**31 - 1)
 
+#: Far beyond what stretches any model, and small enough that positions fit 64 bits.
+_MOST_FACTOR = 1_000_000
+
+_ROPE_ENTRY: Expected = {
+    "factor?": or_null((lambda value: type(value) in (int, float) and 0 < value <= _MOST_FACTOR, "a number above 0")),
+    "original_max_position_embeddings?": or_null(_SIZE),
+}
+_ROPE = (
+    lambda value: isinstance(value, dict) and not any(find_mismatch(each, _ROPE_ENTRY) for each in rope_entries(value)),
+    "an object whose `factor` is a number above 0 and whose `original_max_position_embeddings` is one from 1",
+)
+
 _ALL: dict[str, Any] = {
     "hidden_size": _SIZE,
     "num_hidden_layers": whole(1, 100_000),
@@ -24,6 +37,9 @@ _ALL: dict[str, Any] = {
     "tie_word_embeddings?": FLAG,
     "sliding_window?": or_null(whole()),
     "use_sliding_window?": FLAG,
+    "max_position_embeddings?": or_null(_SIZE),
+    "rope_scaling?": or_null(_ROPE),
+    "rope_parameters?": or_null(_ROPE),
 }
 _DENSE: dict[str, Any] = {**_ALL, "intermediate_size": _SIZE}
 _QWEN_MOE: dict[str, Any] = {
@@ -90,6 +106,30 @@ def config_file(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a sequence may have for a model with this config.json; None where it does not say.
+
+    That is `max_position_embeddings`. Where YaRN stretches rotary embeddings, it is what they are stretched to if that
+    is more: some such configs state the positions that the model had before. A sliding window bounds how far a token
+    sees, not where it may stand. The entries have to be what `read_model_config`, or transformers, checks.
+    """
+    stated: int | None = config.get("max_position_embeddings")
+    if stated is None:
+        return None
+    most = stated
+    for entry in rope_entries(config.get("rope_scaling") or config.get("rope_parameters") or {}):
+        if entry.get("rope_type", entry.get("type")) == "yarn":
+            original = entry.get("original_max_position_embeddings") or stated
+            most = max(most, int((entry.get("factor") or 1) * original))
+    return most
+
+
+def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of all layers; models with several kinds of layers have rope parameters by kind."""
+    by_kind = [entry for entry in parameters.values() if isinstance(entry, Mapping)]
+    return by_kind or [parameters]
+
+
 def _refuse_uneven_layers(config: dict[str, Any], file: Path) -> None:
     always_uses_it = config["model_type"] in ("mistral", "mixtral")
     windows = config.get("sliding_window") and config.get("use_sliding_window", always_uses_it)
@@ -128,6 +168,7 @@ def _shape_of(config: dict[str, Any], file: Path) -> ModelShape:
         vocab_size=config["vocab_size"],
         experts_per_token=experts_per_token,
         tied_embeddings=config.get("tie_word_embeddings", False),
+        max_positions=max_positions(config),
     )
     return replace(shape, name=f"{shape.name} {shape.num_parameters / 1e9:.1f}B")
 

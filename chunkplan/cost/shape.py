@@ -11,7 +11,8 @@ class ModelShape:
 
     `mlp_width` is what a token passes through (of a mixture of experts: its experts and the shared ones together),
     `all_mlp_width` what there is of it in weights, `experts_per_token` how many experts a token is sent to (0: dense).
-    `tied_embeddings`: the vocabulary head has no weights of its own.
+    `tied_embeddings`: the vocabulary head has no weights of its own. `max_positions`: tokens of a sequence at most,
+    None where no config says it; neither time nor memory depends on it.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ModelShape:
     vocab_size: int
     experts_per_token: int = 0
     tied_embeddings: bool = False
+    max_positions: int | None = None
 
     @property
     def layer_parameters(self) -> int:

@@ -177,7 +177,7 @@ PLAN: Expected = {
     },
     "predictions": {
         "cost_model": {
-            "shape": {"name": TEXT, "num_layers": whole(1)},
+            "shape": {"name": TEXT, "num_layers": whole(1), "max_positions?": or_null(whole(1))},
             "hardware": {"name": TEXT},
             "tp": whole(1),
             "checkpointing": TEXT,

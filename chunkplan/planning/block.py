@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, sum_runs
-from chunkplan.cost.durations import Rates, durations, link_times, split_layers, squares_of
+from chunkplan.cost.durations import Float64Array, Rates, durations, link_times, split_layers, squares_of
+from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.kept import most_kept
 from chunkplan.planfile.schema import OPS
@@ -23,6 +24,7 @@ from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
 from chunkplan.planning.targets import TargetMask, count_part_targets
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import Scheduled, schedule_ranks
+from chunkplan.schedule.footprint import fullest, fullest_moments
 
 #: Sequences and steps of a block, at most, unless a single step has more: (step, tokens, position) of each sequence
 #: then fits 63 bits. Larger blocks waste less time between them; small ones do where each step takes long.
@@ -49,10 +51,20 @@ class Dataset:
     mask: TargetMask | None
 
 
-def plan_block(
-    block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event
-) -> dict[str, pa.Table]:
-    """The rows of tables `steps`, `chunks` and `schedule` for the steps of `block`.
+@dataclass(frozen=True)
+class Planned:
+    """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
+
+    `moments` int64 [pp, 3]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
+    """
+
+    tables: dict[str, pa.Table]
+    moments: Int64Array
+    ranks: Int64Array
+
+
+def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event) -> Planned:
+    """The rows for the steps of `block`, and their fullest moments.
 
     Raises:
         CancelledError: `stop` was set while there was still much to do.
@@ -77,11 +89,14 @@ def plan_block(
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    return {
+    token_bytes = stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1))
+    moments, ranks = fullest(rank_moments(chunks, rank_chunks, scheduled, token_bytes), token_bytes)
+    tables = {
         "steps": steps,
         "chunks": chunks_table(block.first_step, config.dp, chunks, cost_ns),
         "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
     }
+    return Planned(tables, moments, block.first_step * config.dp + ranks)
 
 
 def chunk_block(
@@ -122,6 +137,12 @@ def schedule_block(block: Block, chunks: Chunks, config: PlanConfig, cost: CostM
         return f"step {block.first_step + step}, rank {rank}"
 
     return ranks, schedule_ranks(chunks.rank_chunks, ranks, config.pp, config.schedule, config.memory_tokens, place)
+
+
+def rank_moments(chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, token_bytes: Float64Array) -> Int64Array:
+    """The fullest moment of each stage of all ranks of a block, int64 [num_ranks, pp, 3]: see `fullest_moments`."""
+    pp = token_bytes.shape[0]
+    return fullest_moments(scheduled.actions, chunks.rank_chunks, ranks.group_id, ranks.num_tokens, pp, token_bytes)
 
 
 def timed_chunks(chunks: Chunks, rates: Rates, layers: Sequence[int]) -> RankChunks:

@@ -12,12 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import pyarrow as pa
-
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
-from chunkplan.planning.block import BLOCK_SEQUENCES, BLOCK_STEPS, SLOW_BLOCK_SEQUENCES, Block, Dataset, plan_block
+from chunkplan.planning.block import (
+    BLOCK_SEQUENCES,
+    BLOCK_STEPS,
+    SLOW_BLOCK_SEQUENCES,
+    Block,
+    Dataset,
+    Planned,
+    plan_block,
+)
 from chunkplan.planning.config import PlanConfig
 
 #: Blocks that each worker may be ahead of whoever takes the rows.
@@ -26,13 +32,13 @@ _AHEAD = 2
 
 def plan_steps(
     dataset: Dataset, copies: Callable[[int], Int32Array], config: PlanConfig, cost: CostModel, *, workers: int = 1
-) -> Iterator[dict[str, pa.Table]]:
-    """Plan a dataset: rows of the tables `steps`, `chunks` and `schedule` of the contract, some steps at a time.
+) -> Iterator[Planned]:
+    """Plan a dataset: rows of the tables of the contract and fullest moments, some steps at a time.
 
     `copies` says how often each sequence occurs in an epoch, int32 [num_sequences]. `workers` threads plan side by
     side.
     """
-    waiting: deque[Future[dict[str, pa.Table]]] = deque()
+    waiting: deque[Future[Planned]] = deque()
     stop = threading.Event()  # threads cannot be interrupted: second looks, which may take long, look at this
     with ThreadPoolExecutor(workers) as pool:
         try:

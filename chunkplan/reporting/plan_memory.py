@@ -10,7 +10,7 @@ import polars as pl
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.memory import Sharding, StageMemory
+from chunkplan.cost.memory import Sharding, StageMemory, stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
@@ -19,8 +19,8 @@ from chunkplan.planfile.schema import OPS, SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.footprint import fullest_moments
-from chunkplan.tuning.trial import memory_of_stages, stage_token_bytes
+from chunkplan.schedule.footprint import fullest, fullest_moments
+from chunkplan.tuning.trial import memory_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,23 @@ class PlanMemory:
     memory: StageMemory
     gpu_bytes: int
 
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has as much."""
+        return self.memory.total <= self.gpu_bytes
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it, and the `total`, for one JSON document."""
+        """All of it, the `total` and whether it `fits`, for one JSON document."""
         document = asdict(self)
         document["memory"]["total"] = self.memory.total
-        return document
+        return {**document, "fits": self.fits}
 
 
 def plan_memory(plan: Plan, chunks: pl.DataFrame) -> PlanMemory | None:
     """Predict the memory of `plan`, whose `chunk_frame` is `chunks`; None where its manifest does not describe the
     model and the GPU it was planned for.
 
-    Looked at are all actions of all steps. Optimizer states are taken to be spread over data-parallel ranks, as the
-    runtime does, and weights where times were predicted so.
+    Looked at are all actions of all steps.
 
     Raises:
         DataError: a file is damaged, or chunks and actions do not belong together.
@@ -63,17 +67,34 @@ def plan_memory(plan: Plan, chunks: pl.DataFrame) -> PlanMemory | None:
     names = ("chunk_size", "dp", "pp", "virtual_stages")
     sizes = {name: plan.config[name] for name in names}
     config = PlanConfig(k=1, schedule="interleaved" if sizes["virtual_stages"] > 1 else None, **sizes)
-    sharding: Sharding = "weights" if cost.weight_shards > 1 else "optimizer"
-    moments, fullest = _fullest_moments(plan, chunks, config, stage_token_bytes(config, cost))
+    moments, ranks = _fullest_moments(plan, chunks, config, stage_token_bytes(cost, config.pp, sizes["virtual_stages"]))
+    return memory_at(moments, ranks, config, cost)
+
+
+def memory_at(
+    moments: Int64Array,
+    ranks: Int64Array,
+    config: PlanConfig,
+    cost: CostModel,
+    *,
+    sharding: Sharding | None = None,
+    gpu_bytes: int | None = None,
+) -> PlanMemory:
+    """The memory of a plan whose stages hold `moments` int64 [pp, 3] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
+
+    Unless `sharding` says otherwise, optimizer states are taken to be spread over data-parallel ranks, as the runtime
+    does, and weights where times are predicted so; unless `gpu_bytes` does, the GPU has what its profile says.
+    """
+    sharding = sharding or ("weights" if cost.weight_shards > 1 else "optimizer")
     memory = memory_of_stages(config, cost, sharding, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
     return PlanMemory(
-        step=int(fullest[stage]) // config.dp,
-        dp_rank=int(fullest[stage]) % config.dp,
+        step=int(ranks[stage]) // config.dp,
+        dp_rank=int(ranks[stage]) % config.dp,
         stage=stage,
         sharding=sharding,
         memory=memory[stage],
-        gpu_bytes=cost.hardware.memory_bytes,
+        gpu_bytes=cost.hardware.memory_bytes if gpu_bytes is None else gpu_bytes,
     )
 
 
@@ -98,8 +119,7 @@ def _fullest_moments(
         config.pp,
         token_bytes,
     )
-    fullest = (moments * token_bytes).sum(axis=2).argmax(axis=0)
-    return moments[fullest, np.arange(config.pp)], fullest
+    return fullest(moments, token_bytes)
 
 
 def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:

@@ -73,6 +73,15 @@ def fullest_moments(
     return moments
 
 
+def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
+    """Of `moments` int64 [n, pp, 3], see `fullest_moments`, the one that takes most bytes on each stage.
+
+    Returns it, int64 [pp, 3], and which of the n it is, int64 [pp].
+    """
+    most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
+    return moments[most, np.arange(most.size)], most
+
+
 @compiled
 def _groups(rank_chunks: Int64Array, group_id: Int32Array, num_tokens: Int64Array) -> tuple[BoolArray, Int64Array]:
     """Whether each chunk is the first of a group, and if so, the group's tokens; [n]."""

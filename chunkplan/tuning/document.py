@@ -145,6 +145,7 @@ def tuning_document(tuning: Tuning) -> dict[str, Any]:
             "longest_sequence": tuning.longest_sequence,
             "tokens_per_step": tuning.tokens_per_step,
             "token_histogram": {str(length): share for length, share in tuning.token_histogram.items()},
+            "positions": tuning.positions and asdict(tuning.positions),
         },
         "baselines": [_baseline(row, tuning.tokens_per_step) for row in tuning.baselines],
         "layouts": [

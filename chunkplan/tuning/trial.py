@@ -9,15 +9,15 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array, split_layers
-from chunkplan.cost.memory import Sharding, StageMemory, stage_memory, token_bytes
+from chunkplan.cost.memory import Sharding, StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.schema import OPS
-from chunkplan.planning.block import Block, Dataset, chunk_block, chunk_costs, schedule_block
+from chunkplan.planning.block import Block, Dataset, chunk_block, chunk_costs, rank_moments, schedule_block
 from chunkplan.planning.chunks import Chunks
 from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.footprint import fullest_moments
+from chunkplan.schedule.footprint import fullest
 from chunkplan.tuning.sampling import Sample
 
 
@@ -42,8 +42,8 @@ class Outcome:
     def memory(self, cost: CostModel, sharding: Sharding) -> StageMemory:
         """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading."""
         moments = self.moments[int(cost.kv_offload)]
-        fullest = _fullest(moments, stage_token_bytes(self.config, cost))
-        return max(memory_of_stages(self.config, cost, sharding, fullest), key=_total)
+        most, _ = fullest(moments, _token_bytes(self.config, cost))
+        return max(memory_of_stages(self.config, cost, sharding, most), key=_total)
 
     def stages(self, cost: CostModel, sharding: Sharding, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
@@ -125,24 +125,13 @@ def _moments(
     chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
     """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 3]."""
-    weights = stage_token_bytes(config, replace(cost, kv_offload=offloaded))
-    moments = fullest_moments(
-        scheduled.actions, chunks.rank_chunks, ranks.group_id, ranks.num_tokens, config.pp, weights
-    )
-    return np.stack([_fullest(of_step, weights) for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
+    token_bytes = _token_bytes(config, replace(cost, kv_offload=offloaded))
+    moments = rank_moments(chunks, ranks, scheduled, token_bytes)
+    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
 
 
-def stage_token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
-    """What a token of each kind takes on each stage, [pp, 3]."""
-    layers = split_layers(cost.shape.num_layers, config.pp * int(config.virtual_stages or 1))
-    return np.array([token_bytes(cost, layers[stage :: config.pp]) for stage in range(config.pp)])
-
-
-def _fullest(moments: Int64Array, weights: Float64Array) -> Int64Array:
-    """Of `moments` int64 [n, pp, 3] the one that takes most bytes on each stage: int64 [pp, 3]."""
-    most = (moments * weights).sum(axis=-1).argmax(axis=0)
-    fullest: Int64Array = moments[most, np.arange(most.size)]
-    return fullest
+def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
+    return stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1))
 
 
 _FORWARD_KV = OPS.index("forward_kv")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
+from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planning.config import PlanConfig
@@ -57,6 +58,7 @@ class Tuning:
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
     compared. `baselines` are on the layout of `chosen`. `token_histogram`: of the data.
+    `positions`: the data against what the model takes, None where its config does not say that.
     """
 
     options: TuneOptions
@@ -70,6 +72,7 @@ class Tuning:
     longest_sequence: int
     tokens_per_step: float
     token_histogram: dict[int, float]
+    positions: Positions | None
 
     @property
     def best(self) -> Choice:
@@ -135,6 +138,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         longest_sequence=int(num_tokens.max()),
         tokens_per_step=sample.tokens_per_step,
         token_histogram=token_histogram(num_tokens),
+        positions=Positions.of(num_tokens, options.shape.max_positions),
     )
 
 

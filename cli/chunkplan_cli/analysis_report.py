@@ -37,35 +37,46 @@ _KEPT = (
 )
 
 
-def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None) -> None:
-    """Print the length report and what chunking would gain; then what was read, and where the analysis is."""
+def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, gain: bool = False) -> None:
+    """Print the length report and, if asked for, what chunks would gain; then what was read, and where the analysis
+    is."""
     from chunkplan.lengths import length_report
-    from chunkplan.tuning.headline import headline
-    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.length_report import print_length_report
-    from chunkplan_cli.tune_report import headline_document, print_headline
 
     report = length_report(analysis)
-    with note_compilation():
-        gain = headline(analysis)
     manifest = analysis.manifest
     if as_json:
         kept = {name: manifest[name] for name in _KEPT}
-        document = {"analysis": str(analysis.path), "report": report.to_dict(), **kept}
-        print_json({**document, "headline": headline_document(gain) if gain else None})
+        print_json({"analysis": str(analysis.path), "report": report.to_dict(), **kept})
     else:
         print_length_report(stdout(), report, manifest)
         if gain:
-            print_headline(stdout(), gain)
+            _print_gain(analysis)
     _say_what_was_read(analysis.path, manifest)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
 
 
 def print_next(output: Path | None, workspace: Path | None) -> None:
-    """The command that most would give next."""
-    command = ["chunkplan", "build", *([str(output)] if output else []), "--chunk-size", "8192", "--k", "4"]
-    note("next: " + shlex.join([*command, *(["--workspace", str(workspace)] if workspace else [])]))
+    """The command that most would give next, which works as it is, and what to say in it."""
+    where = [*([str(output)] if output else []), *(["--workspace", str(workspace)] if workspace else [])]
+    note("next: " + shlex.join(["chunkplan", "tune", *where, "--gpus", "8", "--output", "tune.json"]))
+    note(f"{_INDENT}(for Qwen2.5-7B on H100s, unless --model-config and --hardware name yours)")
+
+
+def _print_gain(analysis: Analysis) -> None:
+    from chunkplan.errors import UsageError
+    from chunkplan.tuning.headline import headline
+    from chunkplan_cli.compilation import note_compilation
+    from chunkplan_cli.tune_report import print_headline
+
+    try:
+        with note_compilation():
+            found = headline(analysis)
+    except UsageError as error:
+        warn(f"what chunks would gain is not known: {error.message}")
+    else:
+        print_headline(stdout(), found)
 
 
 def describe_old(target: Path) -> str | None:

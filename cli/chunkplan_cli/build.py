@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from chunkplan_cli.machine_options import (
     TensorParallel,
     cost_model,
 )
+from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
@@ -181,7 +183,9 @@ def build(
     """
     from chunkplan.building import build_plans, is_evaluation
     from chunkplan.errors import UsageError
+    from chunkplan.lengths import Positions
     from chunkplan.planfile.load import evaluation_folder, load_analysis
+    from chunkplan.reporting.plan_memory import memory_at
     from chunkplan.summary import summarize_plan
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose
@@ -234,22 +238,36 @@ def build(
         if auto:
             if checkpointing is not None:
                 raise UsageError("--checkpointing and --auto exclude each other", hint="--auto chooses it")
-            values, cost = choose(loaded, values, machine | only_auto, from_file)
+            found = choose(loaded, values, machine | only_auto, from_file)
+            values, cost = found.settings, found.cost
+            held_by: dict[str, Any] = {"sharding": found.sharding, "gpu_bytes": found.gpu_memory}
         else:
             _refuse_without_auto(only_auto | {"from": from_file})
-            cost = cost_model(**machine, checkpointing=checkpointing)
+            cost, held_by = cost_model(**machine, checkpointing=checkpointing), {}
         settings = plan_config(values)
         with progress("planning", "steps") as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=workers, progress=report_progress, dry_run=dry_run
             )
 
-    manifest = plans[target].manifest
-    summary = summarize_plan(plans[target].steps, plans[target].chunks, manifest)
+    built = plans[target]
+    manifest = built.manifest
+    summary = summarize_plan(built.steps, built.chunks, manifest)
+    memory = memory_at(built.moments, built.ranks, settings, cost, **held_by)
+    positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     if as_json:
-        print_json({"plan": None if dry_run else str(target), "manifest": manifest, "summary": summary.to_dict()})
+        document = {"plan": None if dry_run else str(target), "manifest": manifest, "summary": summary.to_dict()}
+        print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions)})
     else:
-        print_plan_report(stdout(), summary, manifest)
+        print_plan_report(stdout(), summary, manifest, memory)
+    if not auto and settings.split != "none":
+        warn_of_chunk_size(settings.chunk_size, summary.longest_sequence)
+    tune = [*([str(analysis)] if analysis else []), *(["--workspace", str(workspace)] if workspace else [])]
+    for name in ("model_config", "hardware", "gpu_memory", "precision", "sharding"):
+        if (value := (machine | only_auto)[name]) is not None:
+            tune += ["--" + name.replace("_", "-"), str(value)]
+    warn_of_memory(memory, cost, settings, None if from_file else ["chunkplan", "tune", *tune])
+    warn_of_positions(positions, cost.shape.name)
     if not manifest["analysis"]["exact"]:
         warn("the lengths are estimated from bytes: this plan shows what to expect, it cannot be trained")
     if manifest["analysis"]["sample"]:

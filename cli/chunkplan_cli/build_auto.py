@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +11,14 @@ from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
-    from chunkplan.cost.model import CostModel
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.tuning.document import Tuned
 
 
-def choose(
-    analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], file: Path | None
-) -> tuple[dict[str, Any], CostModel]:
+def choose(analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], file: Path | None) -> Tuned:
     """What the options `values` leave open, tuned for `machine` (arguments of `tune_options`) or as `file` has it.
 
-    Returns the options with what was chosen, and the cost model.
+    The settings that are returned are `values` with what was chosen.
     """
     from chunkplan.errors import UsageError
     from chunkplan.tuning.document import read_tuning, tuned
@@ -57,7 +55,7 @@ def choose(
         warn(f"plan only: the runtime cannot run {plan_only} yet")
     if file is not None:
         _compare(analysis, found, config)
-    return settings, found.cost
+    return replace(found, settings=settings)
 
 
 def _refuse_machine(machine: dict[str, Any]) -> None:

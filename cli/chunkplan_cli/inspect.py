@@ -132,7 +132,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json({"plan": str(plan.path), "manifest": plan.manifest, **report.to_dict()})
     else:
-        print_plan_report(stdout(), report.summary, plan.manifest)
+        print_plan_report(stdout(), report.summary, plan.manifest, report.memory)
         print_plan_tables(stdout(), report, plan.manifest)
 
 

@@ -9,16 +9,19 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import counted, k_words, percent, ratio, seconds, selection_words
+from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, seconds, selection_words
 
 if TYPE_CHECKING:
+    from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.summary import PlanSummary
 
 
-def print_plan_report(console: Console, summary: PlanSummary, manifest: dict[str, Any]) -> None:
-    """Print what a plan comes to."""
+def print_plan_report(
+    console: Console, summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory | None
+) -> None:
+    """Print what a plan comes to; `memory` is None where it does not describe the model and the GPU."""
     print_estimated(console, manifest)
-    console.print(Panel(Group(*_overview(summary, manifest)), title="plan", title_align="left", expand=False))
+    console.print(Panel(Group(*_overview(summary, manifest, memory)), title="plan", title_align="left", expand=False))
 
 
 def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
@@ -29,7 +32,7 @@ def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
         console.print(Text(caveat, style="bold yellow"))
 
 
-def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
+def _overview(summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory | None) -> list[Any]:
     from chunkplan.reporting.plan_words import machine_words, schedule_words
 
     cost_model = manifest["predictions"]["cost_model"]
@@ -61,6 +64,9 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any]) -> list[Any]:
                 f"{summary.longest_sequence:,}",
             )
         )
+    if memory is not None:
+        used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
+        rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
     if summary.dp > 1:
         rows.append(("balance", _balance(summary)))
     if summary.num_exceeding_steps:

@@ -20,6 +20,7 @@ from chunkplan_cli.machine_options import (
     parse_numbers,
     tune_options,
 )
+from chunkplan_cli.plan_warnings import warn_of_positions
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
@@ -116,6 +117,7 @@ def tune(
         print_json(tuning_document(tuning))
     else:
         print_tuning(stdout(), tuning)
+    warn_of_positions(tuning.positions, options.shape.name)
     if not loaded.is_exact:
         warn("the lengths are estimated from bytes: times and memory are, too")
     if output is not None:

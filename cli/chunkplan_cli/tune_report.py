@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -160,33 +160,20 @@ def _words(choice: Choice, tuning: Tuning) -> str:
 
 
 def print_headline(console: Console, tuning: Tuning) -> None:
-    """Print what chunks would gain, in one line."""
-    today, choice, best = tuning.baselines[0], tuning.chosen, tuning.best_of_today
-    fits = "" if today.fits else f" on larger GPUs ({gibibytes(today.memory.total)})"
-    other = f", {seconds(best.step_ns / 1e3)} {best.name}" if best is not None and best is not today else ""
+    """Print what chunks would gain, in one line: over the best of today's ways that fits and loses nothing."""
+    choice, best, today = tuning.chosen, tuning.best_of_today, tuning.baselines[0]
+    dp, tp, pp = choice.layout
+    if best is not None:
+        gain = f", {best.step_ns / choice.step_ns:.1f}x as fast as {best.name} ({seconds(best.step_ns / 1e3)}), the "
+        gain += "fastest way of today that fits and loses no token"
+    else:
+        gain = f"; no way of today fits {gibibytes(tuning.options.gpu_memory)} without cutting sequences: {today.name} "
+        gain += f"would need {gibibytes(today.memory.total)}"
     console.print(
-        f"{tuning.options.shape.name} on {choice.layout.gpus} x {tuning.options.hardware.name}: a step takes "
-        f"{seconds(today.step_ns / 1e3)} with one sequence a micro-batch{fits}{other}, "
-        f"{seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with K {choice.config.k}: "
-        f"{today.step_ns / choice.step_ns:.1f}x as fast as the first, by prediction. `chunkplan tune` does this for "
-        "your model and GPUs."
+        f"{tuning.options.shape.name} on {dp * tp * pp} x {tuning.options.hardware.name} (tp {tp}, pp {pp}), by "
+        f"prediction: a step takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with "
+        f"K {choice.config.k}{gain}."
     )
-
-
-def headline_document(tuning: Tuning) -> dict[str, Any]:
-    """The same, for JSON."""
-    today, choice, best = tuning.baselines[0], tuning.chosen, tuning.best_of_today
-    return {
-        "model": tuning.options.shape.name,
-        "hardware": tuning.options.hardware.name,
-        "gpus": choice.layout.gpus,
-        "one_sequence_seconds": today.step_ns / 1e9,
-        "best_of_today_seconds": best.step_ns / 1e9 if best else None,
-        "chunked_seconds": choice.step_ns / 1e9,
-        "chunk_size": choice.config.chunk_size,
-        "k": choice.config.k,
-        "speedup": today.step_ns / choice.step_ns,
-    }
 
 
 def memory_words(choice: Choice) -> list[str]:

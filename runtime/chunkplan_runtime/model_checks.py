@@ -6,9 +6,10 @@ known here, and rotary embeddings depend on positions alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from chunkplan.cost import model_config
 from chunkplan.errors import UsageError
 
 MODEL_TYPES = (
@@ -98,6 +99,11 @@ def windows(config: Any) -> tuple[int | None, ...]:
     return (window if config.model_type in _ONE_WINDOW else None,) * int(config.num_hidden_layers)
 
 
+def max_positions(config: Any) -> int | None:
+    """How many tokens a sequence may have, by the rule that the planner goes by too."""
+    return model_config.max_positions(config.to_dict())
+
+
 def final_softcap(config: Any) -> float | None:
     """What bounds the logits of a model; other types than these have no such thing, whatever their config says."""
     cap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -115,7 +121,8 @@ def check_config(config: Any, where: str) -> None:
         size = getattr(config, name, 1)
         if size is not None and (type(size) is not int or size < 1):
             raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
-    for rope_type in _rope_types(config):
+    for entry in model_config.rope_entries(config.rope_parameters or {}):
+        rope_type = entry.get("rope_type")
         if rope_type not in _ROPE_TYPES:
             raise UsageError(
                 f"rope type {rope_type!r} depends on more than positions, or is not known",
@@ -188,11 +195,3 @@ def _check_values(config: Any, where: str) -> None:
             where=where,
             hint="num_attention_heads has to be a multiple of num_key_value_heads",
         )
-
-
-def _rope_types(config: Any) -> Iterator[Any]:
-    """Of all layers; models with several kinds of layers have rope parameters by kind."""
-    parameters = config.rope_parameters or {}
-    by_kind = [entry for entry in parameters.values() if isinstance(entry, Mapping)]
-    for entry in by_kind or [parameters]:
-        yield entry.get("rope_type")

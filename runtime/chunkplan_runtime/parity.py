@@ -23,6 +23,7 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.plan import Chunk
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.model_checks import max_positions
 from chunkplan_runtime.models import CausalLM, check_plan, new_model, read_config
 from chunkplan_runtime.precise import evaluate_in_float64
 from chunkplan_runtime.stream import PlanStream, open_plan
@@ -142,8 +143,8 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     """
     opened, its_analysis = open_plan(plan, analysis)
     check_plan(model, opened)
-    max_positions = model.config.max_position_embeddings
-    stream = PlanStream(opened, its_analysis, vocab_size=model.vocab_size, max_positions=max_positions)
+    most = max_positions(model.config)
+    stream = PlanStream(opened, its_analysis, vocab_size=model.vocab_size, max_positions=most)
     work = next(iter(stream))
     with evaluate_in_float64(model.model):
         executor = Executor(model, kv_offload=kv_offload)

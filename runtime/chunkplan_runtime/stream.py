@@ -86,7 +86,7 @@ class PlanStream(IterableDataset[StepWork]):
 
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
-            `max_positions`.
+            `max_positions` (None: any may be).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PlanStream(IterableDataset[StepWork]):
         analysis: Analysis,
         *,
         vocab_size: int,
-        max_positions: int,
+        max_positions: int | None,
         prefetch: int = 2,
         pin_memory: bool = False,
         layout: Layout | None = None,
@@ -197,7 +197,7 @@ def check_runnable(plan: Plan) -> None:
             raise UsageError(f"the plan is for {what}, which the runtime does not do", where=str(plan.path), hint=hint)
 
 
-def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
+def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -> None:
     """Refuse an analysis that a model cannot be trained on.
 
     Raises:
@@ -212,12 +212,13 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int) -> None:
             hint="analyze with the tokenizer that belongs to the model",
         )
     longest = int(analysis.num_tokens.argmax())
-    if analysis.num_tokens[longest] > max_positions:
+    if max_positions is not None and analysis.num_tokens[longest] > max_positions:
         raise UsageError(
             f"sequence {longest} has {analysis.num_tokens[longest]:,} tokens, "
-            f"the model takes {max_positions:,} positions (max_position_embeddings)",
+            f"the model takes {max_positions:,} positions (max_position_embeddings and rope scaling)",
             where=analysis.place(longest),
-            hint="use a model with a longer context, or `chunkplan analyze` with --max-length",
+            hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
+            f"--max-length {max_positions}",
         )
 
 

@@ -42,7 +42,7 @@ def _sequences_a_step(summary: PlanSummary) -> str:
 
 def _of_gpu(memory: PlanMemory) -> str:
     """What is taken of what there is."""
-    fits = "" if memory.memory.total <= memory.gpu_bytes else ", does not fit"
+    fits = "" if memory.fits else ", does not fit"
     return f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}{fits}"
 
 

@@ -17,6 +17,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.model_checks import max_positions
 from chunkplan_runtime.models import CausalLM, check_plan
 from chunkplan_runtime.stream import PlanStream, open_plan
 
@@ -47,7 +48,7 @@ class PlanData(IterableDataset[dict[str, Any]]):
             plan,
             analysis,
             vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
+            max_positions=max_positions(config),
             pin_memory=pin_memory,
         )
 

@@ -12,6 +12,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.model_checks import max_positions
 from chunkplan_runtime.stream import PlanStream, open_plan
 from chunkplan_runtime.training.config import TrainConfig
 
@@ -40,7 +41,7 @@ class TrainingData:
             plan,
             self.analysis,
             vocab_size=self.model_config.vocab_size,
-            max_positions=self.model_config.max_position_embeddings,
+            max_positions=max_positions(self.model_config),
             pin_memory=self.pin_memory,
             layout=self.layout,
         )

@@ -1,0 +1,68 @@
+"""What a plan or a tuning asks of GPUs and of a model that these do not have: warnings, each with what to do."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from chunkplan.quantities import counted, gibibytes
+from chunkplan_cli.terminal import note, warn
+
+if TYPE_CHECKING:
+    from chunkplan.cost.model import CostModel
+    from chunkplan.lengths import Positions
+    from chunkplan.planning.config import PlanConfig
+    from chunkplan.reporting.plan_memory import PlanMemory
+
+
+def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune: list[str] | None) -> None:
+    """Where a plan does not fit its GPUs, what takes the room and what helps.
+
+    `tune`: the command that tunes for the same data, model and GPUs, but for how many; None where that is not known.
+    """
+    from chunkplan.reporting.plan_words import memory_parts
+
+    if memory.fits:
+        return
+    held = memory.memory
+    parts = ", ".join(f"{name} {gibibytes(num_bytes).removesuffix(' GiB')}" for name, num_bytes in memory_parts(held))
+    warn(
+        f"{cost.shape.name} takes {gibibytes(held.total)} a GPU in step {memory.step:,}, {cost.hardware.name} has "
+        f"{gibibytes(memory.gpu_bytes)}: {parts}"
+    )
+    gpus = config.dp * cost.tp * config.pp
+    if held.weights + held.gradients + held.optimizer + held.reserved > memory.gpu_bytes:
+        helps = "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp"
+        gpus = max(8, 2 * gpus)
+    elif held.kv + held.kv_gradients > held.activations + held.stage_inputs:
+        helps = "train with --kv-offload, which keeps keys and values (KV) in host memory; or more --pp"
+    else:
+        helps = "a smaller --chunk-size or --k, or --checkpointing full"
+    command = "chunkplan tune" if tune is None else shlex.join([*tune, "--gpus", str(gpus)])
+    note(f"hint: {helps}; `{command}` finds what fits")
+
+
+def warn_of_chunk_size(chunk_size: int, longest: int) -> None:
+    """Where no sequence is as long as a chunk may be."""
+    if chunk_size > longest:
+        warn(
+            f"ChunkSize {chunk_size:,} is larger than any sequence (the longest has {counted(longest, 'token')}): "
+            "nothing is split, chunks are packed with whole sequences"
+        )
+        note("hint: a smaller --chunk-size takes less memory; `chunkplan tune` chooses one")
+
+
+def warn_of_positions(positions: Positions | None, model: str) -> None:
+    """Where sequences have more tokens than the model takes."""
+    if positions is None or not positions.num_over:
+        return
+    most = positions.max_positions
+    warn(
+        f"{positions.num_over:,} of {counted(positions.num_sequences, 'sequence')} "
+        f"{'has' if positions.num_over == 1 else 'have'} more than the {most:,} tokens that {model} takes, the longest "
+        f"{positions.longest:,}: the trainer refuses such data"
+    )
+    note(
+        f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts them, `--long drop` leaves them out; "
+        "or give a --model-config whose max_position_embeddings or rope scaling (YaRN) covers them"
+    )
