@@ -13,8 +13,8 @@ run() { printf '$ %s\n' "$*"; "$@"; }
 say "1. How long are the sequences? (1,030 real records, four schemas)"
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer
 
-say "2. Plan them: chunks of at most 8192 tokens, 4 of a sequence hold activations"
-run chunkplan build --chunk-size 8192 --k 4
+say "2. Plan them, for Qwen2.5-7B on 8 H100s: ChunkSize, K and layout are chosen by simulating steps"
+run chunkplan build --auto --gpus 8
 
 say "3. Look at one step of the plan, and check every invariant of its files"
 run chunkplan inspect --step 1
@@ -23,7 +23,7 @@ run chunkplan validate
 say "4. Train: a tiny model with random weights on this CPU, sequences cut at 4096 tokens, chunks of 1024"
 export CHUNKPLAN_WORKSPACE=chunkplan-out/demo
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer --max-length 4096 --json >/dev/null
-run chunkplan build --chunk-size 1024 --k 2 --global-batch 16
+run chunkplan build --chunk-size 1024 --k 2 --global-batch 16 --model-config sample_data/model
 rm -rf chunkplan-out/demo/run
 run torchrun --nproc-per-node 1 -m chunkplan_runtime.train --plan chunkplan-out/demo/plan \
     --model-config sample_data/model/config.json --output chunkplan-out/demo/run --max-steps 8 --lr 1e-3
@@ -40,6 +40,7 @@ chunkplan-out/demo/run       metrics.jsonl and the trained weights (final/)
 Next, on your own data:
   source .venv/bin/activate
   chunkplan analyze dataset.jsonl --tokenizer path/to/tokenizer.json
-  chunkplan build --chunk-size 8192 --k 4 --dp 8
+  chunkplan tune --model-config path/to/model --gpus 8 --output tune.json
+  chunkplan build --auto --from tune.json
   chunkplan inspect
 END

@@ -53,7 +53,7 @@ COMMANDS = {
     "tuning.md": ("tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
     "export.md": ("export", "build"),
-    "concepts.md": ("build",),
+    "concepts.md": ("build", "train"),
     "guide.md": PROGRAMS,
     "tutorial.md": PROGRAMS,
     "errors.md": PROGRAMS,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.models import load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.parity import parity
 
 
 @pytest.fixture
@@ -93,6 +94,15 @@ def test_known_models_are_taken(config_file, model_type, rope):
     model = new_model(config, torch.bfloat16, seed=0).model
     assert model.config._attn_implementation == "chunkplan"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_stretched_by_yarn_takes_the_positions_that_it_is_stretched_to(config_file):
+    """...and chunks of a sequence that long give the gradients of the whole."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    file = config_file(max_position_embeddings=16, rope_scaling=rope)
+    assert parity([64, 5], 20, 1, file).passed
+    with pytest.raises(UsageError, match="has 65 tokens, the model takes 64 positions"):
+        parity([65], 20, 1, file)
 
 
 @pytest.mark.parametrize(

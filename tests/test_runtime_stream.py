@@ -115,7 +115,8 @@ def test_a_sequence_longer_than_the_model_takes_is_refused_at_once(written):
     with pytest.raises(UsageError, match="sequence 0 has 10 tokens, the model takes 9 positions") as raised:
         stream(written, max_positions=9)
     assert raised.value.where == load_analysis(written[1]).place(0)
-    assert "--max-length" in raised.value.hint
+    assert "--max-length 9" in raised.value.hint
+    assert next(iter(stream(written, max_positions=None))).step.num_tokens == 13
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused_at_once(written):

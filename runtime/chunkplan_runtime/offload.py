@@ -1,4 +1,4 @@
-"""Pages in host memory, so that what a GPU holds does not grow with the length of a sequence.
+"""Pages in host memory, so that the keys and values on a GPU do not grow with the length of a sequence.
 
 A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the
 device, and written back. Reading and writing have a CUDA stream each, and all waiting is done by the GPU, so that the

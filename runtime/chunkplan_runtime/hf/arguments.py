@@ -43,7 +43,7 @@ _SETTINGS = {
     "deepspeed": "this runtime runs on one process; leave it out",
     "fsdp": "this runtime runs on one process; leave it out",
     "parallelism_config": "this runtime runs on one process; leave it out",
-    "auto_find_batch_size": "memory is set by the ChunkSize: `chunkplan build --chunk-size N`",
+    "auto_find_batch_size": "activations take memory by ChunkSize and K: `chunkplan build --chunk-size N --k K`",
     "ignore_data_skip": "a resumed run goes on at the right step of the plan at once; leave it out",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback's on_step_end",
 }
