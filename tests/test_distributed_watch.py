@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ ENVIRONMENT = {
 }
 RESUME = "--resume goes on from the last checkpoint\n"
 WHY = f"hint: its own output says why (out of memory, a lost machine); {RESUME}"
+IF_GONE = f"hint: if it is gone, its own output says why (out of memory, a lost machine); {RESUME}"
+END_IT = r"hint: if it is still there, `kill -CONT (\d+)` has it end as the others do, `kill -KILL \1` at once; "
 
 
 class Outcomes:
@@ -55,11 +58,46 @@ def test_all_end_when_the_process_with_the_store_was_killed(outcomes: Outcomes) 
     )
 
 
+def test_a_suspended_process_is_said_to_be_so_and_ends_with_the_others(outcomes: Outcomes) -> None:
+    assert outcomes.codes("suspended") == [1, 1, 1]
+    error, hint = outcomes.printed("suspended").splitlines()
+    who = "process 1 of 3 (data parallel)"
+    assert error == f"error: {who} is suspended at step 2 (stopped by a signal): nothing heard of it for 2 s"
+    assert re.fullmatch(END_IT + re.escape(RESUME), f"{hint}\n")
+
+
+def test_all_end_when_the_process_with_the_store_is_suspended(outcomes: Outcomes) -> None:
+    assert outcomes.codes("host_suspended") == [-9, 1, 1]
+    error, hint = outcomes.printed("host_suspended").splitlines()
+    who = "process 0 of 3 (data parallel)"
+    assert error == f"error: {who} is suspended at step 7 (stopped by a signal): nothing heard of its store for 2 s"
+    assert re.fullmatch(END_IT + re.escape(RESUME), f"{hint}\n")
+
+
 def test_all_end_when_the_store_does_not_answer_any_more(outcomes: Outcomes) -> None:
+    """It is on another machine, of which nothing can be told."""
     assert outcomes.codes("host_hangs") == [-9, 1, 1]
     assert outcomes.printed("host_hangs") == (
-        f"error: process 0 of 3 (data parallel) died at step 7: nothing heard of its store for 2 s\n{WHY}"
+        "error: process 0 of 3 (data parallel) is silent at step 7 (suspended, stuck or gone): "
+        f"nothing heard of its store for 2 s\n{IF_GONE}"
     )
+
+
+def test_who_goes_on_when_the_job_has_ended_says_that_it_was_paused(outcomes: Outcomes) -> None:
+    assert outcomes.codes("suspended_elsewhere") == [1, 1]
+    one, other = (f"process {rank} of 2 (data parallel)" for rank in range(2))
+    assert outcomes.printed("suspended_elsewhere") == (
+        f"error: {other} is silent at step 1 (suspended, stuck or gone): nothing heard of it for 2 s\n{IF_GONE}"
+        f"error: {one} died at step 1: its store closed the connection, after a pause of {other} itself\n{WHY}"
+    )
+
+
+def test_a_process_that_lives_and_gets_nowhere_is_said_to_be_stuck(outcomes: Outcomes) -> None:
+    assert outcomes.codes("stuck") == [1, -9]
+    error, hint = outcomes.printed("stuck").splitlines()
+    who = "process 1 of 2 (data parallel)"
+    assert error == f"error: {who} is silent at step 1 (alive, and stuck): nothing heard of it for 2 s"
+    assert re.fullmatch(rf"hint: if it is still there, `kill -KILL \d+` ends it; {re.escape(RESUME)}", f"{hint}\n")
 
 
 @pytest.mark.parametrize("case, code", [("failed", 2), ("host_failed", 3)])
@@ -99,11 +137,23 @@ def test_a_connection_that_breaks_without_a_death_is_an_error(outcomes: Outcomes
     assert printed.startswith("the connection to another process broke: ") and printed.count("\n") == 1
 
 
-def test_torchrun_tells_who_died() -> None:
+def under_torchrun(case: str) -> subprocess.CompletedProcess[str]:
     """Its SIGTERM comes first, and its own store is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command.append(str(ROOT / "tests" / "watch_cases.py"))
+    command += [str(ROOT / "tests" / "watch_cases.py"), case]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
+    return done
+
+
+def test_torchrun_tells_who_died() -> None:
+    done = under_torchrun("one_killed")
     assert done.stderr.count("process 2 of 3 (data parallel) died at step 12: nothing heard of it for 2 s\n") == 1
     assert " 0 of 3" not in done.stderr and " 1 of 3" not in done.stderr
+
+
+def test_torchrun_tells_who_is_suspended_and_does_not_wait_for_it() -> None:
+    done = under_torchrun("suspended")
+    assert done.stderr.count("process 1 of 3 (data parallel) is suspended at step 2 (stopped by a signal): ") == 1
+    assert " 0 of 3" not in done.stderr and " 2 of 3" not in done.stderr
+    assert "forcefully exiting" not in done.stderr, "half a minute later"

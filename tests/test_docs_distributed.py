@@ -22,8 +22,9 @@ from torch.distributed.run import get_args_parser, parse_args
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan_cli.main import main
+from chunkplan_runtime.distributed.fate import Fate, Place, lost
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.distributed.watch import DEAD_AFTER, HINTS
+from chunkplan_runtime.distributed.watch import DEAD_AFTER
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig, flag
 from chunkplan_runtime.training.options import read_options
@@ -31,7 +32,7 @@ from tests.training_checks import lines
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SEVERAL_MACHINES, ERROR = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCRIPTS = Path(sys.executable).parent
 
 #: What is another where there are two processes in place of four.
@@ -115,8 +116,10 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
 
 
 def test_what_is_said_of_faults_is_what_processes_print():
-    died = f"error: {Layout(2, 2, 3).describe()} died at step 1: nothing heard of it for {DEAD_AFTER:g} s\n"
-    assert f"{died}hint: {HINTS[1]}\n" == ERROR
+    for fate, screen in {Fate.GONE: DIED, Fate.SUSPENDED: SUSPENDED}.items():
+        heard, place = f"nothing heard of it for {DEAD_AFTER:g} s", Place("", 4711, "")
+        error = lost(fate, Layout(2, 2, 3).describe(), "at step 1", heard, place)
+        assert f"error: {error}\nhint: {error.hint}\n" == screen
     assert timedelta(hours=1) == TIMEOUT
 
 

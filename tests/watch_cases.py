@@ -1,11 +1,12 @@
-"""What processes do in tests of the watch: each case is run by a few of them, one of which kills itself or fails.
+"""What processes do in tests of the watch: each case is run by a few of them, one of which dies, stops or fails.
 
 `python -m tests.watch_cases FOLDER` runs all cases, by forks of one process that has imported torch; FOLDER gets what
-each process printed, and `codes.json`. `python -m tests.watch_cases` under torchrun runs `killed`.
+each process printed, and `codes.json`. Under torchrun it runs the case whose name is in place of FOLDER.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -50,12 +51,34 @@ def host_killed(watch: Watch, rank: int) -> None:
     wait_for(watch, 3 - rank)
 
 
-def host_hangs(watch: Watch, rank: int) -> None:
-    """As if the machine of the store were lost: connections stay, answers do not come."""
+def suspended(watch: Watch, rank: int) -> None:
+    """One whose beats process 0 looks for."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for(watch, (rank - 1) % dist.get_world_size())
+
+
+def host_suspended(watch: Watch, rank: int) -> None:
+    """Connections to the store stay, answers do not come."""
     if rank == 0:
         after(2 * DEAD_AFTER, "KILL")
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for(watch, 3 - rank)
+
+
+def suspended_too_long(watch: Watch, rank: int) -> None:
+    """One goes on when the job has ended, and the store with it."""
+    if rank == 1:
+        pause(3 * DEAD_AFTER)
+    wait_for(watch, 1 - rank)
+
+
+def stuck(watch: Watch, rank: int) -> None:
+    """One holds Python's lock, so that its watch gets nowhere."""
+    if rank == 1:
+        after(2 * DEAD_AFTER, "KILL")
+        ctypes.PyDLL(None).sleep(TOO_LONG)
+    wait_for(watch, 1 - rank)
 
 
 def failed(watch: Watch, rank: int) -> None:
@@ -126,12 +149,18 @@ class Case:
     layout: Layout
     step: int = 1
     dead_after: float = DEAD_AFTER
+    apart: bool = False  # as if each process were on a machine of its own
 
 
 CASES = {
     "killed": Case(killed, Layout(dp=2, pp=2), step=12),
+    "one_killed": Case(killed, Layout(dp=3), step=12),
     "host_killed": Case(host_killed, Layout(dp=3), step=-1),
-    "host_hangs": Case(host_hangs, Layout(dp=3), step=7),
+    "suspended": Case(suspended, Layout(dp=3), step=2),
+    "suspended_elsewhere": Case(suspended_too_long, Layout(dp=2), apart=True),
+    "host_suspended": Case(host_suspended, Layout(dp=3), step=7),
+    "host_hangs": Case(host_suspended, Layout(dp=3), step=7, apart=True),
+    "stuck": Case(stuck, Layout(dp=2)),
     "failed": Case(failed, Layout(dp=3)),
     "host_failed": Case(host_failed, Layout(dp=3), dead_after=10.0),  # beats that are slower than a process ends
     "ended": Case(ended, Layout(dp=3)),
@@ -182,6 +211,8 @@ def run(case: Case, rank: int) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     dist.init_process_group("gloo", world_size=layout.world_size, rank=rank)
     watch = Watch(layout, case.dead_after)
+    if case.apart:
+        watch._place = replace(watch._place, machine=f"another-{rank}")
     watch.at_step(case.step)
     watch.start()
     try:
@@ -189,9 +220,9 @@ def run(case: Case, rank: int) -> None:
         time.sleep(case.dead_after / 4)  # all have heard of all; and it is between two beats
         case.work(watch, rank)
     except KeyboardInterrupt:
-        died = watch.interrupted()
-        if died is not None:
-            print(died, file=sys.stderr)
+        lost = watch.interrupted()
+        if lost is not None:
+            print(lost, file=sys.stderr)
         sys.exit(143)
 
 
@@ -232,7 +263,7 @@ def run_at_once(cases: list[str], folder: Path) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_all(Path(sys.argv[1]))
+    if "RANK" in os.environ:
+        run(CASES[sys.argv[1]], int(os.environ["RANK"]))
     else:
-        run(Case(killed, Layout(dp=int(os.environ["WORLD_SIZE"])), step=12), int(os.environ["RANK"]))
+        run_all(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What notices that a process of the job died or failed, and ends the whole job with its name and step.
+"""What notices that a process of the job died, is suspended or failed, and ends the job with its name and step.
 
 Every process beats into the job's store, from a thread. Rank 0 looks at all beats, the others at rank 0's. Who finds
 that the job has to end writes a verdict into the store, the first one prints it, and all who read it end, also those
@@ -18,11 +18,13 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from chunkplan.errors import ChunkplanError
 from chunkplan.visible import one_line
+from chunkplan_runtime.distributed.fate import RESUME, Fate, Place, lost
 from chunkplan_runtime.distributed.silence import Silence
 from chunkplan_runtime.layout import Layout
 
-#: Seconds of silence after which a process counts as dead.
+#: Seconds of silence after which nobody waits for a process any more.
 DEAD_AFTER = 10.0
 
 #: Beats in that time.
@@ -39,16 +41,13 @@ _RUNNING, _STOPPED, _INTERRUPTED = "running", "stopped", "interrupted"
 #: The key of the verdict in the store: "<exit code> <rank that found it>", empty while there is none.
 _VERDICT = "verdict"
 
-_RESUME = "--resume goes on from the last checkpoint"
-HINTS = {1: f"its own output says why (out of memory, a lost machine); {_RESUME}", _STOPPED_CODE: _RESUME}
-
 
 class Watch:
     """A thread in every process that beats into the job's store, and looks for those that stopped.
 
-    Make it right after `init_process_group`, whose store it has a connection of its own to, and keeps alive. Processes
-    count as dead after `dead_after` seconds of silence, the same in all, from their first beat on; about 1.4 times that
-    after a death every process has ended.
+    Make it right after `init_process_group`, whose store it has a connection of its own to, and keeps alive. The job
+    ends after `dead_after` seconds of silence of one, the same in all, from its first beat on; about 1.4 times that
+    after a death every process has ended. One that is suspended is woken then, to end too.
     """
 
     def __init__(self, layout: Layout, dead_after: float = DEAD_AFTER) -> None:
@@ -73,9 +72,11 @@ class Watch:
         # what the watch has found
         self._rounds = 0
         self._beats: dict[int, tuple[str, int]] = {}  # the last word and step of the others, and of this process
+        self._place = Place.of_this_process()
+        self._places: dict[int, Place] = {}  # of the others
         self._silence = Silence(2 * self._interval)
         self._is_first = True  # nobody else has told of an end
-        self._sentence: str | None = None
+        self._error: ChunkplanError | None = None
         self._settled = threading.Event()  # how the job ends is known, or nothing looks for it any more
         self._settling = threading.Lock()
 
@@ -112,16 +113,16 @@ class Watch:
         self._await_verdict()
         return self._is_first
 
-    def interrupted(self) -> str | None:
+    def interrupted(self) -> ChunkplanError | None:
         """This process was told to stop: tell the others, and wait until each of them has said that it ends, or died.
 
-        Whoever has not done either a while after `dead_after` is ended by the watch. Returns a sentence to print that
+        Whoever has not done either a while after `dead_after` is ended by the watch. Returns an error to print that
         names the process that died, and its step; None where nobody died or another process prints it.
         """
         self._ends_itself = True
         self._word = _INTERRUPTED
         self._await_verdict()
-        return self._sentence
+        return self._error
 
     def stop(self) -> None:
         """A regular end of this process, when all have come to theirs: a barrier comes before.
@@ -154,7 +155,8 @@ class Watch:
                 self._wake.wait(self._interval / 10 if hurries else self._interval)
                 self._wake.clear()
         except RuntimeError:  # all that a store raises
-            self._lose_store("its store closed the connection")
+            self._silence.tick()
+            self._lose_store(Fate.GONE, "its store closed the connection")
         finally:
             self._over.set()
             self._settled.set()
@@ -163,13 +165,14 @@ class Watch:
         """Write this process's beat, read the others', and act on what they say."""
         word, step, rank = self._word, self._step, self.layout.rank
         self._rounds += 1
-        self._store.set(_beat_key(rank), f"{self._rounds} {word} {step}")
+        self._store.set(_beat_key(rank), f"{self._rounds} {word} {step} {self._place}")
         verdict, *beats = self._store.multi_get([_VERDICT, *map(_beat_key, self._others)])
         self._beats[rank] = word, step
         for other, beat in zip(self._others, beats, strict=True):
             if beat:  # it has begun
-                _, its_word, its_step = beat.decode().split()
+                _, its_word, its_step, its_place = beat.decode().split()
                 self._beats[other] = its_word, int(its_step)
+                self._places[other] = Place.parse(its_place)
 
         if verdict:
             self._settle(_code_of(verdict), None, is_first=False)
@@ -188,7 +191,9 @@ class Watch:
         for other, beat in zip(self._others, beats, strict=True):
             silent = self._silence.of(other, beat)
             if silent >= self._dead_after and beat and self._has_not_ended(other):
-                self._claim(1, f"{self._at(other, 'died')}: nothing heard of it for {self._dead_after:g} s")
+                place = self._places[other]
+                heard = f"nothing heard of it for {self._dead_after:g} s"
+                self._claim(1, self._lost(place.fate(), other, heard), wakes=place)
                 return
         stopped = [rank for rank, (word, _) in self._beats.items() if word == _INTERRUPTED]
         if self.layout.rank == 0 and stopped:
@@ -196,13 +201,17 @@ class Watch:
             # longer than a death takes to be found, which is then the reason
             if not waits or self._silence.of(_INTERRUPTED, True) >= 1.3 * self._dead_after:
                 tells = not self._ends_itself
-                self._claim(_STOPPED_CODE, self._at(stopped[0], "was stopped") if tells else None)
+                sentence = f"{self.layout.describe(stopped[0])} was stopped {self._when(stopped[0])}"
+                self._claim(_STOPPED_CODE, ChunkplanError(sentence, hint=RESUME) if tells else None)
 
-    def _claim(self, code: int, sentence: str | None) -> None:
+    def _claim(self, code: int, error: ChunkplanError | None, *, wakes: Place | None = None) -> None:
+        """End the job, for all who can read it; `wakes`: of a process that could not, if it is suspended."""
         mine = f"{code} {self.layout.rank}"
         verdict = self._store.compare_set(_VERDICT, "", mine)
         is_first = verdict == mine.encode()
-        self._settle(_code_of(verdict), sentence if is_first else None, is_first=is_first)
+        if wakes is not None and wakes.fate() is Fate.SUSPENDED:
+            wakes.wake()  # else its launcher would wait for it
+        self._settle(_code_of(verdict), error if is_first else None, is_first=is_first)
 
     def _look_at_store(self) -> None:
         """Look whether the beats come through: a call to a store on a machine that is lost does not come back."""
@@ -210,7 +219,9 @@ class Watch:
         while not self._over.wait(self._interval):
             silence.tick()
             if silence.of("rounds", self._rounds) >= self._dead_after:
-                self._lose_store(f"nothing heard of its store for {self._dead_after:g} s")
+                place = None if self._by_launcher else self._places.get(0)
+                fate = place.fate() if place else Fate.UNKNOWN
+                self._lose_store(fate, f"nothing heard of its store for {self._dead_after:g} s")
                 return
 
     def _look_at_signals(self) -> None:
@@ -222,28 +233,27 @@ class Watch:
             self._word = _INTERRUPTED
             self._wake.set()
 
-    def _lose_store(self, reason: str) -> None:
+    def _lose_store(self, fate: Fate, heard: str) -> None:
         if _STOPPED in (self._word, self._beats.get(0, (_RUNNING, -1))[0]):
             return  # it has done its work
-        who = "torchrun on the machine of " if self._by_launcher else ""
-        sentence = f"{who}{self._at(0, 'died')}: {reason}"
+        error = self._lost(fate, 0, heard, "torchrun on the machine of " if self._by_launcher else "")
         is_first = self._speaks_if_alone or self._exit_code is not None
-        self._settle(1, sentence if is_first else None, is_first=is_first)
+        self._settle(1, error if is_first else None, is_first=is_first)
 
-    def _settle(self, code: int, sentence: str | None, *, is_first: bool) -> None:
+    def _settle(self, code: int, error: ChunkplanError | None, *, is_first: bool) -> None:
         """The job ends: with it this process, unless its main thread is at it."""
         with self._settling:
             if self._settled.is_set():
                 return
             ends_itself = self._ends_itself
             self._is_first = is_first and ends_itself
-            self._sentence = sentence if ends_itself else None
+            self._error = error if ends_itself else None
             self._settled.set()
             self._over.set()
         if ends_itself:
             return
-        if sentence is not None:
-            sys.stderr.write(f"error: {one_line(sentence)}\nhint: {HINTS[code]}\n")  # in one piece
+        if error is not None:
+            sys.stderr.write(f"error: {one_line(str(error))}\nhint: {error.hint}\n")  # in one piece
         time.sleep(2 * self._interval)  # others read it; who fails too may end by itself
         sys.stderr.flush()
         os._exit(code)
@@ -259,11 +269,17 @@ class Watch:
     def _has_not_ended(self, rank: int) -> bool:
         return self._beats.get(rank, (_RUNNING, -1))[0] == _RUNNING
 
-    def _at(self, rank: int, what: str) -> str:
+    def _lost(self, fate: Fate, rank: int, heard: str, what_of_it: str = "") -> ChunkplanError:
+        """What is said of a process, or of `what_of_it`, that nothing is heard of any more."""
+        if self._silence.has_paused(self._dead_after):
+            heard += f", after a pause of {self.layout.describe()} itself"
+        who = what_of_it + self.layout.describe(rank)
+        return lost(fate, who, self._when(rank), heard, self._places.get(rank))
+
+    def _when(self, rank: int) -> str:
         # A beat may be some steps old, and all processes begin a step together.
         step = max(self._beats.get(rank, (_RUNNING, -1))[1], self._step)
-        place = f"at step {step}" if step >= 0 else "before the first step"
-        return f"{self.layout.describe(rank)} {what} {place}"
+        return f"at step {step}" if step >= 0 else "before the first step"
 
 
 def _beat_key(rank: int) -> str:

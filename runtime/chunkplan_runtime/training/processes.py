@@ -16,7 +16,7 @@ from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, refuse_shared_gpus
 from chunkplan_runtime.distributed.lost_peers import lost_peers
-from chunkplan_runtime.distributed.watch import HINTS, Watch
+from chunkplan_runtime.distributed.watch import Watch
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.model_setup import choose_device
@@ -67,9 +67,9 @@ def _told_by_one(watch: Watch, rank: int) -> Iterator[None]:
             error.message += f" (on process {rank})"
         raise
     except KeyboardInterrupt:
-        died = watch.interrupted()
-        if died is not None:
-            raise ChunkplanError(died, hint=HINTS[1]) from None
+        lost = watch.interrupted()
+        if lost is not None:
+            raise lost from None
         raise
     except Exception:  # a mistake of ours: with its traceback, once
         if not watch.fail(1):
