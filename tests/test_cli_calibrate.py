@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from chunkplan.cost.hardware import load_hardware
 from chunkplan_cli.main import main
+from chunkplan_runtime.calibration.device_names import device_name
 
 SMALL = (
     "--model-config",
@@ -75,14 +77,14 @@ def test_a_calibration_is_a_profile_that_tune_takes(
         assert words in out
     assert "next: chunkplan tune --model-config model --hardware here.toml" in err
     profile = load_hardware(folder / "here.toml")
-    assert profile.name == "here"
+    assert profile.name == f"here ({device_name(torch.device('cpu'))})"
     assert profile.peak_flops == load_hardware("a100").peak_flops
     code, out, err = run(
         "tune", "lengths.npy", "--model-config", "model", "--hardware", "here.toml", "--chunk-sizes", "1024,4096",
         "--ks", "1", "--global-batch", "16",
     )  # fmt: skip
     assert code == 0, err
-    assert "on 1 x here" in out
+    assert "on 1 x here (" in out
 
 
 def test_one_json_document_says_all_of_it(folder: Path, run: Callable[..., tuple[int, str, str]]) -> None:

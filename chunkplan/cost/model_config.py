@@ -84,21 +84,31 @@ def read_model_config(path: Path | str) -> ModelShape:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a JSON file: {error}", where=str(file), hint=_HINT) from error
+    return shape_of_config(config, str(file))
+
+
+def shape_of_config(config: Any, where: str) -> ModelShape:
+    """The shape of the model that a `config.json` describes, once it is read; `where` names it in errors.
+
+    Raises:
+        UsageError: it describes a model of another kind.
+        DataError: an entry is missing or not what it should be.
+    """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
-        raise DataError("there is no `model_type`, or it is not a string", where=str(file), hint=_HINT)
+        raise DataError("there is no `model_type`, or it is not a string", where=where, hint=_HINT)
     if model_type not in _EXPECTED:
         raise UsageError(
             f"the times and the memory of a {model_type[:60]!r} model are not known",
-            where=str(file),
+            where=where,
             hint=f"give the config.json of a model like it; the known types are {', '.join(_EXPECTED)}",
         )
     if "num_local_experts" in config:  # Mixtral's name, and some versions of transformers write it for Qwen too
-        config["num_experts"] = config["num_local_experts"]
+        config = {**config, "num_experts": config["num_local_experts"]}
     if found := find_mismatch(config, _EXPECTED[model_type]):
-        raise DataError(found, where=str(file), hint=_HINT)
-    _refuse_uneven_layers(config, file)
-    return _shape_of(config, file)
+        raise DataError(found, where=where, hint=_HINT)
+    _refuse_uneven_layers(config, where)
+    return _shape_of(config, where)
 
 
 def config_file(path: Path) -> Path:
@@ -130,20 +140,21 @@ def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return by_kind or [parameters]
 
 
-def _refuse_uneven_layers(config: dict[str, Any], file: Path) -> None:
+def _refuse_uneven_layers(config: dict[str, Any], where: str) -> None:
     always_uses_it = config["model_type"] in ("mistral", "mixtral")
     windows = config.get("sliding_window") and config.get("use_sliding_window", always_uses_it)
     if windows or "sliding_attention" in str(config.get("layer_types")):
         raise UsageError(
-            f"{file}: attention that sees a window only", hint="plan with a model whose layers see the whole sequence"
+            f"{where}: attention that sees a window only", hint="plan with a model whose layers see the whole sequence"
         )
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         raise UsageError(
-            f"{file}: some layers are mixtures of experts and some are not", hint="plan with one whose layers are alike"
+            f"{where}: some layers are mixtures of experts and some are not",
+            hint="plan with one whose layers are alike",
         )
 
 
-def _shape_of(config: dict[str, Any], file: Path) -> ModelShape:
+def _shape_of(config: dict[str, Any], where: str) -> ModelShape:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
@@ -154,7 +165,7 @@ def _shape_of(config: dict[str, Any], file: Path) -> ModelShape:
         ("num_experts_per_tok", experts_per_token, mlp_width <= all_mlp_width, "no more than there are experts"),
     ):
         if not fits:
-            raise DataError(f"`{name}` is {value}, expected {expected}", where=str(file), hint=_HINT)
+            raise DataError(f"`{name}` is {value}, expected {expected}", where=where, hint=_HINT)
     shape = ModelShape(
         name=config["model_type"],
         num_layers=config["num_hidden_layers"],

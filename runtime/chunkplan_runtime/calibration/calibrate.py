@@ -16,7 +16,8 @@ from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
-from chunkplan_runtime.calibration.device_rates import device_name, measure_device, memory
+from chunkplan_runtime.calibration.device_names import calibrated_name, device_name, shipped_profile
+from chunkplan_runtime.calibration.device_rates import measure_device, memory
 from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.models import new_model, read_config
@@ -27,9 +28,9 @@ from chunkplan_runtime.training.master_weights import TrainedWeights
 class CalibrationOptions:
     """What to measure; None: what suits the device.
 
-    `model_config`: a config.json or its folder; weights are random. `name` is the profile's. `chunk_sizes` and
-    `prefixes` in tokens. `layers`: measure the model's first ones only, as the profile is that of any number. `base`:
-    the profile of what one device cannot tell, by name or file.
+    `model_config`: a config.json or its folder; weights are random. `name` is the profile's, to which the device's is
+    added. `chunk_sizes` and `prefixes` in tokens. `layers`: measure the model's first ones only, as the profile is that
+    of any number. `base`: the profile of what one device cannot tell, by name or file.
 
     Raises:
         UsageError: an option is not what it may be; the message names its flag.
@@ -79,8 +80,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
 
-#: Shipped profiles that are taken as base where the device's name says so; else the first.
-_BASES = ("h100", "h200", "a100")
+#: The base where neither an option nor the device's name tells one.
+_BASE = "h100"
 
 
 def calibrate(
@@ -142,7 +143,7 @@ def calibrate(
         shape=replace(shape, num_layers=num_layers),
         precision=precision,
         base=base,
-        name=options.name,
+        name=calibrated_name(options.name, rates.device),
         seed=options.seed,
     )
     return calibration, measured.left_out
@@ -150,6 +151,5 @@ def calibrate(
 
 def _base(name: str | None, device: torch.device) -> tuple[Hardware, bool]:
     """The profile for what is not measured, and whether it was named or is that of a GPU like this one."""
-    called = device_name(device).lower()
-    name = name or next((shipped for shipped in _BASES if shipped in called), None)
-    return load_hardware(name or _BASES[0]), name is not None
+    name = name or shipped_profile(device_name(device))
+    return load_hardware(name or _BASE), name is not None

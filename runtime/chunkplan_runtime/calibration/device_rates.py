@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import platform
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from chunkplan.cost.measurements import DeviceRates
+from chunkplan_runtime.calibration.device_names import device_name
 from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
 from chunkplan_runtime.models import new_model
 
@@ -33,14 +33,6 @@ _NARROW = {
     "vocab_size": 64,
     "pad_token_id": None,
 }
-
-
-def device_name(device: torch.device) -> str:
-    """What the device is called."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    num_threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU ({num_threads} {'thread' if num_threads == 1 else 'threads'})"
 
 
 def memory(device: torch.device) -> tuple[int, int]:
