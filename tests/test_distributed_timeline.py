@@ -177,7 +177,7 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
         replace(times, actions=[later(each) for each in times.actions])
         for times in planned_times(plan, Layout(dp=1, pp=4))
     ]
-    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, Layout(dp=1, pp=4)))
+    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, Layout(dp=1, pp=4)), planned=True)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
@@ -195,13 +195,26 @@ def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
 
     def lines(slow_rank: int) -> list[str]:
         replays = replay_step(plan, planned_times(plan, layout, slow_rank), layout)
-        return describe_replays(replays, layout, 0)
+        return describe_replays(replays, layout, 0, planned=True)
 
     assert not any("slow:" in line for line in lines(-1))
     assert "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
     assert "pipeline 1, the slowest of 2" in lines(5)[0]
     assert all(len(line) <= 80 for line in lines(5))
-    assert describe_replays([], layout, 0) == []
+    assert describe_replays([], layout, 0, planned=True) == []
+
+
+def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan: Plan, tmp_path: Path) -> None:
+    layout = Layout(dp=2, pp=4)
+    replays = replay_step(plan, planned_times(plan, layout, 5), layout)
+    lines = describe_replays(replays, layout, 0, planned=False)
+    assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
+    assert not any(word in " ".join(lines) for word in ("plan", "slow:"))
+    assert all(len(line) <= 80 for line in lines)
+    write_timeline(tmp_path / "timeline.json", replays, planned=False)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(names) == 4 and not any("planned" in name for name in names)
 
 
 def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimes, tuple[int, int]]:

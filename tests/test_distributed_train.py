@@ -112,6 +112,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
         assert f"{size} processes" in said and "stage  process" in said
+        assert ("others by --stage-layers" in said) == ("--stage-layers" in how), "which no plan is timed with"
         assert json.loads((output / "timeline.json").read_text())["traceEvents"]
         rows = lines(output / "metrics.jsonl")[-1]["processes"]
         assert [row["process"] for row in rows] == list(range(size))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import socket
@@ -39,6 +40,8 @@ SCRIPTS = Path(sys.executable).parent
 ON_TWO = {
     "4 processes (2 data parallel x 2 pipeline stages)": "2 processes (2 pipeline stages)",
     ", pipeline 1, the slowest of 2": "",
+    "pipelines were done after 0.57 to 0.64 s\n": "",
+    "x86_64": platform.machine(),
 }
 
 
@@ -74,11 +77,10 @@ def ran(tmp_path_factory):
 
 
 def without_times(screen: str) -> list[str]:
-    """Its lines, from the first step on with N for numbers, and without what is said of a slow process if there is."""
+    """Its lines, from the first step on with N for numbers."""
     head, step, rest = screen.partition("\nstep ")
     rest = re.sub(r" +", " ", re.sub(r"\d[\d,.]*", "N", rest))
-    slow = r"\n\nprocess N of N \(.*?\) is slow: N times as long\nas the others for the same planned work"
-    return (head + step + re.sub(slow, "", rest)).splitlines()
+    return (head + step + rest).splitlines()
 
 
 def test_the_commands_say_what_is_said(ran):
@@ -101,7 +103,9 @@ def test_the_run_leaves_what_is_said(ran):
         assert [(each["stage"], each["pipeline"]) for each in row["processes"]] == [(0, 0), (1, 0)]
     events = json.loads((output / "timeline.json").read_text())["traceEvents"]
     titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert re.findall("measured|replayed|planned", " ".join(titles)) == ["measured", "replayed", "planned"]
+    assert re.findall("measured|replayed|planned", " ".join(titles)) == ["measured", "replayed"], (
+        "the plan is for an H100"
+    )
     for name in ("weights", "optimizer"):
         assert len(list((output / "checkpoints" / "step-00000002" / name).glob("*.safetensors"))) == 2
     assert (output / "final" / "model.safetensors").exists() and (output / "final" / "tokenizer.json").exists()
@@ -128,7 +132,7 @@ def test_the_options_that_are_named_are_there():
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE))
     assert len(named) > 20
-    assert named - {"--gpus", "--nodes"} <= known  # of `chunkplan tune` and of sbatch
+    assert named - {"--gpus", "--hardware", "--nodes"} <= known  # of `chunkplan tune` and `build`, and of sbatch
 
 
 def test_the_files_that_are_named_exist():

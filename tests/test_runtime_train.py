@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from chunkplan import CostModel, PlanConfig, build, load_plan
+from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime.train import main
 from tests.training_checks import (
     SOURCES,
     command,
+    cost_of_a_run,
     hidden_files,
     learning,
     lines,
@@ -92,7 +93,6 @@ def test_three_ranks_on_one_process_learn_what_one_does(made, tmp_path):
     for one, many in zip(learning(tmp_path / "plan"), learning(tmp_path / "dp"), strict=True):
         # The norms of transformers compute in float32 whatever the dtype.
         assert many.pop("source_losses") == pytest.approx(one.pop("source_losses"), rel=1e-6)
-        assert many.pop("predicted_seconds") > 0 and one.pop("predicted_seconds") > 0
         assert many.pop("spike") == one.pop("spike") == []
         assert many == pytest.approx(one, rel=1e-6)
 
@@ -280,7 +280,7 @@ def test_a_run_whose_first_step_fails_leaves_no_output(made, tmp_path, capsys):
 
 def test_how_memory_is_saved_is_what_the_plan_was_timed_with(made, tmp_path, trained):
     """Unless a flag says otherwise."""
-    cost = replace(CostModel(), checkpointing="full", kv_offload=True)
+    cost = replace(cost_of_a_run(made), checkpointing="full", kv_offload=True)
     build(made / "analysis", tmp_path / "plan", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6), cost=cost)
     for name, flags, expected in (("as planned", [], [True, True]), ("not", ["--no-kv-offload"], [False, True])):
         arguments = [*options(made, tmp_path / name, *flags, "--max-steps", 1), "--plan", str(tmp_path / "plan")]

@@ -6,20 +6,29 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
-from chunkplan import PlanConfig, build
+from chunkplan import CostModel, PlanConfig, build, load_hardware, read_model_config
 from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan_runtime.calibration.device_names import calibrated_name, device_name
 from chunkplan_runtime.training.screen import Screen
 
 SOURCES = ("short.jsonl", "long.jsonl")
 
 #: What two runs of the same may differ in.
-TIMES = {"seconds", "tokens_per_second", "mfu", "wait_seconds", "peak_memory_bytes", "processes"}
+TIMES = {"seconds", "predicted_seconds", "tokens_per_second", "mfu", "wait_seconds", "peak_memory_bytes", "processes"}
+
+
+def cost_of_a_run(model: Path) -> CostModel:
+    """What a plan is timed with to be compared with a run of `model`, its folder, on this CPU: rates are an H100's."""
+    here = replace(load_hardware("h100"), name=calibrated_name("here", device_name(torch.device("cpu"))))
+    return CostModel(shape=read_model_config(model), hardware=here, precision="fp32")
 
 
 def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]) -> Path:
@@ -37,8 +46,10 @@ def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequence
         "pp": {"pp": 2},
         "held": {"epochs": 3, "holdout": 2},
     }
+    cost = cost_of_a_run(folder)
     for name, options in plans.items():
-        build(folder / "analysis", folder / name, PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, **options}))
+        config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, **options})
+        build(folder / "analysis", folder / name, config, cost=cost)
     return folder
 
 

@@ -94,44 +94,50 @@ def waiting_shares(simulation: Simulation) -> list[float]:
     return [1 - busy for busy in simulation.busy_per_stage]
 
 
-def write_timeline(path: str | Path, replays: Sequence[Replay]) -> None:
-    """Write one Chrome trace of all pipelines, of each as it was measured, replayed and planned.
+def write_timeline(path: str | Path, replays: Sequence[Replay], *, planned: bool) -> None:
+    """Write one Chrome trace of all pipelines, of each as it was measured, replayed and, where it says, `planned`.
 
     Raises:
         UsageError: `path` cannot be written.
     """
-    write_trace(path, [each for one in replays for each in (one.measured, one.replayed, one.planned)])
+    write_trace(path, [each for one in replays for each in _shown(one, planned)])
 
 
-def describe_replays(replays: Sequence[Replay], layout: Layout, step: int) -> list[str]:
+def _shown(replay: Replay, planned: bool) -> list[Simulation]:
+    return [replay.measured, replay.replayed, *([replay.planned] if planned else [])]
+
+
+def describe_replays(replays: Sequence[Replay], layout: Layout, step: int, *, planned: bool) -> list[str]:
     """Lines of a table for a terminal: of the pipeline that took longest, and of a process that is slower than others.
 
-    `step` is the one that was measured.
+    `step` is the one that was measured. `planned`: the plan's times are of this model and these devices; without, they
+    are left out, and nothing tells who is slow.
     """
     if not replays:
         return []
     slowest = max(replays, key=lambda each: each.measured.makespan)
-    three = (slowest.measured, slowest.replayed, slowest.planned)
-    shares = [waiting_shares(simulation) for simulation in three]
+    shown = _shown(slowest, planned)
+    shares = [waiting_shares(simulation) for simulation in shown]
     which = f", pipeline {slowest.pipeline}, the slowest of {layout.dp}" if layout.dp > 1 else ""
     lines = [
         f"step {step}{which}: what share of the time each stage waited,",
-        "as measured, in a simulation with the measured times of its actions",
-        "and no time between stages, and as the plan predicts",
+        f"as measured, {'' if planned else 'and '}in a simulation with the measured times of its actions",
+        "and no time between stages" + (", and as the plan predicts" if planned else ""),
         "",
-        "stage  process      busy    measured   simulated     planned",
+        "stage  process      busy    measured   simulated" + ("     planned" if planned else ""),
     ]
     for stage in range(layout.pp):
         rank = layout.rank_of(stage, slowest.pipeline)
-        measured, replayed, planned = (share[stage] for share in shares)
         busy = _busy_seconds(slowest.measured, stage)
-        lines.append(f"{stage:5d}  {rank:7d}  {busy:6.2f} s  {measured:10.1%}  {replayed:10.1%}  {planned:10.1%}")
-    spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in three)
+        lines.append(
+            "  ".join([f"{stage:5d}  {rank:7d}  {busy:6.2f} s", *(f"{share[stage]:10.1%}" for share in shares)])
+        )
+    spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in shown)
     lines.append(f"{'done after':24}  {spans}")
     if layout.dp > 1:
         ends = [each.measured.makespan / 1e6 for each in replays]
         lines.append(f"pipelines were done after {min(ends):.2f} to {max(ends):.2f} s")
-    return lines + _describe_slow(replays, layout)
+    return lines + (_describe_slow(replays, layout) if planned else [])
 
 
 def _describe_slow(replays: Sequence[Replay], layout: Layout) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a step would cost at the least, in FLOPs, and the peak of the GPU that this is measured against.
+"""What a step would cost at the least, in FLOPs.
 
 Model FLOPs, as in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a
 matrix and token that meets it, the vocabulary head at every token, and attention where the mask lets it see; no
@@ -7,8 +7,7 @@ recompute, and adapters count as if all weights were trained.
 
 from __future__ import annotations
 
-from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.model_checks import windows
 from chunkplan_runtime.models import CausalLM
 
@@ -33,22 +32,6 @@ class FlopCounter:
         }
         attention: int = self._query_width * sum(squares[window] for window in self._windows)
         return 6.0 * (self._weights * num_tokens + attention)
-
-
-def peak_flops(plan: Plan) -> float:
-    """A second, of the hardware that the plan's times are predicted for.
-
-    Raises:
-        DataError: the plan does not say.
-    """
-    peak = plan.manifest["predictions"]["cost_model"]["hardware"].get("peak_flops")
-    if type(peak) not in (int, float) or not peak > 0:
-        raise DataError(
-            f"the profile's peak_flops is {peak!r}, expected a number above 0",
-            where=str(plan.path),
-            hint="build the plan again",
-        )
-    return float(peak)
 
 
 def _squares(num_tokens: int, window: int | None) -> int:

@@ -29,8 +29,10 @@ class LargestStep:
             self._num_tokens = step.num_tokens if self._times is not None else 0
             self._times = times
 
-    def report(self, plan: Plan, trace: Path, job: Job) -> list[str]:
+    def report(self, plan: Plan, trace: Path, job: Job, *, planned: bool) -> list[str]:
         """Write a Chrome trace of it; returns what there is to say, which is nothing where there was no such step.
+
+        `planned`: beside what the plan predicts, whose times are of this model and these devices.
 
         Raises:
             UsageError: the trace cannot be written.
@@ -41,5 +43,5 @@ class LargestStep:
         from chunkplan_runtime.distributed.replay import describe_replays, replay_step, write_timeline
 
         replays = replay_step(plan, told, job.layout)
-        write_timeline(trace, replays)
-        return describe_replays(replays, job.layout, told[0].step)
+        write_timeline(trace, replays, planned=planned)
+        return describe_replays(replays, job.layout, told[0].step, planned=planned)

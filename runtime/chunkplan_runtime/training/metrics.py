@@ -78,9 +78,9 @@ class RunLog:
 
 
 def step_row(
-    step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, layout: Layout
+    step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, predicted: float | None
 ) -> dict[str, Any]:
-    """What there is to say of a step that took `seconds`."""
+    """What there is to say of a step that took `seconds`, and was `predicted` to, where a plan does."""
     return {
         "step": step.step,
         "epoch": step.epoch,
@@ -90,17 +90,17 @@ def step_row(
         "grad_norm": gradients.norm,
         "tokens_per_second": step.num_tokens / seconds,
         "seconds": seconds,
-        "predicted_seconds": _predicted_us(step, layout) / 1e6,
+        "predicted_seconds": predicted,
         "source_losses": source_losses(gradients.sequences, analysis),
     }
 
 
-def _predicted_us(step: PlanStep, layout: Layout) -> float:
+def predicted_seconds(step: PlanStep, layout: Layout) -> float:
     """Of the pipeline that is done last. Those ranks of the plan that one pipeline serves run one after another."""
     ends: dict[int, float] = {}
     for (dp_rank, _), end in step.schedule_us.items():
         ends[dp_rank] = max(ends.get(dp_rank, 0.0), end)
-    return max(sum(ends.get(dp_rank, 0.0) for dp_rank in own) for own in layout.rows(max(ends) + 1))
+    return max(sum(ends.get(dp_rank, 0.0) for dp_rank in own) for own in layout.rows(max(ends) + 1)) / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -11,12 +11,18 @@ from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
 
 
 def describe_run(
-    config: TrainConfig, data: TrainingData, model: CausalLM, num_steps: int, tokenizer: list[Path]
+    config: TrainConfig,
+    data: TrainingData,
+    model: CausalLM,
+    num_steps: int,
+    tokenizer: list[Path],
+    comparison: Comparison,
 ) -> list[str]:
     """Lines of a name and what there is to say about it; `model` is the whole one."""
     parameters = list(model.model.parameters())
@@ -27,14 +33,14 @@ def describe_run(
     )
     device = torch.device(config.device)
     left_out = why_not_installed() if device.type == "cuda" and config.attention == AUTO else None
-    plan, hardware = data.plan, data.plan.manifest["predictions"]["cost_model"]["hardware"]
+    plan = data.plan
     return [
         f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
-        f"profile   {hardware['name']}, {hardware['peak_flops'] / 1e12:,.0f} TFLOP/s: MFU is a share of this",
+        *comparison.lines,
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",

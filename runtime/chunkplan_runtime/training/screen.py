@@ -58,9 +58,9 @@ class Screen:
             f"{row['tokens_per_second']:,.0f} tok/s",
             f"{row['peak_memory_bytes'] / 2**30:.1f} GiB",
             f"{row['seconds']:.2f} s",
-            f"plan {row['predicted_seconds']:.2f} s",
-            f"MFU {row['mfu']:.1%}",
         ]
+        parts += [f"plan {row['predicted_seconds']:.2f} s"] if row["predicted_seconds"] is not None else []
+        parts += [f"MFU {row['mfu']:.1%}"] if row["mfu"] is not None else []
         columns = shutil.get_terminal_size().columns if self._bar is not None else _COLUMNS
         while len("  ".join(parts)) > columns and len(parts) > 1:
             parts.pop()  # metrics.jsonl has it all

@@ -21,15 +21,16 @@ from chunkplan_runtime.models import check_plan
 from chunkplan_runtime.stream import StepWork
 from chunkplan_runtime.training.agreement import refuse_other_processes, versions
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
+from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.evaluation import evaluate
 from chunkplan_runtime.training.final import save_final
-from chunkplan_runtime.training.flops import FlopCounter, peak_flops
+from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.learner import Learner
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
-from chunkplan_runtime.training.metrics import RunLog, peak_memory, reset_peak_memory, step_row
+from chunkplan_runtime.training.metrics import RunLog, peak_memory, predicted_seconds, reset_peak_memory, step_row
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, own_stage, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.run_lock import RunLock
@@ -91,7 +92,6 @@ class Run:
         self._lock, self._job = lock, job
         self._stream = data.stream(data.plan)
         self._num_steps = data.num_steps(config)
-        self._peak_flops = peak_flops(data.plan) * job.layout.world_size
         #: What may not change when a run is resumed, by the name to tell it by.
         self._fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
         hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
@@ -113,7 +113,8 @@ class Run:
             if plan is not None:
                 check_plan(model, plan)
         self._flops = FlopCounter(model)
-        self._description = describe_run(config, data, model, self._num_steps, tokenizer)
+        self._comparison = compare(config, data, job)
+        self._description = describe_run(config, data, model, self._num_steps, tokenizer, self._comparison)
         self._learner = Learner(own_stage(model, config, job.layout), config, self._num_steps, job)
         self._spikes = SpikeWatch(config.spike, state["losses"] if state else ())
         if checkpoint is not None and state is not None:
@@ -143,7 +144,8 @@ class Run:
                 if _is_due(done, self._config.save_every):
                     self._save(done)
         if self._job.groups is not None:
-            report = self._largest.report(self._data.plan, self._folder.timeline, self._job)
+            planned = self._comparison.times
+            report = self._largest.report(self._data.plan, self._folder.timeline, self._job, planned=planned)
             for line in [*report, f"timeline  {self._folder.timeline}"] if report else ():
                 say(line)
         save_final(self._learner, self._config, self._data.model_config, self._tokenizer, self._folder.final, self._job)
@@ -166,16 +168,19 @@ class Run:
         seconds = time.perf_counter() - started
         spike = work.step.num_target_tokens > 0 and self._spikes.is_spike(gradients.loss)
         worst = describe_worst(gradients.sequences, self._data.analysis) if spike else []
+        comparison, layout = self._comparison, self._job.layout
+        peak_flops = comparison.peak_flops and comparison.peak_flops * layout.world_size
+        predicted = predicted_seconds(work.step, layout) if comparison.times else None
         row: dict[str, Any] = {
-            **step_row(work.step, gradients, self._data.analysis, seconds, self._job.layout),
+            **step_row(work.step, gradients, self._data.analysis, seconds, predicted),
             "lr": rate,
-            "mfu": self._flops.count(work.step) / seconds / self._peak_flops,
+            "mfu": self._flops.count(work.step) / seconds / peak_flops if peak_flops else None,
             "peak_memory_bytes": max(self._job.tell_all(peak_memory(device))),
             "wait_seconds": waited,
             "spike": worst,
         }
         if self._job.groups is not None:
-            row["processes"] = stage_rows(gradients.spent, self._job.layout)
+            row["processes"] = stage_rows(gradients.spent, layout)
         if self._job.is_main:
             self._folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
             self._lock.take()

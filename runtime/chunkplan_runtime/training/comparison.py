@@ -1,0 +1,142 @@
+"""What a run is compared with: the plan's times, where they are of its model and devices, and the peak of these."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.utils.hub import cached_file
+
+from chunkplan.cost.durations import split_layers
+from chunkplan.cost.model import NUM_BYTES, CostModel
+from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.shape import ModelShape
+from chunkplan.errors import DataError, UsageError
+from chunkplan_runtime.calibration.device_names import device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import TrainingData
+
+#: Where `chunkplan calibrate` is told to write the profile of the device at hand.
+_PROFILE = "here.toml"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`times`: those of the plan are of this run. `peak_flops`: a second, of one of its devices; None: not known.
+
+    `lines` tell it, each of a name and what there is to say: what is compared, or why not and what would help.
+    """
+
+    times: bool
+    peak_flops: float | None
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What the plan's times are for, and what the run has; options of `chunkplan build` that end it, "": none does."""
+
+    planned: str
+    here: str
+    options: str
+
+
+def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
+    """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
+
+    Of a run that differs in the model, the device, the precision, checkpointing, the layers of its stages, or trains
+    adapters, times are others. MFU takes the FLOPs of the model that is trained, so only the device has to be the
+    profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter: fetching them hides behind
+    other work, in the cost model too.
+    """
+    devices = sorted(set(job.tell_all(device_name(torch.device(config.device)))))
+    try:
+        cost = CostModel.from_dict(data.plan.manifest["predictions"]["cost_model"], where=str(data.plan.path))
+    except DataError as error:
+        return Comparison(
+            False,
+            None,
+            [f"predicts  no times and no MFU: the plan does not say what its times are for: {error.message}"],
+        )
+    lines = []
+    peak_flops = cost.hardware.peak_flops if all(is_profile_of(cost.hardware.name, name) for name in devices) else None
+    if peak_flops:
+        tera = peak_flops / 1e12
+        shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
+        lines.append(f"profile   {cost.hardware.name}, {shown} TFLOP/s: MFU is a share of this")
+    device = [] if peak_flops else [_of_device(cost.hardware.name, devices)]
+    differences = [*_of_model(cost.shape, config, data), *device, *_of_options(cost, config, data)]
+    if differences:
+        planned, here = (", ".join(getattr(each, name) for each in differences) for name in ("planned", "here"))
+        nothing = "no times" if peak_flops else "no times and no MFU"
+        lines.append(f"predicts  {nothing}: the plan's times are for {planned}; this run has {here}")
+        lines += _what_helps(differences, config)
+    return Comparison(not differences, peak_flops, lines)
+
+
+def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+    try:
+        shape = shape_of_config(data.model_config.to_dict(), "")
+    except (UsageError, DataError):
+        kind = data.model_config.model_type
+        return [_Difference(planned.name, f"a model of type {kind}, whose times are not known", "")]
+    if replace(shape, name=planned.name) == planned:
+        return []
+    here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
+    return [_Difference(planned.name, here, f"--model-config {shlex.quote(_config_file(config))}")]
+
+
+def _of_device(planned: str, devices: list[str]) -> _Difference:
+    profile = shipped_profile(devices[0]) or _PROFILE
+    return _Difference(planned, " and ".join(devices), f"--hardware {profile}" if len(devices) == 1 else "")
+
+
+def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+    found = []
+    precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
+    if precision != cost.precision:
+        found.append(
+            _Difference(cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else "")
+        )
+    checkpointing = "full" if config.checkpointing else "none"
+    if checkpointing != cost.checkpointing:
+        words = {"none": "no checkpointing", "full": "checkpointing"}
+        found.append(_Difference(words[cost.checkpointing], words[checkpointing], f"--checkpointing {checkpointing}"))
+    even = split_layers(data.model_config.num_hidden_layers, data.layout.pp)
+    if config.stage_layers not in (None, even):
+        found.append(_Difference("stages of equally many layers", "others by --stage-layers", ""))
+    if config.lora_rank:
+        found.append(_Difference("all weights trained", "adapters", ""))
+    return found
+
+
+def _what_helps(differences: list[_Difference], config: TrainConfig) -> list[str]:
+    """What to type so that there is no difference; nothing where that would not end all of them."""
+    if not all(each.options for each in differences):
+        return []
+    options = " ".join(each.options for each in differences)
+    calibration = [f"          to have them: `{_calibration(config)}`, then"] if _PROFILE in options else []
+    return [*calibration, f"          {'' if calibration else 'to have them: '}`chunkplan build` with `{options}`"]
+
+
+def _calibration(config: TrainConfig) -> str:
+    """The command that measures the device of this run, as this run has it."""
+    words = ["chunkplan", "calibrate", "--model-config", _config_file(config), "--output", _PROFILE]
+    on_cpu = config.device == "cpu"
+    if on_cpu and torch.cuda.is_available():
+        words += ["--device", "cpu"]
+    if str(config.precision) != ("fp32" if on_cpu else "bf16"):
+        words += ["--precision", "bf16" if config.precision == "bf16-pure" else str(config.precision)]
+    threads = os.environ.get("OMP_NUM_THREADS") if on_cpu else None
+    return (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+
+
+def _config_file(config: TrainConfig) -> str:
+    """The config.json of the model, or its folder; of one from the Hugging Face Hub as it was loaded."""
+    if config.model_config is not None:
+        return str(config.model_config)
+    assert config.model is not None
+    return str(cached_file(config.model, "config.json", local_files_only=True))
