@@ -83,7 +83,7 @@ def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> l
     except (UsageError, DataError):
         kind = data.model_config.model_type
         return [_Difference(planned.name, f"a model of type {kind}, whose times are not known", "")]
-    if replace(shape, name=planned.name) == planned:
+    if replace(shape, name=planned.name, max_positions=planned.max_positions) == planned:
         return []
     here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
     return [_Difference(planned.name, here, f"--model-config {shlex.quote(_config_file(config))}")]
