@@ -38,7 +38,7 @@ def test_a_plan_for_this_model_and_device_is_compared_with(made, tmp_path, capsy
     assert main(options(made, tmp_path, plan="dp")) == 0
     said = capsys.readouterr().err
     assert f"profile   here ({HERE}), 989 TFLOP/s: MFU is a share of this\n" in said and "predicts" not in said
-    assert re.search(r"step 0/12 .* plan \d+\.\d\d s  MFU \d+\.\d%\n", said)
+    assert re.search(r"step 0 \(1/12\) .* plan \d+\.\d\d s  MFU \d+\.\d%\n", said)
     for row, step in zip(lines(tmp_path / "metrics.jsonl"), load_plan(made / "dp").iter_steps(), strict=True):
         assert row["mfu"] > 0
         assert row["predicted_seconds"] == pytest.approx(sum(step.schedule_us.values()) / 1e6)
@@ -86,7 +86,7 @@ def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tm
     calibrate = f"`OMP_NUM_THREADS=3 chunkplan calibrate --model-config {config} --output here.toml`, then\n"
     assert (calibrate in said) == (not is_device)
     assert ("MFU is a share" in said) == is_device
-    assert re.search(r"^step 0/.* s" + (r"  MFU \d+\.\d%$" if is_device else "$"), said, re.M)
+    assert re.search(r"^step 0 \(1/.* s" + (r"  MFU \d+\.\d%$" if is_device else "$"), said, re.M)
     assert not re.search(r"^step .* plan ", said, re.M)
     for row in lines(tmp_path / "run" / "metrics.jsonl"):
         assert row["predicted_seconds"] is None
@@ -159,7 +159,7 @@ def test_what_the_run_says_to_type_leads_to_a_comparison(made, tmp_path, capsys,
     finally:
         torch.set_num_threads(threads)
     said = capsys.readouterr().err
-    assert "predicts" not in said and re.search(r"^step 0/1 .* plan .* MFU ", said, re.M)
+    assert "predicts" not in said and re.search(r"^step 0 \(1/1\) .* plan .* MFU ", said, re.M)
 
 
 NAMES = {
