@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build
+from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan_runtime.train import main
 from tests import training_checks
 from tests.process_pool import ProcessPool, process_pool
@@ -118,6 +120,29 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         assert [row["process"] for row in rows] == list(range(size))
         assert all(row["busy_seconds"] > 0 and 0 <= row["bubble"] < 1 for row in rows)
         assert hidden_files(output) == []
+
+
+@pytest.mark.parametrize(("more", "changes"), [((), {}), ((), {"pp": 2}), (("--reshard",), {"equal_chunks": True})])
+def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
+    more, changes, tiny_config, random_sequences, tmp_path, pool
+):
+    """With a head of its own: a chunk that has no targets gives it no gradient, and embeddings one in float32."""
+    (tmp_path / "analysis").mkdir()
+    writer = AnalysisWriter(tmp_path / "analysis")
+    for record, (ids, target) in enumerate(random_sequences([9, 7, 8], seed=4)):
+        writer.add(0, record, ids.astype(np.int32), target & (record < 1))
+    writer.finish(exact=True, sources=[])
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2", tie_word_embeddings=False)))
+    several = {"dp": 2, **changes}
+    for name, size, how in (("one", 1, {}), ("two", 2 * several.get("pp", 1), several)):
+        settings = {"chunk_size": 16, "k": 1, "global_batch": 2, "epochs": 2, **how}
+        build(tmp_path / "analysis", tmp_path / name, PlanConfig(**settings))
+        words = ("--precision", "bf16", "--save-every", 0, *(more if how else ()))
+        all_well(pool, size, options(tmp_path, tmp_path / f"{name}-run", *words, plan=name))
+    found, wanted = learning(tmp_path / "two-run"), learning(tmp_path / "one-run")
+    assert len(found) == 4
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-2)
+    assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in wanted], rel=2e-2)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])

@@ -15,12 +15,12 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.distributed.links import Links
 from chunkplan_runtime.dropout import mixed_seed
-from chunkplan_runtime.loss import NO_TARGET, losses_and_gradient, token_losses
+from chunkplan_runtime.loss import NO_TARGET, losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.offload import HostMemory
 from chunkplan_runtime.pages import DeviceMemory, Memory
 from chunkplan_runtime.state import StateStore
-from chunkplan_runtime.stream import ChunkTensors, RankWork
+from chunkplan_runtime.stream import RankWork
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {
@@ -93,7 +93,7 @@ class Executor:
             if action.op == "backward":
                 gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
                 with around(action):
-                    found = self._backward(work.tensors[chunk_id], chunk_id, gradient, 1 / max(num_target_tokens, 1))
+                    found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
                 if found is not None:
                     losses[chunk_id] = found
             else:
@@ -180,8 +180,9 @@ class Executor:
             return hidden
         return get_gradient_edge(hidden) if hidden.requires_grad else None
 
-    def _backward(self, tensors: ChunkTensors, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
+    def _backward(self, work: RankWork, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
         """On the last stage, losses [num_tokens], computed only now; `gradient` is that from the stage behind."""
+        tensors = work.tensors[chunk_id]
         split = [span for span in tensors.spans if span.is_split]
         for span in split:
             self.store.start_backward(span)
@@ -190,6 +191,8 @@ class Executor:
         if isinstance(begin, Tensor):
             model = self._model
             losses, gradient = losses_and_gradient(model.head, begin, tensors.labels, model.vocab_size, scale)
+            if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
+                use_head(model.head, begin, model.vocab_size)
             if not begin.requires_grad:  # all that is trained is the head
                 begin = None
         if begin is not None:
