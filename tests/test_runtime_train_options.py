@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -32,6 +35,36 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
         assert "".join(option.metadata["help"].split()) in shown
     for default in ("0.0001", "constant", "all-linear"):
         assert f"(default:{default})" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
+        (
+            {"WORLD_SIZE": "2", "CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "16"},
+            {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "16"},
+        ),
+        ({}, {}),
+    ],
+)
+def test_several_processes_tell_cuda_not_to_wait_for_devices_before_torch_is_there_unless_they_are_told(
+    given, expected
+):
+    program = """
+import os, sys
+from chunkplan_runtime.train import main
+try:
+    main(["--help"])
+finally:
+    names = sorted(name for name in os.environ if name.startswith("CUDA_"))
+    print({name: os.environ[name] for name in names}, "torch" in sys.modules, file=sys.stderr)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "WORLD_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment | given, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.splitlines()[-1] == f"{dict(sorted(expected.items()))} False"
 
 
 def test_a_file_says_what_flags_say_and_flags_win(tmp_path):

@@ -17,6 +17,15 @@ from chunkplan_runtime.requirements import require_torch
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 
+#: What is set before torch is imported, unless it is set already. Else torch tells of a process that is gone by a page
+#: of its C++ stack.
+_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+#: And on several processes. A GPU waits in sends and receives for other processes. By default CUDA loads a kernel when
+#: it is first asked for, and waits for the device to do so; and it has 8 queues, so that what is in a ninth stream may
+#: come behind a receive that waits.
+_ENVIRONMENT_OF_SEVERAL = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
 
@@ -25,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run."""
     config = None
     before = signal.signal(signal.SIGTERM, _terminate)
-    # Else torch tells of a process that is gone by a page of its C++ stack; it has to be set before torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    for name, value in (_ENVIRONMENT if is_alone else _ENVIRONMENT | _ENVIRONMENT_OF_SEVERAL).items():
+        os.environ.setdefault(name, value)
     try:
         config = read_options(arguments, _fail_once)
         require_torch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from chunkplan_runtime.distributed.links import Link, Links, Wire
 from chunkplan_runtime.layout import Layout
+
+#: On a GPU, the most multiprocessors that a send or a receive may hold while it waits, of more than a hundred. Hidden
+#: states are small: a few of them send as fast as is needed. Not measured.
+_LINK_CTAS = 4
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,19 @@ class Groups:
 
 
 def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:
-    """Make the groups; all processes have to, at the same time, after `init_process_group`."""
+    """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
-    def own(members: list[list[int]]) -> dist.ProcessGroup | None:
+    The first use of a group of NCCL connects its processes and waits for the device, which must not be in the middle of
+    a step. Those of links are used once by `Links`, which begins with the sends and receives that they are for: NCCL
+    has a connection of its own for these.
+    """
+
+    def own(members: list[list[int]], *, is_link: bool = False) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all of them make all."""
-        groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
+        groups = [
+            (ranks, dist.new_group(ranks, timeout=timeout, **(link_options(device, timeout) if is_link else {})))
+            for ranks in members
+        ]
         return next((group for ranks, group in groups if layout.rank in ranks), None)
 
     def pairs(stage: int, other: int) -> list[list[int]]:
@@ -53,11 +66,16 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Gro
         assert group is not None
         copies = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     links: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = [
-        (own(pairs(stage, stage + 1)), own(pairs(stage, stage + 1))) for stage in range(layout.pp - 1)
+        (own(pairs(stage, stage + 1), is_link=True), own(pairs(stage, stage + 1), is_link=True))
+        for stage in range(layout.pp - 1)
     ]
     if layout.pp > 1:
         ends = own(pairs(0, layout.pp - 1))
     control = dist.new_group(backend="gloo", timeout=timeout)
+    for group in (dist.group.WORLD, copies.get_group() if copies else None, ends):
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    dist.all_reduce(torch.zeros(1), group=control)
 
     def link(stage: int, other: int) -> Link:
         """That between `stage` and the next one, to the stage `other` of them."""
@@ -69,3 +87,14 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Gro
     after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     assert control is not None
     return Groups(layout, device, copies, before, after, ends, control)
+
+
+def link_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """For `new_group` of one link: between GPUs, what waits there holds few of their multiprocessors."""
+    if device.type != "cuda":
+        return {}
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # as `new_group` will set it, which otherwise warns of another one
+    if hasattr(getattr(options, "config", None), "max_ctas"):  # not with every NCCL that torch was built for
+        options.config.max_ctas = _LINK_CTAS
+    return {"backend": "nccl", "pg_options": options}
