@@ -23,6 +23,7 @@ from tests.distributed_cases import compare_masters, compare_steps, gradients_wi
 from tests.memory_cases import observe_memory
 from tests.process_pool import ProcessPool, process_pool
 from tests.test_runtime_parity import MODELS
+from tests.wait_cases import compare_waiting, compare_without_reserve, used_groups
 
 LENGTHS = [23, 5, 9, 3, 1, 30, 8]
 
@@ -65,9 +66,11 @@ def four_layers(model: dict[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": 4, **model, **twice}
 
 
-def check(pool: ProcessPool, world_size: int, made: dict[str, Path], **how: Any) -> list[list[int]]:
+def check(
+    pool: ProcessPool, world_size: int, made: dict[str, Path], *, run: Any = compare_steps, **how: Any
+) -> list[list[int]]:
     """Returns how many chunks each process's ranks have in the first step."""
-    found = pool.run(world_size, compare_steps, **made, **how)
+    found = pool.run(world_size, run, **made, **how)
     for steps in found:
         for compared in steps:
             assert compared.error <= TOLERANCE
@@ -84,7 +87,8 @@ def test_every_layout_has_the_gradients_of_one_process(pool: ProcessPool, made: 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_exact_as_two_stages(pool: ProcessPool, made: Any, name: str) -> None:
-    check(pool, 2, made(MODELS[name], lengths=[20, 5, 3], pp=2, k=1))
+    """With host memory that is there before links are opened: the model's config says how much a token needs."""
+    check(pool, 2, made(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
 
 
 @pytest.mark.parametrize("name", ["llama with biases, tied", "gemma2, softcaps and sliding window", "qwen3_moe"])
@@ -104,6 +108,32 @@ def test_models_are_exact_on_two_pipelines_of_two_stages(pool: ProcessPool, made
 def test_adapters_and_what_saves_memory_are_exact(pool: ProcessPool, made: Any, how: list[str], schedule: str) -> None:
     plan = made(MODELS["gemma3_text"], dp=2, pp=2, k=1, schedule=schedule)
     check(pool, 4, plan, **dict.fromkeys(how, True))
+
+
+@pytest.fixture(scope="module")
+def growing(made: Any) -> dict[str, Path]:
+    """A plan of two stages whose steps have sequences of 300 and of 1,500 tokens: pages of several sizes."""
+    model = {"model_type": "qwen2", "max_position_embeddings": 2048}
+    return made(model, lengths=[300, 1500], chunk_size=256, k=1, pp=2, global_batch=1)
+
+
+def test_stages_with_kv_on_the_host_do_not_wait_for_each_other_where_memory_waits_for_the_device(
+    pool: ProcessPool, growing: dict[str, Path]
+) -> None:
+    check(pool, 2, growing, run=compare_waiting, kv_offload=True, steps=(0, 1, 0), evaluates=True)
+
+
+def test_taking_host_memory_while_links_are_open_is_noticed(pool: ProcessPool, growing: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match="taking host memory while links are open"):
+        pool.run(2, compare_without_reserve, **growing, kv_offload=True)
+
+
+def test_every_group_is_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
+    """Of all processes, of copies of a stage, of two directions of a link, of both ends of a pipeline."""
+    plan = made(MODELS["llama with biases, tied"], dp=2, pp=2)
+    for before, during in pool.run(4, used_groups, **plan):
+        assert len(during) == 5
+        assert during <= before
 
 
 @pytest.mark.parametrize("stage_layers", [(3, 1), (1, 2, 1)])

@@ -14,6 +14,7 @@ from chunkplan.schedule.search import search
 from tests.link_cases import Pipeline, drive, random_chunks, random_order
 from tests.process_pool import ProcessPool, process_pool
 from tests.schedule_checks import ALONE, make_rank, template
+from tests.wait_cases import drive_waiting
 
 PP = 4
 
@@ -65,6 +66,14 @@ def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
     all_first = [[*forwards, *backwards] for _ in range(PP)]
     check(pool, [Pipeline([2] * num_chunks, [None] * num_chunks, all_first)])
     check(pool, [random_pipeline(seed, most_units=60) for seed in range(1000, 1003)])
+
+
+def test_stages_that_wait_for_their_devices_before_every_forward_end(pool: ProcessPool) -> None:
+    """On a GPU a receive that is posted early would be waited for by what has to come before its tensor is sent."""
+    forwards, backwards = ([(op, chunk_id) for chunk_id in range(2)] for op in ("forward", "backward"))
+    one_by_one = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    pipelines = [Pipeline([4, 4], [None, None], [[*forwards, *backwards], one_by_one])]
+    assert pool.run(2, drive_waiting, pipelines=pipelines, hidden_size=8) == [([], [])] * 2
 
 
 def test_tensors_larger_than_any_buffer_end(pool: ProcessPool) -> None:

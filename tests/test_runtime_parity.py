@@ -20,6 +20,7 @@ from chunkplan_runtime.model_checks import MODEL_TYPES
 from chunkplan_runtime.models import check_config, new_model
 from chunkplan_runtime.pages import DeviceMemory
 from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
+from chunkplan_runtime.state import Span
 
 MODELS = {
     "llama": {"model_type": "llama"},
@@ -274,7 +275,7 @@ def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random
 
 
 def test_a_lost_prefix_is_noticed(monkeypatch, model, handmade_plan, random_sequences):
-    monkeypatch.setattr(function, "_first_seen", lambda part, attention: part.start)
+    monkeypatch.setattr(Span, "first_seen", lambda part, window: part.start)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
     assert not compare_plan(plan, analysis, model()).passed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkplan_runtime import stream
 from chunkplan_runtime.ahead import ReadAhead
 
 
@@ -89,3 +90,19 @@ left = {left}
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_memory_is_pinned_by_who_asks_for_a_step_and_not_by_the_thread_that_reads_ahead(
+    monkeypatch, handmade_plan, random_sequences
+):
+    """While the next steps are read a step is at work, and pinning may wait for the device."""
+    pinned_by = []
+    pinned = stream.pinned
+    monkeypatch.setattr(
+        stream, "pinned", lambda tensor: [pinned_by.append(threading.current_thread()), pinned(tensor)][1]
+    )
+    steps = [{0: [[(sequence, 0, 4)]]} for sequence in range(5)]
+    plan = handmade_plan(random_sequences([4] * 5), steps)
+    works = stream.PlanStream(*stream.open_plan(*plan), vocab_size=97, max_positions=10, pin_memory=True, prefetch=2)
+    assert len(list(works)) == 5
+    assert pinned_by == [threading.current_thread()] * 3 * 5

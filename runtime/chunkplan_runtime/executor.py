@@ -16,8 +16,10 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.distributed.links import Links
 from chunkplan_runtime.dropout import mixed_seed
 from chunkplan_runtime.loss import NO_TARGET, losses_and_gradient, token_losses, use_head
+from chunkplan_runtime.model_checks import windows
 from chunkplan_runtime.models import CausalLM
 from chunkplan_runtime.offload import HostMemory
+from chunkplan_runtime.page_needs import page_needs
 from chunkplan_runtime.pages import DeviceMemory, Memory
 from chunkplan_runtime.state import StateStore
 from chunkplan_runtime.stream import RankWork
@@ -69,6 +71,8 @@ class Executor:
         self._links = links
         self._memory: Memory | None = None
         self.store = StateStore(page_tokens=1)
+        #: What it does or waits for, in words, for who finds it stuck.
+        self.doing = ""
         #: Of chunks in flight: what came from the stage before, and where their backward begins.
         self._inputs: dict[int, Tensor] = {}
         self._in_flight: dict[int, Tensor | GradientEdge | None] = {}
@@ -83,31 +87,35 @@ class Executor:
             UsageError: an op is not known here.
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
-        self._open(work)
         where = f"step {work.step}, rank {work.dp_rank}"
         done: dict[int, str | None] = dict.fromkeys(work.chunks)
         losses: dict[int, Tensor] = {}
-        for action in work.actions:
-            _check(action, done, where)
-            chunk_id = action.chunk_id
-            if action.op == "backward":
-                gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
-                with around(action):
-                    found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
-                if found is not None:
-                    losses[chunk_id] = found
-            else:
-                if action.op != "recompute" and not self._model.is_first:
-                    self._inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
-                with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                    hidden = self._forward(work, chunk_id)
-                if action.op != "forward_kv":
-                    self._in_flight[chunk_id] = self._backward_from(hidden)
-                if action.op != "recompute" and not self._model.is_last:
-                    self._connected.send_output(hidden.detach())
-                del hidden  # a graph that outlived its backward
-            done[chunk_id] = action.op
-        self._close()
+        with self._opened(work, with_gradients=True):
+            for action in work.actions:
+                _check(action, done, where)
+                chunk_id = action.chunk_id
+                if action.op == "backward":
+                    self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
+                    gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
+                    self.doing = f"{where}, in the backward of chunk {chunk_id}"
+                    with around(action):
+                        found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
+                    if found is not None:
+                        losses[chunk_id] = found
+                else:
+                    self.doing = f"{where}, waiting for chunk {chunk_id} from the stage before"
+                    if action.op != "recompute" and not self._model.is_first:
+                        self._inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
+                    self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
+                    with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
+                        hidden = self._forward(work, chunk_id)
+                    if action.op != "forward_kv":
+                        self._in_flight[chunk_id] = self._backward_from(hidden)
+                    if action.op != "recompute" and not self._model.is_last:
+                        self._connected.send_output(hidden.detach())
+                    del hidden  # a graph that outlived its backward
+                done[chunk_id] = action.op
+            self.doing = f"{where}, waiting until what it sent has arrived"
         left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
         if left:
             raise _broken(f"no backward of chunk {left[0]}", where)
@@ -121,16 +129,18 @@ class Executor:
         Raises:
             DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
+        where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
         if {action.chunk_id for action in forwards} != work.chunks.keys():
-            raise _broken("a chunk has no forward", f"step {work.step}, rank {work.dp_rank}")
-        self._open(replace(work, actions=forwards))
+            raise _broken("a chunk has no forward", where)
         losses: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
                 chunk_id, tensors = action.chunk_id, work.tensors[action.chunk_id]
+                self.doing = f"evaluation, {where}, waiting for chunk {chunk_id} from the stage before"
                 if not self._model.is_first:
                     self._inputs[chunk_id] = self._connected.receive_input(chunk_id)
+                self.doing = f"evaluation, {where}, in the forward of chunk {chunk_id}"
                 hidden = self._forward(work, chunk_id)
                 self._inputs.pop(chunk_id, None)
                 if self._model.is_last:
@@ -140,7 +150,6 @@ class Executor:
                 for span in tensors.spans:
                     if span.is_split and span.end == span.length:
                         self.store.drop(span)
-        self._close()
         return _collect(work, losses, num_target_tokens)
 
     @property
@@ -148,19 +157,23 @@ class Executor:
         assert self._links is not None, "a stage of several has links"
         return self._links
 
-    def _open(self, work: RankWork) -> None:
+    def _opened(self, work: RankWork, *, with_gradients: bool) -> AbstractContextManager[object]:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
-        page_tokens = _PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1)
+        page_tokens = max(1, _PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self._memory is None:
             self._memory = HostMemory(self._model.device) if self._kv_offload else DeviceMemory()
-        self.store = StateStore(max(page_tokens, 1), self._memory)
+        self.store = StateStore(page_tokens, self._memory)
         self._inputs, self._in_flight = {}, {}
-        if self._links is not None:
-            self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
-
-    def _close(self) -> None:
-        if self._links is not None:
-            self._links.close()
+        if self._links is None:
+            return nullcontext()
+        if isinstance(self._memory, HostMemory):
+            spans = {chunk_id: each.spans for chunk_id, each in work.tensors.items()}
+            model = self._model
+            of_all = windows(model.config)
+            own = [of_all[layer] for layer in model.own_layers]
+            needs = page_needs(work.actions, spans, page_tokens, own, with_gradients=with_gradients)
+            self._memory.reserve(needs, *model.kv_shape, model.dtype)
+        return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
         """Hidden states [num_tokens, hidden_size]."""

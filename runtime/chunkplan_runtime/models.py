@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.cost.model_config import config_file
@@ -98,6 +98,19 @@ class CausalLM:
         return size
 
     @property
+    def own_layers(self) -> dict[int, nn.Module]:
+        """The layers that are here, by their index in the whole model."""
+        layers = enumerate(self.model.get_decoder().layers)
+        return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Of the keys, and of the values, of a token in a layer: how many heads, of how many numbers each."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_key_value_heads, head_dim
+
+    @property
     def is_causal(self) -> bool:
         """Whether tokens see only those before them; others run unsplit."""
         return not is_bidirectional(self.config)
@@ -149,7 +162,7 @@ class CausalLM:
             UsageError: there is none for a kind.
         """
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        _, head_dim = self.kv_shape
         softcap = getattr(config, "attn_logit_softcapping", None)
         return {
             "full" if window is None else "sliding window": self.kernels.choose(

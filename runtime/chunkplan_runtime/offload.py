@@ -7,18 +7,25 @@ plain copies.
 
 Only what a part did not bring along is fetched: its own KV is copied on the device. Ordering: a fetch waits for the
 buffer to be free and for the page to be written; kernels wait for the fetch; writing back waits for the kernels.
+
+The memory of pages that are given back is used again, and never returned to the system: taking it may wait for the
+whole device. So it is all there before links are opened (`HostMemory.reserve`). Who gets memory that was used before
+need not wait: all that was read from it was waited for by kernels, after which all writing to it comes.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import wide
+from chunkplan_runtime.device_waits import new_host_memory
+from chunkplan_runtime.page_needs import PageNeeds, room
 from chunkplan_runtime.pages import Block, Page, Piece
 
 
@@ -51,6 +58,8 @@ class _Queue:
 
 @dataclass
 class _HostPage(Page):
+    memory: list[Tensor] = field(default_factory=list)  # what its tensors are parts of
+    added_from: int = 0  # of the tokens from here on gradients were written back; before it is anything
     written: torch.cuda.Event | None = None  # when all KV that was sent to it has arrived
     written_before: torch.cuda.Event | None = None  # all but the last part sent
     added: torch.cuda.Event | None = None  # when its gradients have arrived
@@ -77,6 +86,22 @@ class HostMemory:
         self._writing = _Queue.new(device)
         self._buffers: list[_Buffer] = []
         self._turn = 0
+        #: Host memory that nobody uses, by its shape [tokens, kv_heads, head_dim] and dtype.
+        self._unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def reserve(self, needs: PageNeeds, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Have the memory for all pages of a step, while there are none, so that none is taken later."""
+        wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+        for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
+            for tokens, count in counts.items():
+                wanted[(tokens, kv_heads, head_dim), held_as] += 2 * count  # for keys and for values
+        for (shape, held_as), count in wanted.items():
+            unused = self._unused[shape, held_as]
+            unused += [new_host_memory(shape, held_as, self._device) for _ in range(count - len(unused))]
+        if needs.largest:
+            kv = torch.empty(needs.largest, kv_heads, head_dim, dtype=dtype, device="meta")
+            for _ in range(2):
+                self._next_buffer(_HostPage(0, needs.largest, kv, kv))
 
     def num_buffer_bytes(self) -> int:
         """Bytes of the two buffers on the device."""
@@ -88,7 +113,16 @@ class HostMemory:
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
         """See `pages.Memory.new_page`."""
-        return _HostPage(start, capacity, self._host(key, capacity), self._host(value, capacity))
+        memory = [self._take(capacity, each, each.dtype) for each in (key, value)]
+        held_key, held_value = (tensor[:capacity] for tensor in memory)
+        return _HostPage(start, capacity, held_key, held_value, memory=memory, added_from=start + capacity)
+
+    def give_back(self, page: Page) -> None:
+        """See `pages.Memory.give_back`."""
+        assert isinstance(page, _HostPage)
+        for tensor in page.memory:
+            self._unused[tensor.shape, tensor.dtype].append(tensor)
+        page.memory = []
 
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
         """See `pages.Memory.write`."""
@@ -126,6 +160,7 @@ class HostMemory:
                     for name, home in (("grad_key", page.grad_key), ("grad_value", page.grad_value))
                     if home is not None
                 ]
+                page.added_from = min(page.added_from, piece.start)
                 buffer.free = page.added = self._write_back(pairs)
             else:
                 buffer.free = current.record()
@@ -147,19 +182,17 @@ class HostMemory:
         buffer.ready = self._reading.record()
 
     def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, piece: Piece) -> None:
-        num_tokens = piece.end - piece.start
+        """Those that parts behind have added; zeros for tokens that none of these saw."""
         if page.grad_key is None or page.grad_value is None:
-            page.grad_key, page.grad_value = (
-                self._like(tensor, tensor.shape, buffer.grad_key.dtype) for tensor in (page.key, page.value)
-            )
-            if piece.start > page.start:  # else all of it that will be read is about to be written
-                page.grad_key.zero_()
-                page.grad_value.zero_()
-            buffer.grad_key[:num_tokens].zero_()
-            buffer.grad_value[:num_tokens].zero_()
-        else:
-            buffer.grad_key[:num_tokens].copy_(page.grad_key[piece.tokens], non_blocking=True)
-            buffer.grad_value[:num_tokens].copy_(page.grad_value[piece.tokens], non_blocking=True)
+            kv = (page.key, page.value)
+            memory = [self._take(page.capacity, each.transpose(0, 1), wide(each.dtype)) for each in kv]
+            page.memory += memory
+            page.grad_key, page.grad_value = (tensor[: page.capacity] for tensor in memory)
+        known = slice(min(max(page.added_from, piece.start), piece.end) - page.start, piece.tokens.stop)
+        num_new, num_tokens = known.start - piece.tokens.start, piece.end - piece.start
+        for held, home in ((buffer.grad_key, page.grad_key), (buffer.grad_value, page.grad_value)):
+            held[:num_new].zero_()
+            held[num_new:num_tokens].copy_(home[known], non_blocking=True)
 
     def _write_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Start copying (to the host, from the device), after what was asked of the device until now."""
@@ -184,8 +217,7 @@ class HostMemory:
             and buffer.key.dtype == page.key.dtype
         )
         if not fits:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # rare; the old buffer's memory must not be in use any more
+            # The kernels that use the old one's memory come before those that may get it next, in the same stream.
             buffer = self._buffers[self._turn] = self._new_buffer(page)
         return buffer
 
@@ -197,8 +229,8 @@ class HostMemory:
         # The memory may be that of a tensor which kernels still read.
         return _Buffer(key, value, *gradients, free=_Queue.current(self._device).record())
 
-    def _host(self, tensor: Tensor, capacity: int) -> Tensor:
-        return self._like(tensor, (capacity, tensor.shape[0], tensor.shape[2]), tensor.dtype)
-
-    def _like(self, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
+    def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a page, of keys or values like [kv_heads, any, head_dim]."""
+        shape = room(capacity), like.shape[0], like.shape[2]
+        unused = self._unused[shape, dtype]
+        return unused.pop() if unused else new_host_memory(shape, dtype, self._device)

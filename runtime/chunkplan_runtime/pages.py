@@ -83,6 +83,10 @@ class Memory(Protocol):
         """A block for every piece. key, value [kv_heads, num_tokens, head_dim]: those of the asking part."""
         ...
 
+    def give_back(self, page: Page) -> None:
+        """Nobody will ask for the page again."""
+        ...
+
 
 class DeviceMemory:
     """Pages lie on the device; blocks are views of them."""
@@ -106,6 +110,9 @@ class DeviceMemory:
             tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if with_gradients else ()))
             views = (tensor[tokens].transpose(0, 1) for tensor in tensors if tensor is not None)
             yield Block(piece.start, piece.end, *views)
+
+    def give_back(self, page: Page) -> None:
+        """See `Memory.give_back`: its memory is free as soon as nobody holds it."""
 
 
 def zeros_wide(tensor: Tensor) -> Tensor:

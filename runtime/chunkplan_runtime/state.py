@@ -43,6 +43,10 @@ class Span(NamedTuple):
         """Whether the sequence has tokens in other chunks too."""
         return self.end - self.start < self.length
 
+    def first_seen(self, window: int | None) -> int:
+        """The first token of the sequence that a token of the segment sees; `window`: how many each does, None: all."""
+        return 0 if window is None else max(0, self.start - window + 1)
+
     @property
     def occurrence(self) -> tuple[int, int | None]:
         """Tells a split sequence in flight from any other, also from itself where a step has it more than once."""
@@ -105,13 +109,15 @@ class StateStore:
         sequence = self._sequences[span.occurrence]
         for pages in sequence.layers.values():
             while pages and pages[-1].start >= span.start:
-                pages.pop()
+                self._memory.give_back(pages.pop())
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        del self._sequences[span.occurrence]
+        for pages in self._sequences.pop(span.occurrence).layers.values():
+            for page in pages:
+                self._memory.give_back(page)
 
     def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep the KV of a part: [kv_heads, num_tokens, head_dim] each."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.ahead import ReadAhead
+from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.loss import NO_TARGET
 from chunkplan_runtime.state import Span
@@ -157,28 +158,29 @@ class PlanStream(IterableDataset[StepWork]):
         worker = get_worker_info()
         if worker is not None and worker.id > 0:
             return
-        steps = self._read(pin_memory=self._pin_memory and worker is None and torch.cuda.is_available())
+        pin_memory = self._pin_memory and worker is None
         if not self._prefetch:
-            yield from self._handed_out(steps)
+            yield from self._handed_out(self._read(), pin_memory)
             return
-        ahead = ReadAhead(steps, self._prefetch)
+        ahead = ReadAhead(self._read(), self._prefetch)
         try:
-            yield from self._handed_out(ahead)
+            yield from self._handed_out(ahead, pin_memory)
         finally:
             ahead.close()
 
-    def _handed_out(self, steps: Iterator[StepWork]) -> Iterator[StepWork]:
+    def _handed_out(self, steps: Iterator[StepWork], pin_memory: bool) -> Iterator[StepWork]:
         for work in steps:
             self._next = work.step.step + 1
-            yield work
+            # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
+            yield replace(work, ranks=[_pinned(rank) for rank in work.ranks]) if pin_memory else work
 
-    def _read(self, pin_memory: bool) -> Iterator[StepWork]:
+    def _read(self) -> Iterator[StepWork]:
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
             ranks = [dp_rank for dp_rank in self._dp_ranks if dp_rank in step.chunks or (dp_rank, 0) in step.actions]
             for dp_rank in ranks:
                 _check_links(step, dp_rank, self._plan.config["pp"])
-            yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather, pin_memory) for dp_rank in ranks])
+            yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather) for dp_rank in ranks])
 
 
 def check_runnable(plan: Plan) -> None:
@@ -236,7 +238,7 @@ def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
                 )
 
 
-def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather, pin_memory: bool) -> RankWork:
+def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather) -> RankWork:
     chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
     filled = [chunk for chunk in chunks.values() if chunk.segments]
     tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks.values() if not chunk.segments}
@@ -244,12 +246,28 @@ def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather, pi
         gathered = gather(filled)
         # Each chunk's tensors are views of one for all chunks of the rank.
         flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
-        if pin_memory:
-            flat = [tensor.pin_memory() for tensor in flat]
         input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
         parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
         tensors |= {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
     return RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, tensors)
+
+
+def _pinned(work: RankWork) -> RankWork:
+    """The same, with tensors in page-locked memory: again views of one for all chunks."""
+    if not work.tensors:
+        return work
+    chunks = work.tensors.values()
+    sizes = [len(each.labels) for each in chunks]
+
+    def moved(column: list[Tensor]) -> Sequence[Tensor]:
+        return torch.split(pinned(torch.cat(column, -1)), sizes, -1)
+
+    input_ids, position_ids = moved([each.input_ids for each in chunks]), moved([each.position_ids for each in chunks])
+    labels, spans = moved([each.labels for each in chunks]), [each.spans for each in chunks]
+    parts = zip(input_ids, position_ids, labels, spans, strict=True)
+    return replace(
+        work, tensors={chunk_id: ChunkTensors(*part) for chunk_id, part in zip(work.tensors, parts, strict=True)}
+    )
 
 
 def padding_tensors() -> ChunkTensors:

@@ -88,7 +88,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a part over its own page and all before it."""
     out, lse = query, query  # replaced by the first block, which every query sees
-    blocks = context.store.blocks(part, attention.layer, key, value, _first_seen(part, attention))
+    blocks = context.store.blocks(part, attention.layer, key, value, part.first_seen(attention.window))
     for block, queries, form in _visible(blocks, part, attention):
         block_out, block_lse = attention.kernel.forward(query[:, queries], block.key, block.value, form)
         if block.end == part.end:
@@ -116,7 +116,8 @@ def _attend_backward(
     """Gradients of a part's queries, and of its keys and values from all parts of the sequence."""
     grad_query = torch.zeros_like(query, dtype=lse.dtype)
     grad_key, grad_value = key, value  # replaced by the part's own block
-    blocks = context.store.blocks(part, attention.layer, key, value, _first_seen(part, attention), with_gradients=True)
+    first = part.first_seen(attention.window)
+    blocks = context.store.blocks(part, attention.layer, key, value, first, with_gradients=True)
     for block, queries, form in _visible(blocks, part, attention):
         sent, asked, result, norm = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
         add_query, add_key, add_value = attention.kernel.backward(
@@ -132,11 +133,6 @@ def _attend_backward(
             grad_key = block.grad_key[:, own].to(key.dtype, copy=True)
             grad_value = block.grad_value[:, own].to(value.dtype, copy=True)
     return grad_query, grad_key, grad_value
-
-
-def _first_seen(part: Span, attention: LayerAttention) -> int:
-    """The first token that any token of a part sees."""
-    return 0 if attention.window is None else max(0, part.start - attention.window + 1)
 
 
 def _visible(blocks: Iterator[Block], part: Span, attention: LayerAttention) -> Iterator[tuple[Block, slice, Form]]:

@@ -1,14 +1,20 @@
 """A stage's links to its neighbours: hidden states go down the pipeline, their gradients come up.
 
-What comes in which order, and of which shape, is known from the plan. Receives are posted ahead and nobody ever waits
-for a send, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each link has a group
-of its two processes for each direction: on a GPU, what a group does runs in the order in which it was issued.
+What comes in which order, and of which shape, is known from the plan. A receive is posted when it is waited for, and
+nobody waits for a send before the links are closed, so that a valid plan, whose actions wait for each other in no
+circle, cannot deadlock. Each link has a group of its two processes for each direction: on a GPU, what a group does runs
+in the order in which it was issued.
+
+On a GPU no receive is posted ahead: it would be a kernel that waits there, from the beginning of the step if it is for
+a gradient, and whatever waits for the device would wait for this process's own next action. Nothing is lost by it, as
+the host runs ahead of the device. What would wait for the device is refused while links are open (`device_waits.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +23,7 @@ from torch import Tensor
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
-
-#: Receives that are posted ahead: what comes next is on its way while the stage is at work. On a GPU each is a kernel
-#: that waits there.
-_POSTED = 1
+from chunkplan_runtime.device_waits import no_device_waits
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,21 @@ class Links:
                 outbox.put(greeting)
                 outbox.wait()
 
-    def open(self, actions: Iterable[Action], num_tokens: Mapping[int, int]) -> None:
-        """Begin with `actions`, of chunks of so many tokens: from now on what they need is received.
+    @contextmanager
+    def open(self, actions: Iterable[Action], num_tokens: Mapping[int, int]) -> Iterator[None]:
+        """Within the block `actions` are done, of chunks of so many tokens; at its end all that was sent has arrived.
 
-        Of a chunk that is not in `num_tokens` nothing is.
+        Of a chunk that is not in `num_tokens` nothing is received.
         """
         actions = [each for each in actions if each.chunk_id in num_tokens]
         forwards = [each.chunk_id for each in actions if each.op in ("forward", "forward_kv")]
         backwards = [each.chunk_id for each in actions if each.op == "backward"]
         self._inputs.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in forwards])
         self._gradients.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in backwards])
+        with no_device_waits():
+            yield
+            self._outputs.wait()
+            self._input_gradients.wait()
 
     def receive_input(self, chunk_id: int) -> Tensor:
         """Wait for the hidden states [num_tokens, hidden_size] of a chunk after the stage before."""
@@ -82,55 +90,38 @@ class Links:
         return self._gradients.take(chunk_id)
 
     def send_output(self, hidden: Tensor) -> None:
-        """Send hidden states on, without waiting. They are kept until they have arrived; with gloo, until `close`."""
+        """Send hidden states on, without waiting. They are kept until they have arrived; with gloo, to the end."""
         self._outputs.put(hidden)
 
     def send_input_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of what came from the stage before back to it, without waiting."""
         self._input_gradients.put(gradient)
 
-    def close(self) -> None:
-        """Wait until all that was sent has arrived."""
-        self._outputs.wait()
-        self._input_gradients.wait()
-
 
 class _Inbox:
     def __init__(self, wire: Wire, link: Link | None, group: dist.ProcessGroup | None) -> None:
         self._wire, self._source, self._group = wire, link.rank if link else None, group
         self._expected: deque[tuple[int, int]] = deque()
-        self._posted: deque[tuple[int, Tensor, dist.Work | None]] = deque()
 
     @property
     def is_open(self) -> bool:
         return self._source is not None
 
     def expect(self, chunks: Iterable[tuple[int, int]]) -> None:
-        if not self.is_open:
-            return
-        self._expected = deque(chunks)
-        for _ in range(_POSTED):
-            self._post()
+        self._expected = deque(chunks if self.is_open else ())
 
     def take(self, chunk_id: int) -> Tensor:
-        if not self._posted or self._posted[0][0] != chunk_id:
+        if not self._expected or self._expected[0][0] != chunk_id:
             raise DataError(
                 f"chunk {chunk_id} is not what comes next from process {self._source}",
                 where="schedule.parquet",
                 hint=VALIDATE_HINT,
             )
-        _, tensor, work = self._posted.popleft()
-        self._post()
-        if work is not None:
-            work.wait()
+        _, num_tokens = self._expected.popleft()
+        wire = self._wire
+        tensor = torch.empty(num_tokens, wire.hidden_size, dtype=wire.dtype, device=wire.device)
+        dist.recv(tensor, self._source, self._group)  # on a GPU its stream waits, not the host
         return tensor
-
-    def _post(self) -> None:
-        if self._expected:
-            chunk_id, num_tokens = self._expected.popleft()
-            wire = self._wire
-            tensor = torch.empty(num_tokens, wire.hidden_size, dtype=wire.dtype, device=wire.device)
-            self._posted.append((chunk_id, tensor, dist.irecv(tensor, self._source, self._group)))
 
 
 class _Outbox:

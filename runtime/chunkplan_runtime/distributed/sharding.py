@@ -44,8 +44,7 @@ class Shards:
             cast_forward_inputs=False,
         )
         root = _Root(model.model)
-        own = [layer for layer in model.model.get_decoder().layers if next(layer.parameters(), None) is not None]
-        for layer in own:
+        for layer in model.own_layers.values():
             fully_shard(layer, mesh=copies, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(root, mesh=copies, mp_policy=policy, reshard_after_forward=False)
         self._reshard = reshard
