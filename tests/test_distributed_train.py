@@ -27,6 +27,7 @@ from tests import training_checks
 from tests.process_pool import ProcessPool, process_pool
 from tests.training_cases import run_main, run_main_on_gpus
 from tests.training_checks import hidden_files, learning, lines, make_training, same_weights
+from tests.wait_cases import stuck_main
 
 #: Plans of the same steps: name -> how they are spread.
 PLANS: dict[str, dict[str, Any]] = {
@@ -143,6 +144,20 @@ def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
     assert len(found) == 4
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-2)
     assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in wanted], rel=2e-2)
+
+
+def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
+    """And goes on: the other one is late."""
+    arguments = options(made, tmp_path / "run", "--max-steps", 1, "--save-every", 0, plan="search")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (code, _), (other_code, told) = pool.run(2, stuck_main, size=2, port=port, arguments=[arguments])
+    pool.stop()
+    assert (code, other_code) == (0, 0)
+    who = re.escape("warning: process 1 of 2 (stage 1 of pipeline 0) has not moved for 500.0 ms: ")
+    place = r"step 0, rank 0, waiting for chunk \d+ from the stage before"
+    assert re.search(rf"^{who}{place}\nhint: if no process moves, ", told, re.M)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])

@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.run import get_args_parser, parse_args
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan_cli.main import main
+from chunkplan_runtime.distributed import stuck
 from chunkplan_runtime.distributed.fate import Fate, Place, lost
 from chunkplan_runtime.distributed.launch import TIMEOUT
 from chunkplan_runtime.distributed.watch import DEAD_AFTER
@@ -33,6 +35,7 @@ from tests.training_checks import lines
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+SCREEN, SEVERAL_MACHINES, ERROR, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCRIPTS = Path(sys.executable).parent
 
@@ -125,6 +128,20 @@ def test_what_is_said_of_faults_is_what_processes_print():
         error = lost(fate, Layout(2, 2, 3).describe(), "at step 1", heard, place)
         assert f"error: {error}\nhint: {error.hint}\n" == screen
     assert timedelta(hours=1) == TIMEOUT
+
+
+def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monkeypatch) -> None:
+    """But for how long it takes."""
+    place = WARNING.partition("5.0 min: ")[2].strip()
+    assert stuck.STUCK_AFTER == 300
+    monkeypatch.setattr(stuck, "STUCK_AFTER", 0.05)
+    told = ""
+    with stuck.told_if_stuck(Layout(1, 2, 1).describe(), lambda: place, lambda: None):
+        for _ in range(1000):
+            if "hint:" not in told:
+                time.sleep(0.01)
+                told += capsys.readouterr().err
+    assert told.splitlines()[0] == WARNING.strip().replace("5.0 min", "50.0 ms")
 
 
 def test_the_options_that_are_named_are_there():

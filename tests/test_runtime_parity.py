@@ -15,7 +15,6 @@ from transformers import AutoConfig
 from chunkplan import PlanConfig, build
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan_runtime import executor
-from chunkplan_runtime.attention import function
 from chunkplan_runtime.model_checks import MODEL_TYPES
 from chunkplan_runtime.models import check_config, new_model
 from chunkplan_runtime.pages import DeviceMemory

@@ -1,7 +1,8 @@
-"""What processes do in tests of who waits for what: devices that are waited for, groups."""
+"""What processes do in tests of who waits for what: devices that are waited for, groups, a process that is stuck."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkplan_runtime.distributed import stuck
 from chunkplan_runtime.executor import Executor
 from chunkplan_runtime.models import new_model, read_config
 from chunkplan_runtime.offload import HostMemory
 from tests.distributed_cases import Compared, compare_steps, make_part, open_for_its_stages
 from tests.link_cases import drive
+from tests.training_cases import run_main
 
 
 @contextmanager
@@ -94,3 +97,16 @@ def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[s
         part.run(work)
         part.finish_gradients(part.weights)
     return before.names, during.names
+
+
+def stuck_main(rank: int, **how: Any) -> tuple[int, str]:
+    """`run_main` where the first process is late, and half a second is long."""
+    run = Executor.run
+
+    def late(*args: Any) -> Any:
+        if rank == 0:
+            time.sleep(2)
+        return run(*args)
+
+    with patch.object(stuck, "STUCK_AFTER", 0.5), patch.object(Executor, "run", late):
+        return run_main(rank, **how)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from chunkplan.planfile.plan import Action
+from chunkplan_runtime.device_waits import synchronize
 from chunkplan_runtime.executor import Around
 from chunkplan_runtime.layout import Layout
 
@@ -69,7 +70,7 @@ class ActionClock:
     def start(self, step: int) -> None:
         """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
         self._step, self._actions, self._reductions = step, [], []
-        self._wait()
+        synchronize(self._device)
         self._zero = self._mark()
 
     def around(self, dp_rank: int) -> Around:
@@ -92,13 +93,23 @@ class ActionClock:
 
     def stop(self) -> StepTimes:
         """What was timed since `start`."""
-        self._wait()
+        synchronize(self._device)
         actions = [
             TimedAction(dp_rank, action.op, action.chunk_id, self._since_start(start), self._since_start(end))
             for dp_rank, action, start, end in self._actions
         ]
         reduced = sum(self._since_start(end) - self._since_start(start) for start, end in self._reductions)
         return StepTimes(self._step, actions, reduced)
+
+    def on_device(self) -> str | None:
+        """Which action the GPU is at, of those that it was given whole; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        for dp_rank, action, start, end in list(self._actions):
+            if not end.query():
+                at = "in" if start.query() else "before"
+                return f"its GPU is {at} the {action.op} of chunk {action.chunk_id} of rank {dp_rank}"
+        return "its GPU has done all actions that it was given"
 
     def _mark(self) -> _Mark:
         if self._device.type != "cuda":
@@ -110,10 +121,6 @@ class ActionClock:
     def _since_start(self, mark: _Mark) -> int:
         nanoseconds: int = mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6)
         return nanoseconds
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:

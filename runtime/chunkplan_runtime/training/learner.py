@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tie
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.links import Wire
 from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.stuck import told_if_stuck
 from chunkplan_runtime.distributed.timeline import ActionClock, Spent, StepTimes
 from chunkplan_runtime.executor import Executor, SequenceLoss
 from chunkplan_runtime.models import CausalLM
@@ -76,24 +78,30 @@ class Learner:
     def compute_gradients(self, work: StepWork) -> Gradients:
         """Run a step, rank by rank, and clip."""
         weights, job, clock = self._weights.tensors, self._job, self._clock
-        job.wait_for_all()
-        clock.start(work.step.step)
-        if self._shards:
-            self._shards.begin_step()
-        aligned = Aligned(self._paddings(work.step), self._run_padding)
-        mine = [
-            self.executor.run(rank, work.step.num_target_tokens, aligned.around(clock.around(rank.dp_rank)))
-            for rank in work.ranks
-        ]
-        aligned.finish()
-        with clock.reducing():
+        step = f"step {work.step.step}"
+        with self._told_if_stuck(clock.on_device):
+            self.executor.doing = f"{step}, waiting for all processes to begin it"
+            job.wait_for_all()
+            clock.start(work.step.step)
             if self._shards:
-                self._shards.reduce_gradients()
-            sum_tied_gradients(weights, self._tied, job.groups)
-            norm = gradient_norm(weights, self._tied, job.groups)
-        clip(weights.values(), norm, self._config.clip or math.inf)
-        times = clock.stop()
-        told = job.tell_all((mine, times.spent))
+                self._shards.begin_step()
+            aligned = Aligned(self._paddings(work.step), self._run_padding)
+            mine = [
+                self.executor.run(rank, work.step.num_target_tokens, aligned.around(clock.around(rank.dp_rank)))
+                for rank in work.ranks
+            ]
+            aligned.finish()
+            self.executor.doing = f"{step}, reducing gradients"
+            with clock.reducing():
+                if self._shards:
+                    self._shards.reduce_gradients()
+                sum_tied_gradients(weights, self._tied, job.groups)
+                norm = gradient_norm(weights, self._tied, job.groups)
+            clip(weights.values(), norm, self._config.clip or math.inf)
+            self.executor.doing = f"{step}, waiting for its device to finish it"
+            times = clock.stop()
+            self.executor.doing = f"{step}, waiting for the losses of all processes"
+            told = job.tell_all((mine, times.spent))
         losses = [rank for ranks, _ in told for rank in ranks]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
@@ -122,17 +130,25 @@ class Learner:
         mine: list[list[SequenceLoss]] = []
         self.model.model.eval()
         try:
-            for work in stream:
-                mine += [self.executor.evaluate(rank, work.step.num_target_tokens).sequences for rank in work.ranks]
-                if self._config.reshard:
-                    forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work.step)]
-                    for _ in range(max(forwards) - forwards[self._job.layout.copy]):
-                        self._run_padding()
+            self.executor.doing = "evaluation, before its first step"
+            with self._told_if_stuck():
+                for work in stream:
+                    mine += [self.executor.evaluate(rank, work.step.num_target_tokens).sequences for rank in work.ranks]
+                    if self._config.reshard:
+                        forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work.step)]
+                        for _ in range(max(forwards) - forwards[self._job.layout.copy]):
+                            self._run_padding()
         finally:
             self.model.model.train()
         if self._shards:
             self._shards.free()
         return [loss for told in self._job.tell_all(mine) for sequences in told for loss in sequences]
+
+    def _told_if_stuck(self, on_device: Callable[[], str | None] = lambda: None) -> AbstractContextManager[None]:
+        """Within the block, a process of several says where it is if it does not move."""
+        if self._job.groups is None:
+            return nullcontext()
+        return told_if_stuck(self._job.layout.describe(), lambda: self.executor.doing, on_device)
 
     def _paddings(self, step: PlanStep) -> Iterable[int]:
         if not self._config.reshard:
