@@ -35,8 +35,7 @@ from tests.training_checks import lines
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SEVERAL_MACHINES, ERROR, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
-SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCRIPTS = Path(sys.executable).parent
 
 #: What is another where there are two processes in place of four.

@@ -40,7 +40,10 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """Its exit code, and what it prints on both streams, one text as on a terminal; in this process."""
+    """Its exit code, and what it prints on both streams, one text as on a terminal; in this process.
+
+    Left out is the line of progress that a slow machine prints every few seconds.
+    """
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         program, *arguments = shlex.split(command)
@@ -52,7 +55,8 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
             with pytest.raises(SystemExit) as end:
                 main()
             code = int(end.value.code or 0)
-    return code, "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    return code, "".join(f"{line}\n" for line in lines if not re.match(r"\w+: [\d.]+ of [\d.]+ .* left$", line))
 
 
 def test_the_commands_print_what_is_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

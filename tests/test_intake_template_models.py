@@ -50,7 +50,7 @@ def _transformers(name: str, messages: list[dict[str, Any]], tools: Any = None) 
 
 
 def _parse(record: dict[str, Any]) -> Conversation:
-    parsed = SCHEMAS["messages"].parse(record, {"messages": "messages", "tools": "tools"})
+    parsed = SCHEMAS["messages"].parse(record, {"messages": "messages", "tools": "tools", "system": "system"})
     assert isinstance(parsed, Conversation)
     return parsed
 

@@ -27,6 +27,7 @@ from chunkplan_runtime.attention.kernel import KERNELS, Kernels
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.models import new_model, read_config
 from chunkplan_runtime.pages import DeviceMemory
+from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import open_data
 from chunkplan_runtime.training.run_summary import describe_run
@@ -276,7 +277,7 @@ def test_a_run_tells_why_flash_attn_is_left_aside(
     )
     model_config = read_config(made / "config.json")
     model = new_model(model_config, torch.bfloat16, 0, attention=attention, runs_on=torch.device("cuda", 0))
-    said = describe_run(config, open_data(config, model_config, Layout()), model, 12, [])
+    said = describe_run(config, open_data(config, model_config, Layout()), model, 12, [], Comparison(True, None, []))
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
     assert (said[2] == told) == is_told and (told in said) == is_told
