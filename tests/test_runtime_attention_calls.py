@@ -260,6 +260,13 @@ def test_a_flash_attn_of_other_functions_is_left_aside_by_name(how, reason, inst
     assert reason in str(raised.value) and raised.value.hint == "--attention auto"
 
 
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "AttributeError"])
+def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(error, install, tmp_path):
+    install()
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"raise {error}('built for another torch')\n")
+    assert why_not_installed() == "flash-attn cannot be imported (built for another torch)"
+
+
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
 def test_a_run_tells_why_flash_attn_is_left_aside(
     attention, is_told, install, monkeypatch, tmp_path, tiny_config, random_sequences

@@ -78,7 +78,7 @@ def why_not_installed() -> str | None:
         import flash_attn  # type: ignore[import-not-found]
 
         interface = _interface()
-    except (ImportError, OSError) as error:  # built for another torch, or only a part of it is there
+    except Exception as error:  # built for another torch, which may show as anything, or only a part of it is there
         return f"flash-attn cannot be imported ({error})"
     version = str(getattr(flash_attn, "__version__", "of no version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
