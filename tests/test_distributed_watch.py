@@ -66,6 +66,12 @@ def test_a_suspended_process_is_said_to_be_so_and_ends_with_the_others(outcomes:
     assert re.fullmatch(END_IT + re.escape(RESUME), f"{hint}\n")
 
 
+def test_no_step_begins_when_a_suspended_process_was_woken_to_end(outcomes: Outcomes) -> None:
+    assert outcomes.codes("suspended_in_a_step") == [1, 1]
+    error, _ = outcomes.printed("suspended_in_a_step").splitlines()
+    assert error.startswith("error: process 1 of 2 (data parallel) is suspended at step 2 (stopped by a signal): ")
+
+
 def test_all_end_when_the_process_with_the_store_is_suspended(outcomes: Outcomes) -> None:
     assert outcomes.codes("host_suspended") == [-9, 1, 1]
     error, hint = outcomes.printed("host_suspended").splitlines()

@@ -58,6 +58,16 @@ def suspended(watch: Watch, rank: int) -> None:
     wait_for(watch, (rank - 1) % dist.get_world_size())
 
 
+def suspended_in_a_step(watch: Watch, rank: int) -> None:
+    """All could go on when it is woken."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+    watch.at_step(3)
+    print("another step", file=sys.stderr, flush=True)
+    wait_for(watch, (rank - 1) % dist.get_world_size())
+
+
 def host_suspended(watch: Watch, rank: int) -> None:
     """Connections to the store stay, answers do not come."""
     if rank == 0:
@@ -157,6 +167,7 @@ CASES = {
     "one_killed": Case(killed, Layout(dp=3), step=12),
     "host_killed": Case(host_killed, Layout(dp=3), step=-1),
     "suspended": Case(suspended, Layout(dp=3), step=2),
+    "suspended_in_a_step": Case(suspended_in_a_step, Layout(dp=2), step=2),
     "suspended_elsewhere": Case(suspended_too_long, Layout(dp=2), apart=True),
     "host_suspended": Case(host_suspended, Layout(dp=3), step=7),
     "host_hangs": Case(host_suspended, Layout(dp=3), step=7, apart=True),

@@ -100,8 +100,13 @@ class Watch:
         atexit.register(self._leave)
 
     def at_step(self, step: int) -> None:
-        """Say from now on that this process is at `step`; -1: before the first."""
+        """Say from now on that this process is at `step`; -1: before the first.
+
+        When the job ends it does not come back: one that was suspended is awake again by then, and all could go on.
+        """
         self._step = step
+        if self._settled.is_set():
+            self.await_end()
 
     def fail(self, exit_code: int) -> bool:
         """This process ends with an error: tell the others, whom the watch ends with that exit code.
