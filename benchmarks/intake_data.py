@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from chunkplan.config.intake import MAX_RECORD_BYTES
 from chunkplan.errors import DataError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.options import MAX_RECORD_BYTES
 from chunkplan.intake.readers import cut, first_records, read
 from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord
 from chunkplan.intake.schemas import detect

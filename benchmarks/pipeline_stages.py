@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
-from chunkplan.planfile.schema import OPS
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 from chunkplan_runtime.distributed.gradients import gradient_norm

@@ -32,7 +32,7 @@ from machine import machine
 from packing_peers import trl_bfd
 
 import chunkplan
-from chunkplan.planning.config import PlanConfig
+from chunkplan.config.plan import PlanConfig
 
 Row = dict[str, Any]
 

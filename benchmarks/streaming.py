@@ -32,8 +32,8 @@ from machine import machine
 from planning import print_table
 
 import chunkplan
+from chunkplan.config.plan import PlanConfig
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planning.config import PlanConfig
 from chunkplan_runtime.stream import PlanStream, open_plan
 
 VOCAB_SIZE = 150_000

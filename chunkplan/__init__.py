@@ -12,17 +12,17 @@ from chunkplan.version import __version__
 
 if TYPE_CHECKING:
     from chunkplan.building import build
+    from chunkplan.config.intake import IntakeOptions
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.cost.hardware import load_hardware
     from chunkplan.cost.model import CostModel
     from chunkplan.cost.model_config import read_model_config
     from chunkplan.exporting.export import export
     from chunkplan.intake.analyze import analyze
-    from chunkplan.intake.options import IntakeOptions
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.shard import merge, write_shard
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
-    from chunkplan.planning.config import PlanConfig
     from chunkplan.reporting.chunk_view import view_chunk
     from chunkplan.reporting.difference import diff
     from chunkplan.reporting.page.write import write_report
@@ -72,9 +72,9 @@ __all__ = [
 
 _HOMES = {
     "CostModel": "chunkplan.cost.model",
-    "IntakeOptions": "chunkplan.intake.options",
+    "IntakeOptions": "chunkplan.config.intake",
     "IntakeRequest": "chunkplan.intake.reading",
-    "PlanConfig": "chunkplan.planning.config",
+    "PlanConfig": "chunkplan.config.plan",
     "TuneOptions": "chunkplan.tuning.options",
     "analyze": "chunkplan.intake.analyze",
     "build": "chunkplan.building",

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import refuse_other_content, replace_folder
@@ -26,9 +26,9 @@ from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
+from chunkplan.planfile.squares import with_squares
 from chunkplan.planning.batches import batch_sizes
 from chunkplan.planning.block import Dataset
-from chunkplan.planning.config import PlanConfig
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.splitting import count_parts
 from chunkplan.planning.targets import TargetMask
@@ -144,7 +144,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 def is_evaluation(folder: Path) -> bool:
     """Whether a folder is empty or holds a plan of held-out sequences."""
-    return not any(folder.iterdir()) or load_plan(folder).config["part"] == "eval"
+    return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
 
 
 def _build_one(
@@ -158,12 +158,12 @@ def _build_one(
 ) -> BuiltPlan:
     """Plan and write; `output` is where the plan will be."""
     options = asdict(config)
-    check_stages(config, cost)
-    check_selection(analysis, options)
-    num_steps, num_occurrences, longest = _check_sizes(analysis, config, options, cost)
+    config.check_layers(cost.shape.num_layers, cost.shape.name)
+    check_selection(analysis, config)
+    num_steps, num_occurrences, longest = _check_sizes(analysis, config, cost)
     blocks = plan_steps(
         Dataset(analysis.num_tokens, analysis.num_target_tokens, _target_masks(analysis)),
-        lambda epoch: expected_copies(analysis, options, epoch),
+        lambda epoch: expected_copies(analysis, config, epoch),
         config,
         cost,
         workers=workers,
@@ -193,7 +193,7 @@ def _build_one(
             "has_tokens": analysis.has_tokens,
             "sample": analysis.sample,
         },
-        selection=describe_selection(analysis, options),
+        selection=describe_selection(analysis, config),
         totals={
             "num_steps": steps.num_rows,
             "num_chunks": chunks.num_rows,
@@ -211,32 +211,14 @@ def _build_one(
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 
-def check_stages(config: PlanConfig, cost: CostModel) -> None:
-    """Refuse more model parts than the model has layers.
-
-    Raises:
-        UsageError: there are.
-    """
-    assert config.virtual_stages is not None, "PlanConfig resolves it"
-    num_parts, num_layers = config.pp * config.virtual_stages, cost.shape.num_layers
-    if num_parts > num_layers:
-        parts = f"{config.pp} stages" + (f" of {config.virtual_stages} parts" if config.virtual_stages > 1 else "")
-        raise UsageError(
-            f"{cost.shape.name} has {num_layers} layers, too few for {parts}",
-            hint="lower pp, or name the model with --model-config",
-        )
-
-
-def _check_sizes(
-    analysis: Analysis, config: PlanConfig, options: dict[str, Any], cost: CostModel
-) -> tuple[int, int, int]:
+def _check_sizes(analysis: Analysis, config: PlanConfig, cost: CostModel) -> tuple[int, int, int]:
     """Refuse what cannot be planned; returns steps and occurrences of sequences over all epochs, and the longest."""
     is_long = analysis.num_tokens > config.chunk_size
     num_parts = count_parts(analysis.num_tokens[is_long].astype(np.int64), config.chunk_size, config.split, cost)
     num_steps = num_occurrences = num_segments = 0
     is_planned = np.zeros(analysis.num_sequences, bool)
     for epoch in range(config.epochs):
-        copies = expected_copies(analysis, options, epoch)
+        copies = expected_copies(analysis, config, epoch)
         in_epoch = int(copies.sum(dtype=np.int64))
         if config.last_batch == "drop" and in_epoch < config.global_batch:
             raise UsageError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
 
 
 def counted(number: int, noun: str) -> str:
@@ -49,13 +52,12 @@ def power_of_two(tokens: int) -> str:
     return str(tokens)
 
 
-def selection_words(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+def selection_words(config: PlanConfig, selection: dict[str, Any]) -> list[tuple[str, str]]:
     """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
-    config, selection = manifest["config"], manifest["selection"]
     rows = []
-    if config["holdout"] is not None:
+    if config.holdout is not None:
         held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
-        rows.append(("held out", held_out + (": these" if config["part"] == "eval" else "")))
-    if config["mix"]:
-        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config["mix"].items())))
+        rows.append(("held out", held_out + (": these" if config.part == "eval" else "")))
+    if config.mix:
+        rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config.mix.items())))
     return rows

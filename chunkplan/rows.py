@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import Split
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
-from chunkplan.planning.config import Split
 from chunkplan.planning.splitting import split_sequences
 
 

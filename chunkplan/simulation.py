@@ -13,17 +13,18 @@ from typing import Literal
 
 import numpy as np
 
-from chunkplan.building import check_stages
-from chunkplan.cost.durations import UNIT, durations, link_times, split_layers, squares_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import durations, link_times, split_layers, squares_of
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.rates import UNIT
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import OPS
+from chunkplan.options import given
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep, Segment
-from chunkplan.planfile.schema import OPS
 from chunkplan.planning.block import Block, Dataset, chunk_block
 from chunkplan.planning.chunks import Chunks
-from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import Actions, RankChunks
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate
@@ -58,7 +59,7 @@ def simulate_plan(
     found = simulate_step(plan, described, _last_rank(described) if rank is None else rank)
     if schedule is None and virtual_stages is None and memory_tokens is None:
         return found
-    return reschedule(found, schedule or config["schedule"], virtual_stages=virtual_stages, memory_tokens=memory_tokens)
+    return reschedule(found, schedule or config.schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens)
 
 
 def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
@@ -68,18 +69,17 @@ def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
         DataError: the plan is damaged.
     """
     config, place = plan.config, f"step {described.step}, rank {rank}"
-    cost = CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where=str(plan.path / "manifest.json"))
     chunks = tuple(
         SimulatedChunk(**{entry.name: getattr(chunk, entry.name) for entry in fields(SimulatedChunk)})
         for chunk in described.chunks.get(rank, ())
     )
-    pp, num_virtual = config["pp"], config["virtual_stages"]
+    pp, num_virtual = config.pp, config.virtual_stages
     actions = planned_actions(described, rank, pp, num_virtual, len(chunks), place)
-    timed = _timed(chunks, cost, pp, num_virtual)
+    timed = _timed(chunks, plan.cost, pp, num_virtual)
     ends = simulate(actions, timed.durations, timed.link)
     if (ends < 0).any():
         raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
-    return Simulation(place, config["schedule"], pp, num_virtual, cost, chunks, timed, actions, ends)
+    return Simulation(place, config.schedule, pp, num_virtual, plan.cost, chunks, timed, actions, ends)
 
 
 def simulate_lengths(
@@ -113,11 +113,8 @@ def simulate_lengths(
         k=1 if k is None else k,
         global_batch=len(lengths),
         pp=pp,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        memory_tokens=memory_tokens,
+        **given(schedule=schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
-    assert config.schedule is not None and config.virtual_stages is not None, "PlanConfig resolves them"
     num_parts = pp * config.virtual_stages
     most_chunks = sum(-(-length // config.chunk_size) for length in lengths)
     if most_chunks * num_parts > _MOST:
@@ -153,8 +150,7 @@ def reschedule(
         k=1,
         pp=simulation.pp,
         schedule=schedule,
-        virtual_stages=virtual_stages,
-        memory_tokens=memory_tokens,
+        **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
     return _scheduled(simulation.title, simulation.chunks, simulation.cost, config)
 
@@ -192,9 +188,8 @@ def _scheduled(
     title: str, chunks: tuple[SimulatedChunk, ...], cost: CostModel | None, config: PlanConfig
 ) -> Simulation:
     """`config` says what the schedule is and for what; how the chunks were made does not matter any more."""
-    assert config.schedule is not None and config.virtual_stages is not None, "PlanConfig resolves them"
     if cost is not None:
-        check_stages(config, cost)
+        config.check_layers(cost.shape.num_layers, cost.shape.name)
     timed = _timed(chunks, cost, config.pp, config.virtual_stages)
     only_rank = np.array([0, len(chunks)])
     found = schedule_ranks(only_rank, timed, config.pp, config.schedule, config.memory_tokens, lambda _: title)

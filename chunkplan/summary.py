@@ -9,9 +9,11 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from chunkplan.cost.durations import work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError
+from chunkplan.planfile.manifest import config_of
+from chunkplan.planfile.squares import with_squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
 
     `chunks_table` may be what `with_squares` makes of it.
     """
-    config, totals = manifest["config"], manifest["totals"]
+    config, totals = config_of(manifest), manifest["totals"]
     steps = pl.DataFrame(pl.from_arrow(steps_table))
     chunks = pl.DataFrame(
         pl.from_arrow(with_squares(chunks_table) if "segments" in chunks_table.column_names else chunks_table)
@@ -88,7 +90,7 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
     work = _work_us(chunks, manifest["predictions"]["cost_model"])
     num_zero_loss = chunks.filter(pl.col("num_tokens") == 0).height
     return PlanSummary(
-        **{name: config[name] for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
+        **{name: getattr(config, name) for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
         **{
             name: totals[name]
             for name in ("num_steps", "num_sequences", "num_tokens", "num_target_tokens", "num_dropped_sequences")
@@ -98,10 +100,10 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
         num_dependent=dependent.height,
         num_zero_loss=num_zero_loss,
         num_groups=dependent.filter(pl.col("group_index") == 0).height,
-        token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config["chunk_size"]),
+        token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config.chunk_size),
         longest_sequence=totals["longest_sequence"],
         heaviest_over_mean=_over(_total(ranks["heaviest"]), _total(ranks["mean"])),
-        heaviest_over_work=None if work is None else _over(_total(ranks["heaviest"]), work / config["dp"]),
+        heaviest_over_work=None if work is None else _over(_total(ranks["heaviest"]), work / config.dp),
         peak_retained_tokens=int(_float(steps["peak_retained_tokens"].max())),
         recompute_share=_total(steps["recompute_us"]) / max(_total(chunks["cost"]), 1e-30),
         num_exceeding_steps=exceeding.height,
@@ -122,8 +124,8 @@ def _work_us(chunks: pl.DataFrame, cost_model: Any) -> float | None:
         cost = CostModel.from_dict(cost_model, where="manifest")
     except DataError:
         return None
-    work_ns = cost.work_ns(chunks["num_tokens"].to_numpy(), chunks["squares"].to_numpy())
-    return float(work_ns.sum(dtype=np.float64)) / 1e3
+    by_chunk = work_ns(cost, chunks["num_tokens"].to_numpy(), chunks["squares"].to_numpy())
+    return float(by_chunk.sum(dtype=np.float64)) / 1e3
 
 
 def _over(heaviest: float, usual: float) -> float:

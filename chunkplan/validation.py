@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
@@ -79,7 +78,7 @@ def _validate_analysis(analysis: Analysis) -> Validation:
 def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
     tables = {"steps": plan.steps(), "chunks": plan.chunks(), "schedule": plan.schedule()}
     with ThreadPoolExecutor(1) as pool:
-        hashes = pool.submit(hash_plan, tables, plan.config)
+        hashes = pool.submit(hash_plan, tables, plan.manifest["config"])
         columns = ChunkColumns.of(plan, analysis, tables["steps"], tables["chunks"])
         is_own = plan.manifest["analysis"]["content_hash"] == analysis.content_hash
         violations, unchecked = _check_chunks(columns, is_own)
@@ -138,7 +137,7 @@ def _check_manifest(plan: Plan, analysis: Analysis, is_own: bool) -> list[Violat
         if is_own and stated.get(name, value) != value
     ]
     try:
-        CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where="manifest")
+        _ = plan.cost
     except ChunkplanError as error:
         violations.append(Violation("totals", f"no cost model: {error.message}"))
     return violations
@@ -173,7 +172,7 @@ def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[
     if ranks is None:
         return violations, list(SCHEDULE_CHECKS)
     found: dict[str, Violation] = {}
-    dp = columns.config["dp"]
+    dp = columns.config.dp
     most, num_ranks = np.zeros((2, columns.num_steps), np.int64)
     for block in iter_blocks(columns, schedule, ranks):
         for name, check in SCHEDULE_CHECKS.items():

@@ -22,7 +22,7 @@ from drawing import (
 )
 
 import chunkplan
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 
 LENGTHS = [20000, 5200, 3900, 3100, 2600, 2100, 1700, 1100, 700]

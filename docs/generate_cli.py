@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from enum import StrEnum
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import typer.main
 from page_writing import code, paragraph, table, write_page
@@ -80,7 +78,7 @@ def commands() -> Iterator[str]:
 def section(command: CommandInfo, parameters: list[Any]) -> Iterator[str]:
     """The words of a command, how it is called, what it takes, and its example."""
     assert command.callback is not None and command.help and command.epilog
-    name, hints = command.callback.__name__, get_type_hints(command.callback)
+    name = command.callback.__name__
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
     options = [parameter for parameter in parameters if parameter not in arguments and parameter.name != "help"]
     yield f"## chunkplan {name}"
@@ -88,7 +86,7 @@ def section(command: CommandInfo, parameters: list[Any]) -> Iterator[str]:
     yield code(" ".join(["chunkplan", name, *map(argument, arguments), "[OPTIONS]"]), "text")
     if arguments:
         yield table(("argument", "what it is"), [(f"`{argument(each)}`", each.help) for each in arguments])
-    yield table(("option", "what it does"), [option(each, hints[each.name]) for each in options])
+    yield table(("option", "what it does"), [option(each) for each in options])
     yield code(command.epilog.removeprefix("Example: "), "sh")
 
 
@@ -98,13 +96,12 @@ def argument(parameter: Any) -> str:
     return words if parameter.required else f"[{words}]"
 
 
-def option(parameter: Any, kind: Any) -> tuple[str, str]:
+def option(parameter: Any) -> tuple[str, str]:
     """How an option is typed; what it does and, where its words do not say, whether it is required or has a default."""
-    inner = next((part for part in get_args(kind) if part is not NoneType), kind)
     words, default = parameter.help, parameter.default
     typed = " / ".join([*parameter.opts, *parameter.secondary_opts])
     if not parameter.is_flag:
-        typed += f" {'|'.join(inner) if issubclass(inner, StrEnum) else parameter.metavar}"
+        typed += f" {parameter.metavar}"
     if parameter.required:
         words += " Required."
     elif default is not None and default is not False and "Default:" not in words:

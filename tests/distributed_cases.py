@@ -199,7 +199,7 @@ def gradients_with_dropout(
 
 
 def open_for_its_stages(plan: Path) -> tuple[Plan, Analysis]:
-    return open_plan(plan, pp=load_plan(plan).config["pp"])
+    return open_plan(plan, pp=load_plan(plan).config.pp)
 
 
 def make_part(

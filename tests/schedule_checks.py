@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import UNIT, Rates, durations, link_times
-from chunkplan.planfile.schema import OPS
+from chunkplan.cost.durations import durations, link_times
+from chunkplan.cost.rates import UNIT, Rates
+from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan.balance.exchange import best_exchange, even_out, least_gain
 from chunkplan.balance.longest_processing_time import spread
-from chunkplan.cost.durations import squares_of
+from chunkplan.cost.durations import squares_of, work_ns
 from chunkplan.quantities import percent, ratio
 from tests.command_line import Run
 from tests.page_cases import build_plan, write_and_read
@@ -91,7 +91,7 @@ def test_balance_is_that_of_all_steps_also_of_those_that_no_spread_can_balance(t
     """The heaviest ranks over the mean ranks and over work / dp, all of them summed over the steps first."""
     plan = build_plan(tmp_path, pp=pp, k=1)
     lengths = np.load(tmp_path / "lengths.npy")
-    work = chunkplan.CostModel().work_ns(lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    work = work_ns(chunkplan.CostModel(), lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
     heaviest, mean, excess = 0.0, 0.0, {False: 0.0, True: 0.0}
     for step in plan.iter_steps():
         ranks = [sum(chunk.cost for chunk in chunks) for chunks in step.chunks.values()]
@@ -120,7 +120,7 @@ def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path:
     config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, global_batch=8)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, cost=cost)
     [step] = plan.iter_steps()
-    work_us = cost.work_ns(lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    work_us = work_ns(cost, lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
     summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
     assert summary.heaviest_over_work == pytest.approx(step.predicted_us / (work_us / 2), rel=1e-6)
     assert step.predicted_us > (work_us + 8 * cost.passes * cost.chunk_overhead_ns / 1e3) / 2 * 1.01

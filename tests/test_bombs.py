@@ -22,7 +22,7 @@ ANALYZE = """
 import json, re, sys
 from pathlib import Path
 from chunkplan import analyze
-from chunkplan.intake.options import IntakeOptions
+from chunkplan.config.intake import IntakeOptions
 file, folder = sys.argv[1:]
 analysis = analyze(file, folder + "/analysis", IntakeOptions(on_error="skip"), cache=folder + "/cache", workers=1)
 most = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

@@ -220,8 +220,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
     "unknown key in a config": (
         lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks = 3\n")),
         (*BUILD, "--config", "c.toml"),
-        2,
-        "unknown option `chunks`",
+        3,
+        "c.toml: unknown entry `chunks`",
     ),
     "config that is not TOML": (
         lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks ==\n")),
@@ -236,13 +236,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         "is not just a plan",
     ),
     "data that was not analyzed": (good_text, ("build", "good.jsonl", "--chunk-size", 8, "--k", 1), 2, "neither an"),
-    "an option of the wrong type": (something_else, (*BUILD, "--seed", "x"), 2, "'--seed'"),
+    "an option of the wrong type": (
+        something_else,
+        (*BUILD, "--seed", "x"),
+        2,
+        "--seed is 'x', expected a whole number from 0",
+    ),
     "a command that is none": (lambda folder: None, ("plan",), 2, "No such command"),
     "a seed below 0": (
         lambda folder: None,
         ("parity", "--lengths", "9,8", "--chunk-size", 8, "--k", 1, "--seed", -1),
         2,
-        "the seed is -1",
+        "--seed is -1, expected a whole number from 0",
     ),
     "a cluster beyond reason": (something_else, (*BUILD, "--dp", 10**8), 2, "dp is 100000000"),
     "an output within a file": (something_else, (*BUILD, "--output", "lengths.npy/plan"), 2, "Not a directory"),
@@ -251,7 +256,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         lambda folder: None,
         ("parity", "--lengths", "a,b", "--chunk-size", 8, "--k", 1),
         2,
-        "expected whole numbers",
+        "--lengths is 'a,b', expected a number of tokens",
     ),
 }
 
@@ -403,8 +408,8 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     assert run("build", *BUILD_OPTIONS, "--holdout", "").code == 2
     (sources.parent / "plan.toml").write_text("mix = 'a.jsonl=2'\n")
     refused = run("build", *BUILD_OPTIONS, "--config", "plan.toml")
-    assert refused.code == 2
-    assert "mix is 'a.jsonl=2', expected weights by source" in refused.err
+    assert refused.code == 3
+    assert "plan.toml: mix: found 'a.jsonl=2', expected weights by source" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -440,12 +445,12 @@ def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--holdout", "some"), "'some' is not a number"),
+        (("--holdout", "some"), "--holdout is 'some', expected a share"),
         (("--holdout", "1.0"), "holdout is 1.0, expected a share between 0 and 1"),
         (("--holdout", "20"), "hold"),
         (("--mix", "a.jsonl"), "expected SOURCE=X"),
         (("--mix", "c.jsonl=1"), "c.jsonl"),
-        (("--mix", "a.jsonl=-1"), "mix a.jsonl is -1"),
+        (("--mix", "a.jsonl=-1"), "the weight of a.jsonl is -1.0, expected a number from 0"),
         (("--split", "even", "--no-split"), "exclude each other"),
         (("--packing", "ffd"), "packing is 'ffd', expected"),
         (("--workers", "0"), "--workers"),

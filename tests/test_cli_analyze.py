@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from chunkplan.intake.options import MAX_RECORD_BYTES, IntakeOptions
+from chunkplan.config.intake import MAX_RECORD_BYTES, IntakeOptions
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
@@ -180,7 +180,7 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
 
 
 def test_a_record_over_the_limit_is_refused_by_its_size(run: Run) -> None:
-    assert f"[default: {MAX_RECORD_BYTES / 1e6:g}]" in run("analyze", "--help").out
+    assert f"Default: {MAX_RECORD_BYTES / 1e6:g}." in run("analyze", "--help").out
     refused = run("analyze", "dataset.jsonl", "--max-record-mb", 0.001)
     assert refused.code == 3
     assert "dataset.jsonl:6: " in refused.err
@@ -313,20 +313,24 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
         (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects: messages (`messages`)"),
-        (("dataset.jsonl", "--column", "text"), 2, "--column 'text', expected ROLE=KEY"),
+        (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
         (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
         (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
         (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
         (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
-        (("dataset.jsonl", "--max-length", "5", "--long", "cut"), 2, "--long 'cut'"),
-        (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error 'ignore'"),
-        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable 'keep'"),
-        (("dataset.jsonl", "--max-length", "0"), 2, "a maximum length of 0 leaves nothing"),
-        (("dataset.jsonl", "--sample", "1"), 2, "a sample of 1.0 of the records"),
-        (("dataset.jsonl", "--sample", "nan"), 2, "a sample of nan of the records"),
+        (
+            ("dataset.jsonl", "--max-length", "5", "--long", "cut"),
+            2,
+            "--long is 'cut', expected error or drop or truncate",
+        ),
+        (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error is 'ignore', expected stop or skip"),
+        (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
+        (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable is 'keep', expected error or drop"),
         (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
-        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is nan, expected"),
-        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is inf, expected"),
+        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
+        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
         (("dataset.jsonl", "--workers", "0"), 2, "0 processes"),
         (("dataset.jsonl", "--workers", "two"), 2, "Invalid value for '--workers'"),
         (("dataset.jsonl", "--shard", "0/2"), 2, "--shard '0/2', expected I/N"),

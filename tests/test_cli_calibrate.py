@@ -110,9 +110,12 @@ def test_one_json_document_says_all_of_it(folder: Path, run: Callable[..., tuple
 
 REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "a device that is not there": (("--device", "cuda:99"), "--device is cuda:99"),
-    "a strange device": (("--device", "tpu"), "--device is tpu"),
+    "a strange device": (("--device", "tpu"), "--device is 'tpu', expected auto, cpu, cuda"),
     "two sizes": (("--chunk-sizes", "16,32"), "--chunk-sizes is 16,32, expected three or more"),
-    "sizes that are no numbers": (("--chunk-sizes", "1K,2K,4K"), "expected whole numbers"),
+    "sizes that are no numbers": (
+        ("--chunk-sizes", "1X,2K,4K"),
+        "--chunk-sizes is '1X,2K,4K', expected a number of tokens",
+    ),
     "more layers than there are": (("--layers", "3"), "--layers is 3"),
     "no layers": (("--layers", "0"), "--layers is 0"),
     "no repeats": (("--repeats", "0"), "--repeats is 0"),

@@ -206,15 +206,18 @@ def test_a_trace_of_a_comparison_has_a_process_for_each_schedule(run: Run, tmp_p
 
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "no plan": ((), "there is no plan in the workspace"),
-    "lengths that are none": (("--lengths", "12,abc", "--chunk-size", "8", "--k", 1), "expected whole numbers"),
+    "lengths that are none": (("--lengths", "12,abc", "--chunk-size", "8", "--k", 1), "expected a number of tokens"),
     "a length of 0": (("--lengths", "12,0", "--chunk-size", "8", "--k", 1), "a length is 0"),
-    "a negative length": (("--lengths", "12,-4", "--chunk-size", "8", "--k", 1), "expected whole numbers"),
-    "a huge length": (("--lengths", "99999999999999", "--chunk-size", "8", "--k", 1), "expected whole numbers"),
+    "a negative length": (("--lengths", "12,-4", "--chunk-size", "8", "--k", 1), "expected a number of tokens"),
+    "a huge length": (("--lengths", "99999999999999", "--chunk-size", "8", "--k", 1), "expected a number of tokens"),
     "no chunk size": (("--lengths", "12", "--k", 1), "--chunk-size is missing"),
     "a chunk size that is none": (("--lengths", "12", "--chunk-size", "big", "--k", 1), "--chunk-size is 'big'"),
     "no K": (("--lengths", "12", "--chunk-size", "8"), "k is missing"),
     "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 or 1f1b or interleaved"),
-    "an unknown schedule to compare": ((*K2, "--compare", "1f1b,gpipe"), "schedule is 'gpipe'"),
+    "an unknown schedule to compare": (
+        (*K2, "--compare", "1f1b,gpipe"),
+        "--compare is '1f1b,gpipe', expected algorithm2 or 1f1b",
+    ),
     "a schedule of one stage": ((*K2, "--schedule", "algorithm2"), "is for one stage"),
     "both ways to name a schedule": ((*K2, "--schedule", "1f1b", "--compare", "1f1b"), "exclude each other"),
     "too little memory for a chunk": ((*K2, "--schedule", "search", "--memory-tokens", 2000), "below one chunk"),

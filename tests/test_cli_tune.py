@@ -92,7 +92,7 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
     one, other = load_plan(tmp_path / "one"), load_plan(tmp_path / "other")
     assert one.content_hash == other.content_hash
     chosen = json.loads((tmp_path / "tune.json").read_text())["chosen"]
-    assert {name: one.config[name] for name in ("chunk_size", "k", "pp", "schedule")} == {
+    assert {name: getattr(one.config, name) for name in ("chunk_size", "k", "pp", "schedule")} == {
         name: chosen[name] for name in ("chunk_size", "k", "pp", "schedule")
     }
     cost = CostModel.from_dict(one.manifest["predictions"]["cost_model"], where="plan")
@@ -110,7 +110,7 @@ def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, t
     assert ran.returncode == 0, ran.stderr
     assert "plan only" not in ran.stderr
     plan = load_plan(tmp_path / "chunkplan-out" / "plan")
-    assert (plan.config["k"], plan.config["equal_chunks"]) == (1, True)
+    assert (plan.config.k, plan.config.equal_chunks) == (1, True)
     assert validate(plan.path).ok
     ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--k", "2", "--dry-run", columns=200)
     assert "plan only: the runtime cannot run sharded weights with K above 1 yet" in ran.stderr
@@ -121,7 +121,7 @@ def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
     ran = run(tmp_path, "build", lengths, "--auto", "--model-config", str(data), "--chunk-size", "3000", "--k", "3")
     assert ran.returncode == 0, ran.stderr
     config = load_plan(tmp_path / "chunkplan-out" / "plan").config
-    assert (config["chunk_size"], config["k"]) == (3000, 3)
+    assert (config.chunk_size, config.k) == (3000, 3)
 
 
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: 
 
 REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "no memory": (("tune", "lengths.npy", "--gpu-memory", "6GiB"), "nothing fits 6.0 GiB a GPU"),
-    "no size": (("tune", "lengths.npy", "--gpu-memory", "80"), "'80' is not a size of memory"),
+    "no size": (("tune", "lengths.npy", "--gpu-memory", "80"), "--gpu-memory is '80', expected a size of memory"),
     "no hardware": (("tune", "lengths.npy", "--hardware", "h900"), "h900"),
     "no model": (("tune", "lengths.npy", "--model-config", "none.json"), "none.json"),
     "no lengths": (("tune", "none.npy"), "none.npy"),
@@ -155,7 +155,10 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "heads": (("tune", "lengths.npy", "--tp", "8"), "tensor parallelism 8 does not divide"),
     "stages": (("tune", "lengths.npy", "--pp", "40"), "28 layers, too few for 40 stages"),
     "schedule of one stage": (("tune", "lengths.npy", "--schedules", "1f1b"), "schedules are for pipelines"),
-    "schedule": (("tune", "lengths.npy", "--pp", "2", "--schedules", "best"), "schedule is 'best'"),
+    "schedule": (
+        ("tune", "lengths.npy", "--pp", "2", "--schedules", "best"),
+        "--schedules is 'best', expected algorithm2 or 1f1b",
+    ),
     "from without auto": (("build", "lengths.npy", "--from", "x.json"), "--from is for --auto"),
     "gpus without auto": (("build", "lengths.npy", "--gpus", "8"), "--gpus is for --auto"),
     "from and hardware": (("build", "lengths.npy", "--auto", "--from", "x.json", "--hardware", "h100"), "exclude"),
@@ -188,7 +191,7 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         said = ran.stderr
         assert " a GPU in step " not in said
-    assert load_plan(tmp_path / "a place" / "plan").config["global_batch"] == 256
+    assert load_plan(tmp_path / "a place" / "plan").config.global_batch == 256
 
 
 def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:

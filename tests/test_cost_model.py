@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunkplan.cost.durations import durations, squares_of
+from chunkplan.cost.durations import durations, recompute_ns, squares_of, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 
 PROFILES = ("a100", "h100", "h200")
 LAYER_FLOPS = 2 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
@@ -129,7 +129,10 @@ def test_tensor_parallelism_across_nodes_is_slower() -> None:
 @pytest.mark.parametrize("tp", [0, 3, 7, 8])
 def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(tp: int) -> None:
     """Qwen2.5-7B has 28 query heads and 4 of keys and values."""
-    with pytest.raises(UsageError, match=f"tensor parallelism {tp} does not divide the (28|4) "):
+    expected = (
+        f"tensor parallelism {tp} does not divide the (28|4) " if tp else "--tp is 0, expected a whole number from 1"
+    )
+    with pytest.raises(UsageError, match=expected):
         CostModel(tp=tp)
 
 
@@ -170,9 +173,9 @@ def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_paramet
     cost = CostModel()
     tokens = np.array([100, 50_000])
     prefix = np.zeros(2, np.int64)
-    work = cost.work_ns(tokens, squares_of(tokens, prefix))
+    work = work_ns(cost, tokens, squares_of(tokens, prefix))
     head = cost.rates.head * tokens
-    assert work == pytest.approx(3 * (cost.recompute_ns(tokens, prefix) + head), abs=3)
+    assert work == pytest.approx(3 * (recompute_ns(cost, tokens, prefix) + head), abs=3)
     assert cost.model_flops(1.0, 0.0) == pytest.approx(6 * (QWEN2_5_7B.num_parameters - 3584 * 152064))
     flops = [cost.model_flops(float(t), float(t * t)) for t in tokens]
     utilisation = np.array(flops) / (work * 1e-9 * cost.hardware.peak_flops)

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import analyze
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
-from chunkplan.intake.options import IntakeOptions
 from tests.corruption_cases import damages
 
 NUM_ROWS = 60

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from chunkplan import PlanConfig, build
+from chunkplan.operations import OPS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import PlanStep
-from chunkplan.planfile.schema import OPS
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest_moments
 from chunkplan.schedule.retained import peak_retained
@@ -144,7 +144,7 @@ def test_stages_of_unequal_size_are_exact(pool: ProcessPool, made: Any, stage_la
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_plan_of_more_ranks_than_processes_is_exact(pool: ProcessPool, made: Any, pp: int) -> None:
-    plan = made(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else None)
+    plan = made(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else "algorithm2")
     for world_size in (4, 2, 1)[: 3 - pp + 1]:
         chunks = check(pool, world_size, plan)
         assert {len(ranks) for ranks in chunks} == {8 // world_size}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from chunkplan.cost.durations import UNIT
-from chunkplan.planfile.schema import OPS
+from chunkplan.cost.rates import UNIT
+from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.search import search
 from tests.link_cases import Pipeline, drive, random_chunks, random_order

@@ -22,12 +22,14 @@ from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import UsageError
+from chunkplan.operations import OPS
+from chunkplan.options import options_of as declared_by
 from chunkplan.packing import PACKERS
 from chunkplan.planfile import schema
 from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
 from chunkplan.tuning.document import tuning_document
 from chunkplan.validation import PLAN_INVARIANTS
-from chunkplan_runtime.training.config import TrainConfig, flag
+from chunkplan_runtime.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -121,7 +123,7 @@ def test_the_format_names_every_column_op_and_invariant() -> None:
             assert f"`{field.name}`" in FORMAT, f"{name}.{field.name}"
             for leaf in leaves(field.type):
                 assert leaf in FORMAT
-    for word in (*schema.OPS, *PLAN_INVARIANTS, *ANALYSIS_INVARIANTS):
+    for word in (*OPS, *PLAN_INVARIANTS, *ANALYSIS_INVARIANTS):
         assert f"`{word}`" in FORMAT, word
     assert f"Schema version {schema.SCHEMA_VERSION}." in FORMAT
 
@@ -187,7 +189,7 @@ OPTION = r"(?<!\S)--[a-z][a-z-]*"
 def options_of(command: str) -> set[str]:
     """What `--help` names; of the trainer also what torchrun is told."""
     if command == "train":
-        return {*(flag(name) for name in TrainConfig.__dataclass_fields__), "--nproc-per-node"}
+        return {*(one.flag for one in declared_by(TrainConfig).values()), "--nproc-per-node"}
     ran = subprocess.run(
         [str(SCRIPTS / "chunkplan"), command, "--help"],
         env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
@@ -219,7 +221,7 @@ def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: 
         exec(block, names)
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_planner.py"))
-    assert (names["lengths"], names["plan"].config["k"]) == (drawn["LENGTHS"], drawn["CONFIG"].k)
+    assert (names["lengths"], names["plan"].config.k) == (drawn["LENGTHS"], drawn["CONFIG"].k)
     assert names["step"].optimal and names["rows"].is_optimal
 
 
@@ -231,7 +233,7 @@ def test_the_python_and_the_screens_of_the_tuning_run_as_written(
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", TUNING, re.S):
         exec(block, names)
-    assert names["plan"].config["chunk_size"] == names["best"].config.chunk_size
+    assert names["plan"].config.chunk_size == names["best"].config.chunk_size
     document = tuning_document(names["tuning"])
     for entry in {*document, *document["options"], *document["data"], *document["baselines"][0], *document["chosen"]}:
         assert f"`{entry}`" in TUNING.split("## tune.json")[1], entry

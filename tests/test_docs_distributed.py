@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,13 +22,14 @@ from torch.distributed.run import get_args_parser, parse_args
 
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
+from chunkplan.options import options_of
 from chunkplan_cli.main import main
 from chunkplan_runtime.distributed import stuck
 from chunkplan_runtime.distributed.fate import Fate, Place, lost
 from chunkplan_runtime.distributed.launch import TIMEOUT
 from chunkplan_runtime.distributed.watch import DEAD_AFTER
 from chunkplan_runtime.layout import Layout, choose_layout
-from chunkplan_runtime.training.config import TrainConfig, flag
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
 from tests.training_checks import lines
 
@@ -144,7 +144,7 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
 
 
 def test_the_options_that_are_named_are_there():
-    known = {flag(name) for name in TrainConfig.__dataclass_fields__} | {flag(each.name) for each in fields(PlanConfig)}
+    known = {one.flag for config in (TrainConfig, PlanConfig) for one in options_of(config).values()}
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE))
     assert len(named) > 20

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from chunkplan import analyze, build, load_analysis, load_plan, validate
+from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.exporting.export import FORMATS, export
 from chunkplan.intake import disk, process, reading
@@ -28,7 +29,6 @@ from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.json_file import write_json
 from chunkplan.planfile.folder import replace_folder
-from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 from chunkplan_cli.main import main

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from chunkplan import analyze, build, validate
-from chunkplan.intake.options import IntakeOptions
+from chunkplan.config.intake import IntakeOptions
+from chunkplan.config.plan import PlanConfig
 from chunkplan.intake.readers import sizes
 from chunkplan.planfile.folder import replace_folder
-from chunkplan.planning.config import PlanConfig
 from tests.process_checks import PIECE_BYTES, ROOT, TOKENIZER, begin, begin_analyze, in_group, left_behind, wait_until
 
 #: A folder is replaced by a process that kills itself before the rename with the number that it is given.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import chunkplan
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import write_shard
 from chunkplan.planfile.analysis_writer import AnalysisWriter

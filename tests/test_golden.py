@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.load import load_held_out
 

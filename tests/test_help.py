@@ -17,13 +17,14 @@ import typer.main
 
 import chunkplan
 import chunkplan_runtime
-from chunkplan.cost.hardware import load_hardware
+from chunkplan.config import intake, plan
+from chunkplan.cost.hardware import SHIPPED, load_hardware
 from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.registry import SCHEMAS
 from chunkplan.packing import PACKERS
 from chunkplan.schedule.families import SCHEDULES
-from chunkplan_cli import completion
 from chunkplan_cli.main import app
+from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
 from chunkplan_runtime.training.options import read_options
 
@@ -122,7 +123,7 @@ def test_help_and_completion_import_nothing_heavy() -> None:
     ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("Example: chunkplan ") == 1 + len(COMMANDS)
-    assert ran.stdout.splitlines()[-1] == completion.PACKERS[-1]
+    assert ran.stdout.splitlines()[-1] == plan.PACKERS[-1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -153,7 +154,7 @@ def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Pat
         ("chunkplan val", ["validate"]),
         ("chunkplan build --chunk-s", ["--chunk-size"]),
         ("chunkplan build --split ", ["full", "even", "cost", "none"]),
-        ("chunkplan build --packing ", [*completion.PACKERS]),
+        ("chunkplan build --packing ", [*plan.PACKERS]),
         ("chunkplan build --hardware h", ["h100", "h200"]),
         ("chunkplan simulate --compare 1f1b,z", ["1f1b,zero-bubble"]),
         ("chunkplan analyze --format p", ["prompt+completion"]),
@@ -199,17 +200,17 @@ def test_python_offers_the_public_names_of_a_package(package: Any) -> None:
 
 
 def test_names_that_are_completed_are_those_there_are() -> None:
-    assert set(completion.SCHEDULES) == set(SCHEDULES)
-    assert set(completion.PACKERS) == set(PACKERS)
-    assert set(completion.SCHEMAS) == set(SCHEMAS)
+    assert set(plan.SCHEDULES) == set(SCHEDULES)
+    assert set(plan.PACKERS) == set(PACKERS)
+    assert set(intake.SCHEMAS) == set(SCHEMAS)
     with pytest.raises(UsageError) as refused:
         load_hardware("no such profile")
-    assert f"one of {', '.join(sorted(completion.HARDWARE))}," in refused.value.hint
+    assert f"one of {', '.join(sorted(SHIPPED))}," in refused.value.hint
 
 
 def test_kernels_that_are_completed_are_those_there_are() -> None:
     kernel = pytest.importorskip("chunkplan_runtime.attention.kernel", reason="kernels are torch's")
-    assert set(completion.ATTENTION) == {kernel.AUTO, *kernel.KERNELS}
+    assert set(ATTENTION) == {kernel.AUTO, *kernel.KERNELS}
 
 
 def complete(instruction: str) -> subprocess.CompletedProcess[str]:

@@ -184,13 +184,13 @@ def test_longer_sequences_are_cut_dropped_or_refused_and_counted(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: IntakeOptions(max_length=0), "maximum length of 0"),
-        (lambda: IntakeOptions(long="cut", max_length=5), "--long 'cut'"),
+        (lambda: IntakeOptions(max_length=0), "--max-length is 0, expected a number of tokens"),
+        (lambda: IntakeOptions(long="cut", max_length=5), "--long is 'cut', expected error or drop or truncate"),
         (lambda: IntakeOptions(long="drop"), "--long drop without"),
-        (lambda: IntakeOptions(on_error="ignore"), "--on-error 'ignore'"),
-        (lambda: IntakeOptions(sample=1.0), "a sample of 1.0"),
-        (lambda: IntakeOptions(sample=float("nan")), "a sample of nan"),
-        (lambda: IntakeOptions(max_record_bytes=0), "at most 0 bytes"),
+        (lambda: IntakeOptions(on_error="ignore"), "--on-error is 'ignore', expected stop or skip"),
+        (lambda: IntakeOptions(sample=1.0), "--sample is 1.0, expected a share"),
+        (lambda: IntakeOptions(sample=float("nan")), "--sample is nan, expected a share"),
+        (lambda: IntakeOptions(max_record_bytes=0), "--max-record-mb is 0, expected megabytes above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_usage_errors(make: Callable[[], IntakeOptions], message: str) -> None:

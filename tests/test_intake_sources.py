@@ -11,11 +11,11 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.building import build
+from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.sources import SourceFile, describe, find_sources
-from chunkplan.planning.config import PlanConfig
 from tests.command_line import Run
 
 

@@ -40,7 +40,7 @@ def drawn_all(plan: Plan) -> list[DrawnStep]:
     """What a page draws of a plan."""
     chunks = chunk_frame(plan)
     steps = per_step(plan, chunks)
-    median = step_times(steps, chunks, plan.config["dp"], plan.config["pp"]).median_step
+    median = step_times(steps, chunks, plan.config.dp, plan.config.pp).median_step
     return drawn_steps(plan, steps, median, None)
 
 
@@ -218,7 +218,7 @@ def test_what_a_plan_was_built_with_is_marked_if_it_is_a_candidate(
     if changed is not None:
         fitting[changed] = 99
     here = {**plan.manifest["predictions"]["cost_model"], **cost_model}
-    manifest = {**plan.manifest, "config": {**plan.config, **built}, "predictions": {"cost_model": here}}
+    manifest = {**plan.manifest, "config": {**plan.manifest["config"], **built}, "predictions": {"cost_model": here}}
     own = choice_of_plan(document, replace(plan, manifest=manifest))
     assert own == (fitting if changed is None else None)
     marked = [trace for trace in candidates_figure(document, own).data if trace.name == "this plan"]

@@ -19,11 +19,11 @@ from chunkplan import PlanConfig, build, validate
 from chunkplan.cost.durations import durations, link_times
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import OPS
 from chunkplan.packing import PACKERS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import evaluation_folder
 from chunkplan.planfile.plan import PlanStep
-from chunkplan.planfile.schema import OPS
 from chunkplan.planning.batches import batch_sizes, epoch_order
 from chunkplan.planning.targets import count_masked_targets, count_part_targets
 
@@ -473,7 +473,7 @@ def test_a_mix_repeats_and_leaves_out(tmp_path: Path) -> None:
         if segment.start == 0
     ]
     assert np.bincount(taken).tolist() == [20, 5, 0, 10]
-    assert plan.config["mix"] == {"in/a.jsonl": 2, "in/b.jsonl": 0.5, "in/c.jsonl": 0}
+    assert plan.config.mix == {"in/a.jsonl": 2, "in/b.jsonl": 0.5, "in/c.jsonl": 0}
     assert [source["num_occurrences"] for source in plan.manifest["selection"]["sources"]] == [20, 5, 0, 10]
 
 
@@ -510,7 +510,7 @@ def test_more_chunks_than_a_plan_can_hold_are_refused_before_they_are_made(tmp_p
         ({"holdout": 0}, "holdout is 0"),
         ({"holdout": 1.5}, "holdout is 1.5"),
         ({"part": "eval"}, "nothing is held out"),
-        ({"mix": {"a": -1}}, "mix a is -1"),
+        ({"mix": {"a": -1}}, "the weight of a is -1"),
     ],
 )
 def test_a_config_checks_itself(change: dict[str, object], message: str) -> None:

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import chunkplan
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
-from chunkplan.planning.config import PlanConfig
 from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimes, step_times
@@ -62,7 +62,7 @@ def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> No
     for row, step in zip(rows, steps, strict=True):
         chunks = chunks_of(step)
         grouped = [chunk for chunk in chunks if chunk.group_id is not None]
-        work = [sum(chunk.cost for chunk in step.chunks[rank]) for rank in range(plan.config["dp"])]
+        work = [sum(chunk.cost for chunk in step.chunks[rank]) for rank in range(plan.config.dp)]
         filled = [chunk.num_tokens for chunk in chunks if chunk.segments]
         last = {rank: max(us for (of, _), us in step.schedule_us.items() if of == rank) for rank in step.chunks}
         expected = {
@@ -90,8 +90,8 @@ def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
     kinds = {row.kind: row for row in report.kinds}
     assert sum(row.num_chunks for row in report.kinds) == len(chunks) == sum(row.num_chunks for row in report.ranks)
     assert sum(row.num_tokens for row in report.ranks) == report.summary.num_tokens
-    assert plan.config["tail_sharing"] or "mixed" not in kinds
-    assert "zero-loss" in kinds or not plan.config["equal_chunks"]
+    assert plan.config.tail_sharing or "mixed" not in kinds
+    assert "zero-loss" in kinds or not plan.config.equal_chunks
     for name in ("token_share", "attention_share", "cost_share"):
         assert sum(getattr(row, name) for row in report.kinds) == pytest.approx(1)
     for kind, row in kinds.items():
@@ -278,7 +278,7 @@ def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
 
 def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
     """Bytes that a stage holds after each of its forwards."""
-    pp, num_virtual, cost = plan.config["pp"], plan.config["virtual_stages"], CostModel()
+    pp, num_virtual, cost = plan.config.pp, plan.config.virtual_stages, CostModel()
     held: Counter[str] = Counter()
     for action in step.actions[rank, stage]:
         chunk = step.chunks[rank][action.chunk_id]
@@ -290,7 +290,7 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
             held["kv"] += chunk.num_tokens
         yield stage_memory(
             cost,
-            dp=plan.config["dp"],
+            dp=plan.config.dp,
             pp=pp,
             layers=split_layers(cost.shape.num_layers, pp * num_virtual),
             sharding="optimizer",

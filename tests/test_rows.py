@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import pack
+from chunkplan.config.plan import Split
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.lengths_file import load_lengths
-from chunkplan.planning.config import Split
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import UNIT, durations
-from chunkplan.planfile.schema import OPS
+from chunkplan.cost.durations import durations
+from chunkplan.cost.rates import UNIT
+from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, RankChunks
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import UNIT, Rates
+from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.errors import UsageError
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.search import Found, search

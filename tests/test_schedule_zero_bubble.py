@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
 from chunkplan.schedule.retained import peak_retained
 from chunkplan.schedule.simulate import simulate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -56,13 +58,17 @@ def make_lengths(tmp_path_factory):
     return make_lengths
 
 
+def config(**options):
+    return PlanConfig(chunk_size=1, k=1, **options)
+
+
 def numbered(num_texts, first=0):
     """Texts that differ."""
     return [[first + text, 5] for text in range(num_texts)]
 
 
 def held_out(analysis, holdout):
-    return expected_copies(analysis, {"holdout": holdout, "part": "eval"}, 0) > 0
+    return expected_copies(analysis, config(holdout=holdout, part="eval"), 0) > 0
 
 
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=30)
@@ -179,7 +185,7 @@ def test_shares_next_to_a_key_are_compared_exactly(make_lengths):
 @given(data=texts, holdout=st.one_of(shares, numbers), epoch=st.integers(0, 2**31))
 def test_training_and_evaluation_are_disjoint_and_together_everything(make, data, holdout, epoch):
     analysis = make(a=data)
-    sides = [expected_copies(analysis, {"holdout": holdout, "part": part}, epoch) for part in ("train", "eval")]
+    sides = [expected_copies(analysis, config(holdout=holdout, part=part), epoch) for part in ("train", "eval")]
     assert all(side.dtype == np.int32 for side in sides)
     assert (sides[0] + sides[1]).tolist() == [1] * len(data)
 
@@ -189,19 +195,18 @@ def test_a_lengths_file_can_be_held_out_from_and_longer_ones_keep_their_sides(ma
     assert np.array_equal(held_out(long, 0.2)[:400], held_out(short, 0.2))
     assert held_out(short, 30).sum() == 30
     assert not (held_out(long, 30)[:400] & ~held_out(short, 30)).any()
-    check_selection(short, {"holdout": 0.2, "part": "eval"})
+    check_selection(short, config(holdout=0.2, part="eval"))
 
 
 def test_nothing_asked_for_is_everything_once(make):
     analysis = make(a=numbered(5), b=numbered(3, 10))
-    nothing = {"holdout": None, "part": "train", "mix": None, "seed": 0}
-    for config in ({}, nothing, {**nothing, "mix": {}}):
-        check_selection(analysis, config)
-        assert expected_copies(analysis, config, 3).tolist() == [1] * 8
+    for nothing in (config(), config(holdout=None, part="train", mix=None, seed=0), config(mix={})):
+        check_selection(analysis, nothing)
+        assert expected_copies(analysis, nothing, 3).tolist() == [1] * 8
 
 
 def mix(weight, seed=0, **others):
-    return {"mix": {"data/a.jsonl": weight}, "seed": seed, **others}
+    return config(mix={"data/a.jsonl": weight}, seed=seed, **others)
 
 
 @settings(max_examples=40, deadline=None)
@@ -214,14 +219,14 @@ def mix(weight, seed=0, **others):
 )
 def test_every_epoch_has_the_exact_share_and_epochs_are_even(make, num_texts, weight, holdout, seed, first):
     analysis = make(a=numbered(num_texts), b=numbered(4, 100))
-    config = mix(weight, seed, holdout=holdout)
+    mixed = mix(weight, seed, holdout=holdout)
     out = np.zeros(num_texts + 4, bool) if holdout is None else held_out(analysis, holdout)
     mine = np.flatnonzero(~out[:num_texts])
     doubled = 2 * Fraction(str(weight)) * len(mine)
     expected = (int(doubled) + 1) // 2  # half rounded up
     total = np.zeros(num_texts + 4, np.int64)
     for epoch in range(first, first + 7):
-        copies = expected_copies(analysis, config, epoch)
+        copies = expected_copies(analysis, mixed, epoch)
         assert copies[:num_texts].sum() == expected
         assert not copies[out].any()
         assert (copies[num_texts:] == ~out[num_texts:]).all()  # not named: once
@@ -261,13 +266,13 @@ def test_weights_count_as_they_are_written(make, weight, num_texts, expected):
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_source_and_on_nothing_else(make):
-    config = mix(0.5, 3)
-    drawn = expected_copies(make(a=numbered(40)), config, 1)
+    half = mix(0.5, 3)
+    drawn = expected_copies(make(a=numbered(40)), half, 1)
     others = make(a=numbered(40), b=numbered(7, 50), c=numbered(2, 90))
-    with_others = expected_copies(others, {**config, "mix": {**config["mix"], "data/b.jsonl": 0.3}}, 1)
+    with_others = expected_copies(others, replace(half, mix={**half.mix, "data/b.jsonl": 0.3}), 1)
     assert np.array_equal(with_others[:40], drawn)
     assert not np.array_equal(expected_copies(make(a=numbered(40)), mix(0.5, 4), 1), drawn)
-    second = expected_copies(make(b=[[1]], a=numbered(40)), config, 1)[1:]
+    second = expected_copies(make(b=[[1]], a=numbered(40)), half, 1)[1:]
     assert second.sum() == drawn.sum()
     assert not np.array_equal(second, drawn)
 
@@ -305,7 +310,10 @@ def test_a_file_given_twice_is_one_name(make):
 
 def test_a_source_that_is_not_there_is_named_with_those_that_are(make, make_lengths):
     few, many = make(a=[[1]], b=[[2]]), make(**{f"s{index}": [[index]] for index in range(11)})
-    for refuse in (lambda analysis: resolve_mix(analysis, {"c": 1}), lambda a: check_selection(a, {"mix": {"c": 1}})):
+    for refuse in (
+        lambda analysis: resolve_mix(analysis, {"c": 1}),
+        lambda a: check_selection(a, config(mix={"c": 1})),
+    ):
         with pytest.raises(UsageError, match="no source c") as raised:
             refuse(few)
         assert raised.value.hint == "its sources are data/a.jsonl, data/b.jsonl"
@@ -346,7 +354,7 @@ def test_weights_that_leave_nothing_are_refused(make, weight):
 )
 def test_holdouts_that_cannot_be_are_refused(make, holdout):
     with pytest.raises(UsageError, match=r"holdout is .*, expected a share between 0 and 1") as raised:
-        check_selection(make(a=numbered(9)), {"holdout": holdout})
+        check_selection(make(a=numbered(9)), config(holdout=holdout))
     assert "0.01" in raised.value.hint
 
 
@@ -362,28 +370,26 @@ def test_holdouts_that_cannot_be_are_refused(make, holdout):
 @pytest.mark.parametrize("part", ["train", "eval"])
 def test_a_holdout_that_leaves_one_side_empty_is_refused(make, holdout, message, hint, part):
     with pytest.raises(UsageError, match=message) as raised:
-        check_selection(make(a=numbered(9)), {"holdout": holdout, "part": part})
+        check_selection(make(a=numbered(9)), config(holdout=holdout, part=part))
     assert raised.value.hint.startswith(hint)
 
 
 def test_copies_of_one_text_cannot_be_divided(make):
     with pytest.raises(UsageError, match="a holdout of 1 takes all of the 5 sequences"):
-        check_selection(make(a=[[1, 2]] * 5), {"holdout": 1})
+        check_selection(make(a=[[1, 2]] * 5), config(holdout=1))
 
 
 def test_a_part_has_to_be_one_that_there_is(make):
-    with pytest.raises(UsageError, match="part is 'test'") as raised:
-        check_selection(make(a=numbered(9)), {"holdout": 3, "part": "test"})
-    assert "train or eval" in raised.value.hint
+    with pytest.raises(UsageError, match="part is 'test', expected train or eval"):
+        config(holdout=3, part="test")
     with pytest.raises(UsageError, match="nothing to evaluate on") as raised:
-        check_selection(make(a=numbered(9)), {"part": "eval"})
+        check_selection(make(a=numbered(9)), config(part="eval"))
     assert "hold out" in raised.value.hint
 
 
 def test_what_is_selected_is_described_in_numbers_that_json_has(make, make_lengths):
     analysis = make(a=numbered(10), b=numbered(20, 50), c=[])
-    config = mix(2.5, holdout=6)
-    described = describe_selection(analysis, config)
+    described = describe_selection(analysis, mix(2.5, holdout=6))
     assert json.loads(json.dumps(described)) == described
     out = held_out(analysis, 6)
     of_a, of_b = int(out[:10].sum()), int(out[10:].sum())
@@ -398,7 +404,7 @@ def test_what_is_selected_is_described_in_numbers_that_json_has(make, make_lengt
             {"path": "data/c.jsonl", "num_sequences": 0, "num_held_out": 0, "num_occurrences": 0},
         ],
     }
-    assert describe_selection(make_lengths(50), {"holdout": 5, "part": "eval"}) == {
+    assert describe_selection(make_lengths(50), config(holdout=5, part="eval")) == {
         "num_sequences": 50,
         "num_held_out": 5,
         "num_occurrences": 5,

@@ -144,7 +144,7 @@ def test_a_step_of_a_plan_takes_the_time_that_the_plan_predicts(
         last = simulate_plan(tmp_path / "plan", step.step)
         assert last.makespan == pytest.approx(step.predicted_us, rel=1e-6)
         assert max(last.peak_retained_tokens) <= step.peak_retained_tokens
-        again = reschedule(last, plan.config["schedule"])
+        again = reschedule(last, plan.config.schedule)
         assert (again.makespan, again.chunks) == (last.makespan, last.chunks)
 
 

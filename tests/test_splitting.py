@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import squares_of
+from chunkplan.config.plan import Split
+from chunkplan.cost.durations import squares_of, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.config import Split
 from chunkplan.planning.splitting import split_sequences
 
 SPLITS = [split for split in get_args(Split) if split != "none"]
@@ -51,7 +51,7 @@ def test_parts_of_equal_cost_take_the_same_time(length: int, chunk_size: int) ->
     """But for whole tokens; where every full part is the same length the last takes several times the first."""
 
     def times(parts: np.ndarray) -> np.ndarray:
-        return COST.work_ns(parts, squares_of(parts, np.cumsum(parts) - parts))
+        return work_ns(COST, parts, squares_of(parts, np.cumsum(parts) - parts))
 
     [equal], [full] = cut([length], chunk_size, "cost"), cut([length], chunk_size, "full")
     assert np.ptp(times(equal)) <= 0.01 * times(equal).max()

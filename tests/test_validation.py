@@ -23,6 +23,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import schedule_columns, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
+from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.order import BACKWARDS, FORWARDS, run_rows
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
@@ -72,7 +73,7 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
         restate_memory(rows, manifest["config"]["virtual_stages"])
     tables = {name: pa.Table.from_pylist(rows[name], schema) for name, schema in SCHEMAS.items()}
     if "mix" in config:
-        manifest["selection"] = describe_selection(load_analysis(load_plan(plan).analysis_path), manifest["config"])
+        manifest["selection"] = describe_selection(load_analysis(load_plan(plan).analysis_path), config_of(manifest))
     manifest |= {name: manifest["config"][name] for name in ("seed", "epochs")}
     write(plan, tables, manifest)
 
@@ -447,9 +448,12 @@ def test_no_number_in_a_table_makes_a_plan_valid_or_a_check_crash(plan: Path, va
 
 @pytest.mark.parametrize("name", ["epochs", "global_batch", "dp", "pp", "k"])
 def test_no_number_in_the_config_makes_a_check_crash(plan: Path, name: str) -> None:
-    """`k` alone may be as large as it likes."""
-    tamper(plan, lambda rows: None, **{name: {"dp": 1 << 16, "pp": 1 << 10}.get(name, 2**63 - 1)})
+    """`k` alone may be as large as any number of chunks."""
+    tamper(plan, lambda rows: None, **{name: {"dp": 1 << 16, "pp": 1 << 10}.get(name, 2**31 - 1)})
     assert bool(validate(plan).violations) == (name != "k")
+    tamper(plan, lambda rows: None, **{name: 2**63 - 1})
+    with pytest.raises(DataError, match=f"`config.{name}` is {2**63 - 1}, expected a whole number from 1 to"):
+        validate(plan)
 
 
 def test_every_rank_is_checked_whatever_block_it_falls_in(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

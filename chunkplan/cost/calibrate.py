@@ -23,7 +23,7 @@ from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel, Precision
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import UsageError
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 
 #: One chunk in so many is left out of the fit, to check it against.
 _HOLD_OUT_EVERY = 3

@@ -6,42 +6,19 @@ Times are whole nanoseconds, so that sums of them are exact and a plan is the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from chunkplan.arrays import Int64Array, IntArray
-from chunkplan.planfile.schema import OPS
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.rates import Rates
+from chunkplan.operations import OPS
 
 Float64Array = npt.NDArray[np.float64]
 
 #: Times end here, so that sums of a step's fit 64 bits: 104 days, for a chunk.
 MOST_NS = 2.0**53
-
-
-class Rates(NamedTuple):
-    """Nanoseconds of a forward through one layer: a token, a square, and whatever a chunk takes beside these.
-
-    `squares` of a segment of t tokens that sees p earlier ones are t (2 p + t), twice the pairs of a query and a key
-    under a causal mask. `head` is a token's in the vocabulary head, on the last model part only. `layer_passes`: a
-    backward takes as long as that many forwards of its layers (2, and 1 more where layers are recomputed inside it).
-    `link_token` and `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a
-    layer takes where they are sharded: it goes on beside the work of the layer before, so nothing takes less.
-    """
-
-    token: float
-    square: float
-    chunk: float
-    head: float = 0.0
-    layer_passes: int = 2
-    link_token: float = 0.0
-    link: float = 0.0
-    gather: float = 0.0
-
-
-#: Forward 1 and backward 2 a token on every model part, of one layer each, and nothing for links.
-UNIT = Rates(token=1.0, square=0.0, chunk=0.0)
 
 
 def squares_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64Array:
@@ -51,7 +28,7 @@ def squares_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64Array:
 
 
 def durations(num_tokens: IntArray, squares: Float64Array, rates: Rates, layers: Sequence[int]) -> Int64Array:
-    """Time of each action, int64 [num_ops, num_parts, n], by the code of its op (its place in `schema.OPS`).
+    """Time of each action, int64 [num_ops, num_parts, n], by the code of its op (its place in `operations.OPS`).
 
     Args:
         num_tokens, squares: [n], of each chunk, sums over its segments.
@@ -80,6 +57,25 @@ def durations(num_tokens: IntArray, squares: Float64Array, rates: Rates, layers:
             least = 0.0 if op == "backward_weight" else num_layers * rates.gather
             times[OPS.index(op), part] = whole_ns(np.maximum(nanoseconds, least))
     return times
+
+
+def work_ns(cost: CostModel, num_tokens: IntArray, squares: Float64Array) -> Int64Array:
+    """Time of a forward and a backward through all model parts, without overhead and recompute; both [n]."""
+    head = cost.rates.head * num_tokens.astype(np.float64)
+    return whole_ns(cost.passes * _all_layers(cost, num_tokens, squares) + 3 * head)
+
+
+def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
+    """Time of what is done twice with segments whose chunks keep no activations, without overhead; both [n].
+
+    That is a forward through all layers: the head is left out the first time, see `durations`.
+    """
+    return whole_ns(_all_layers(cost, num_tokens, squares_of(num_tokens, prefix_tokens)))
+
+
+def _all_layers(cost: CostModel, num_tokens: IntArray, squares: Float64Array) -> Float64Array:
+    rates = cost.rates
+    return cost.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.square * squares)
 
 
 def link_times(num_tokens: IntArray, rates: Rates) -> Int64Array:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from chunkplan.domains import FLAG, TEXT, Domain, find_mismatch, whole
 from chunkplan.errors import DataError
-from chunkplan.planfile.manifest_entries import FLAG, TEXT, Test, find_mismatch, whole
 
 #: Beyond any model and any machine, and near enough that products and quotients of a few stay finite.
 _LEAST, _MOST = 1e-6, 10**18
 
-_POSITIVE: Test = (
+_POSITIVE = Domain(
     lambda value: type(value) in (int, float) and _LEAST <= value <= _MOST,
     f"a positive number, at most {_MOST:.0e}",
 )
-_TESTS: dict[str, Test] = {"str": TEXT, "bool": FLAG, "float": _POSITIVE, "int": whole(1, _MOST)}
+_TESTS: dict[str, Domain] = {"str": TEXT, "bool": FLAG, "float": _POSITIVE, "int": whole(1, _MOST)}
 
 Entries = TypeVar("Entries")
 
 
-def from_entries(kind: type[Entries], values: Any, *, path: str, where: str, hint: str, **also: Test) -> Entries:
+def from_entries(kind: type[Entries], values: Any, *, path: str, where: str, hint: str, **also: Domain) -> Entries:
     """A dataclass of strings, flags and numbers from a dict that has an entry for each of its fields and no other.
 
     `path` names the dict in errors, "" where it is all there is; `also` gives tests for fields whose type says too

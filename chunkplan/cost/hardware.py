@@ -42,6 +42,9 @@ class Hardware:
     reserved_bytes: int
 
 
+#: The profiles that come with chunkplan, in chunkplan/cost/profiles.
+SHIPPED = ("a100", "h100", "h200")
+
 _HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/profiles/*.toml"
 
 

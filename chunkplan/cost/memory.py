@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from math import ceil
-from typing import Literal
 
 import numpy as np
 
 from chunkplan.cost.durations import Float64Array, split_layers
-from chunkplan.cost.model import CostModel
-
-#: Which of optimizer states, gradients and weights are spread over data-parallel ranks, each with those before it
-#: (ZeRO 1, 2 and 3; Rajbhandari et al., arXiv 1910.02054).
-Sharding = Literal["none", "optimizer", "gradients", "weights"]
+from chunkplan.cost.model import CostModel, Sharding
 
 _SHARDED: dict[Sharding, int] = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3}
 

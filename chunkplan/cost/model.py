@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
-
-from chunkplan.arrays import Int64Array, IntArray
-from chunkplan.cost.durations import Float64Array, Rates, squares_of, whole_ns
 from chunkplan.cost.entries import from_entries
-from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.cost.rates import Rates
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
+from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, or_null, whole
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.manifest_entries import FLAG, find_mismatch, one_of, or_null, whole
+from chunkplan.options import Options, option, options_of
 
 Checkpointing = Literal["none", "full"]
 Precision = Literal["bf16", "fp32"]
+
+#: Which of optimizer states, gradients and weights are spread over data-parallel ranks, each with those before it
+#: (ZeRO 1, 2 and 3; Rajbhandari et al., arXiv 1910.02054).
+Sharding = Literal["none", "optimizer", "gradients", "weights"]
 
 #: Bytes of a weight, an activation, a key or a value.
 NUM_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
@@ -39,8 +44,42 @@ _LOSS_BYTES = 16
 _MOST_OVERHEAD_NS = 2.0**40
 
 
+#: Sizes of GPU memory, as people write them.
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def read_size(typed: str) -> int:
+    """Bytes of "80GiB". Raises ValueError where it is no size."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", typed.strip())
+    units = {unit.lower(): size for unit, size in _SIZES.items()}
+    if not match or match[2].lower() not in units:
+        raise ValueError(typed)
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+SIZE = Domain(
+    whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", read_size, metavar="SIZE", example="80GiB"
+)
+MODEL = Domain(
+    lambda value: isinstance(value, ModelShape),
+    "a model's config.json, or its folder",
+    read=lambda typed: read_model_config(Path(typed)),
+    metavar="FILE",
+)
+HARDWARE = Domain(
+    lambda value: isinstance(value, Hardware),
+    "a hardware profile",
+    read=load_hardware,
+    metavar="NAME|FILE",
+    completed=SHIPPED,
+)
+MACHINE = "Model and GPUs"
+
+_h100 = cache(partial(load_hardware, "h100"))
+
+
 @dataclass(frozen=True, kw_only=True)
-class CostModel:
+class CostModel(Options):
     """A model of `shape`, each pipeline stage of it on `tp` GPUs of `hardware`.
 
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
@@ -53,18 +92,41 @@ class CostModel:
         UsageError: `tp` does not divide the attention heads.
     """
 
-    shape: ModelShape = QWEN2_5_7B
-    hardware: Hardware = field(default_factory=cache(partial(load_hardware, "h100")))
-    tp: int = 1
-    precision: Precision = "bf16"
-    checkpointing: Checkpointing = "none"
-    kv_offload: bool = False
-    weight_shards: int = 1
+    shape: ModelShape = option(
+        MODEL,
+        "The model's config.json, or its folder.",
+        group=MACHINE,
+        default=QWEN2_5_7B,
+        default_words="Qwen2.5-7B",
+        flag="--model-config",
+    )
+    hardware: Hardware = option(
+        HARDWARE,
+        f"{', '.join(SHIPPED[:-1])} or {SHIPPED[-1]}, or a profile.",
+        group=MACHINE,
+        depends=lambda cost: _h100(),
+        default_words="h100",
+    )
+    tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
+    precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
+    checkpointing: Checkpointing = option(
+        one_of("none", "full"),
+        "Whether layers are recomputed in a chunk's backward: none or full.",
+        group=MACHINE,
+        default="none",
+    )
+    kv_offload: bool = option(
+        FLAG, "Keep keys and values of split sequences in host memory.", group=MACHINE, default=False, flag=""
+    )
+    weight_shards: int = option(
+        whole(1, MOST), "Data-parallel ranks that share the weights.", group=MACHINE, default=1, flag=""
+    )
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
+        """Refuse more GPUs for a layer than its heads can be divided among."""
         heads = {"query": self.shape.num_query_heads, "key and value": self.shape.num_kv_heads}
         for name, count in heads.items():
-            if self.tp < 1 or count % self.tp:
+            if count % self.tp:
                 raise UsageError(
                     f"tensor parallelism {self.tp} does not divide the {count} {name} heads of {self.shape.name}",
                     hint=f"choose a divisor of {math.gcd(*heads.values())}",
@@ -151,22 +213,6 @@ class CostModel:
         fetched = 2 * self.shape.kv_width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
         return math.ceil(fetched / (2 * 2 * self.rates.square))
 
-    def recompute_ns(self, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
-        """Time of what is done twice with segments whose chunks keep no activations, without overhead; both [n].
-
-        That is a forward through all layers: the head is left out the first time, see `durations`.
-        """
-        return whole_ns(self._layers(num_tokens, squares_of(num_tokens, prefix_tokens)))
-
-    def work_ns(self, num_tokens: IntArray, squares: Float64Array) -> Int64Array:
-        """Time of a forward and a backward through all model parts, without overhead and recompute; both [n]."""
-        head = self.rates.head * num_tokens.astype(np.float64)
-        return whole_ns(self.passes * self._layers(num_tokens, squares) + 3 * head)
-
-    def _layers(self, num_tokens: IntArray, squares: Float64Array) -> Float64Array:
-        rates = self.rates
-        return self.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.square * squares)
-
     def model_flops(self, num_tokens: float, squares: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute."""
         shape = self.shape
@@ -185,16 +231,8 @@ class CostModel:
             DataError: an entry is missing, unknown, or not what it should be.
         """
         hint = "make the file again with this version"
-        expected = {
-            "shape": {},
-            "hardware": {},
-            "tp": whole(1),
-            "precision": one_of(*get_args(Precision)),
-            "checkpointing": one_of(*get_args(Checkpointing)),
-            "kv_offload": FLAG,
-            "weight_shards": whole(1),
-        }
-        if found := find_mismatch(values, expected, "cost_model"):
+        plain = {name: one.domain for name, one in options_of(cls).items() if name not in ("shape", "hardware")}
+        if found := find_mismatch(values, {"shape": {}, "hardware": {}, **plain}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
         shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
         tests = {"experts_per_token": whole(), "max_positions": or_null(whole(1))}
@@ -203,11 +241,7 @@ class CostModel:
             return cls(
                 shape=from_entries(ModelShape, shape, path="shape", where=where, hint=hint, **tests),
                 hardware=from_entries(Hardware, hardware, path="hardware", where=where, hint=hint),
-                tp=values["tp"],
-                precision=values["precision"],
-                checkpointing=values["checkpointing"],
-                kv_offload=values["kv_offload"],
-                weight_shards=values["weight_shards"],
+                **{name: values[name] for name in plain},
             )
         except UsageError as error:
             raise DataError(error.message, where=where, hint=hint) from error

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.cost.shape import ModelShape
+from chunkplan.domains import FLAG, Domain, find_mismatch, or_null, whole
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.manifest_entries import FLAG, Expected, find_mismatch, or_null, whole
 
 _HINT = "compare it with the config.json that the model was published with"
 _SIZE = whole(1, 2**31 - 1)
@@ -18,11 +18,13 @@ _SIZE = whole(1, 2**31 - 1)
 #: Far beyond what stretches any model, and small enough that positions fit 64 bits.
 _MOST_FACTOR = 1_000_000
 
-_ROPE_ENTRY: Expected = {
-    "factor?": or_null((lambda value: type(value) in (int, float) and 0 < value <= _MOST_FACTOR, "a number above 0")),
+_ROPE_ENTRY = {
+    "factor?": or_null(
+        Domain(lambda value: type(value) in (int, float) and 0 < value <= _MOST_FACTOR, "a number above 0")
+    ),
     "original_max_position_embeddings?": or_null(_SIZE),
 }
-_ROPE = (
+_ROPE = Domain(
     lambda value: isinstance(value, dict) and not any(find_mismatch(each, _ROPE_ENTRY) for each in rope_entries(value)),
     "an object whose `factor` is a number above 0 and whose `original_max_position_embeddings` is one from 1",
 )
@@ -48,10 +50,10 @@ _QWEN_MOE: dict[str, Any] = {
     "num_experts_per_tok": _SIZE,
     "moe_intermediate_size": _SIZE,
     "decoder_sparse_step?": _SIZE,
-    "mlp_only_layers?": (lambda value: value is None or isinstance(value, list), "a list, or null"),
+    "mlp_only_layers?": Domain(lambda value: value is None or isinstance(value, list), "a list, or null"),
 }
 #: What the entries of each `model_type` have to be; one whose name ends in "?" may be missing.
-_EXPECTED: dict[str, Expected] = {
+_EXPECTED: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
     "mistral": _DENSE,
     "mixtral": {**_DENSE, "num_local_experts": _SIZE, "num_experts": _SIZE, "num_experts_per_tok": _SIZE},

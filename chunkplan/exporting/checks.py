@@ -24,7 +24,7 @@ def read_chunks(plan: Plan, analysis: Analysis) -> ChunkColumns:
     """
     tables = {"steps": plan.steps(), "chunks": plan.chunks()}
     stated = plan.manifest["content_hashes"]
-    changed = [name for name, found in hash_plan(tables, plan.config).items() if found != stated[name]]
+    changed = [name for name, found in hash_plan(tables, plan.manifest["config"]).items() if found != stated[name]]
     if changed or combine_hashes(stated) != plan.content_hash:
         raise _refusal(plan, Violation("content-hash", _not_as_written(*changed[:1])))
     columns = ChunkColumns.of(plan, analysis, **tables)

@@ -78,7 +78,7 @@ def open_source(
         kind="plan",
         content_hash=plan.content_hash,
         analysis=found,
-        chunk_size=plan.config["chunk_size"],
+        chunk_size=plan.config.chunk_size,
         rows=rows,
         whole_rows=lambda: rows.only(~rows.is_part),
     )

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.assemble import assemble
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.reading import IntakeRequest, Progress, read_all
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.folder import fill_folder, refuse_other_content

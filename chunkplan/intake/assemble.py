@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.disk import check_room
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source

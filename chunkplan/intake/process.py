@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read

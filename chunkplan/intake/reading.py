@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.process import Job
 from chunkplan.intake.run import Run, Runner
 from chunkplan.intake.run_local import run_here, run_in_processes

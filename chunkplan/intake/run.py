@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.process import Job, find, piece_key
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream

@@ -14,10 +14,10 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
-from chunkplan.intake.options import IntakeOptions
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult

@@ -17,7 +17,7 @@ from chunkplan.planfile.violation import Violation
 
 def check_chunk_ids(columns: ChunkColumns) -> Violation | None:
     """Rows sorted by (step, dp_rank, chunk_id), ids 0.. without gaps, a chunk or more for every rank of every step."""
-    chunks, dp, place = columns.chunks, columns.config["dp"], columns.place
+    chunks, dp, place = columns.chunks, columns.config.dp, columns.place
     first = np.searchsorted(place, place)
     bad = (chunks["chunk_id"] != np.arange(place.size) - first) | (np.diff(place, prepend=0) < 0)
     bad |= (chunks["dp_rank"] < 0) | (chunks["dp_rank"] >= dp)
@@ -43,18 +43,18 @@ def check_steps(columns: ChunkColumns) -> Violation | None:
         check_selection(columns.analysis, config)
     except UsageError as error:
         return Violation("batch-sizes", f"the plan's config does not fit the analysis: {error.message}")
-    full, rest = np.divmod(np.array([size for size, _ in columns.epochs], np.int64), config["global_batch"])
-    per_epoch = full + ((rest > 0) & (config["last_batch"] == "keep"))
-    if per_epoch.size < config["epochs"] or per_epoch.sum() != num_steps:
-        more = " or more" if per_epoch.size < config["epochs"] else ""
+    full, rest = np.divmod(np.array([size for size, _ in columns.epochs], np.int64), config.global_batch)
+    per_epoch = full + ((rest > 0) & (config.last_batch == "keep"))
+    if per_epoch.size < config.epochs or per_epoch.sum() != num_steps:
+        more = " or more" if per_epoch.size < config.epochs else ""
         return Violation("batch-sizes", f"{num_steps} steps, expected {per_epoch.sum()}{more}")
     epochs = np.repeat(np.arange(per_epoch.size), per_epoch)
     bad = (steps["step"] != np.arange(num_steps)) | (steps["epoch"] != epochs)
     found = columns.at_step("batch-sizes", lambda row: "step or epoch is out of order", bad)
     if found:
         return found
-    is_short = np.diff(epochs, append=-1).astype(bool) & ((rest > 0) & (config["last_batch"] == "keep"))[epochs]
-    expected = np.where(is_short, rest[epochs], config["global_batch"])
+    is_short = np.diff(epochs, append=-1).astype(bool) & ((rest > 0) & (config.last_batch == "keep"))[epochs]
+    expected = np.where(is_short, rest[epochs], config.global_batch)
     begins = columns.per_chunk((columns.start == 0) & (columns.end > 0))  # of each occurrence, its first segment
     actual = sum_runs(begins, columns.step_chunks)
     bad = (actual != expected) | (steps["num_sequences"] != expected)
@@ -67,7 +67,7 @@ def check_steps(columns: ChunkColumns) -> Violation | None:
 
 def check_equal_chunks(columns: ChunkColumns) -> Violation | None:
     """Where the plan's configuration says so, every rank of a step has the same number of chunks."""
-    if not columns.config.get("equal_chunks", False):
+    if not columns.config.equal_chunks:
         return None
     counts = np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
     most = counts.max(axis=1, keepdims=True)
@@ -81,7 +81,7 @@ def check_equal_chunks(columns: ChunkColumns) -> Violation | None:
 
 def check_chunk_size(columns: ChunkColumns) -> Violation | None:
     """No chunk over ChunkSize; a chunk's num_tokens is the sum of its segments, none of which is empty."""
-    size = columns.config["chunk_size"]
+    size = columns.config.chunk_size
     length = np.subtract(columns.end, columns.start, dtype=np.int64)
     tokens = columns.per_chunk(length)
     bad = (tokens > size) | (tokens != columns.chunks["num_tokens"]) | columns.holds(np.flatnonzero(length < 1))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.operations import OPS
 from chunkplan.planfile.order import BACKWARDS, FORWARDS, run_rows
 from chunkplan.planfile.schedule_columns import Block
-from chunkplan.planfile.schema import OPS
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ def check_acyclic(block: Block) -> Complaint | None:
 def check_memory(block: Block) -> Complaint | None:
     """No stage retains activations of more tokens than its step states, nor than the plan's bound, where it has one."""
     bound = block.columns.steps["peak_retained_tokens"]
-    if block.columns.config["memory_tokens"] is not None:
-        bound = np.minimum(bound, block.columns.config["memory_tokens"])
-    allowed = bound[block.ranks.place // block.columns.config["dp"]][block.rank]
+    if block.columns.config.memory_tokens is not None:
+        bound = np.minimum(bound, block.columns.config.memory_tokens)
+    allowed = bound[block.ranks.place // block.columns.config.dp][block.rank]
     retained = _retained(block)
     over = np.flatnonzero(retained > allowed)
     if not over.size:

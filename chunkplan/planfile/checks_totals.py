@@ -72,9 +72,9 @@ def _check_manifest_totals(columns: ChunkColumns) -> Violation | None:
         for name, value in values.items():
             if manifest[entry][name] != value:
                 return Violation("totals", f"manifest says {name} = {manifest[entry][name]}, counted {value}")
-    for name in ("seed", "epochs"):
-        if manifest.get(name) != config[name]:
-            return Violation("totals", f"manifest says {name} = {manifest.get(name)}, its config {config[name]}")
+    for name, value in (("seed", config.seed), ("epochs", config.epochs)):
+        if manifest.get(name) != value:
+            return Violation("totals", f"manifest says {name} = {manifest.get(name)}, its config {value}")
     return None
 
 

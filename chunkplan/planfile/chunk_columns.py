@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, sum_runs
+from chunkplan.config.plan import PlanConfig
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.kept import most_kept
 from chunkplan.planfile.plan import Plan
@@ -61,7 +62,7 @@ class ChunkColumns:
         )
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> PlanConfig:
         """The plan's configuration."""
         return self.plan.config
 
@@ -78,7 +79,7 @@ class ChunkColumns:
     @cached_property
     def place(self) -> Int64Array:
         """step x dp + dp_rank of each chunk, int64 [num_chunks]."""
-        place: Int64Array = self.chunks["step"].astype(np.int64) * self.config["dp"] + self.chunks["dp_rank"]
+        place: Int64Array = self.chunks["step"].astype(np.int64) * self.config.dp + self.chunks["dp_rank"]
         return place
 
     @cached_property
@@ -89,7 +90,7 @@ class ChunkColumns:
     @cached_property
     def step_chunks(self) -> Int64Array:
         """Where the chunks of each step begin, int64 [num_steps + 1]; `chunk-ids` must hold."""
-        return self.rank_chunks[:: self.config["dp"]]
+        return self.rank_chunks[:: self.config.dp]
 
     @cached_property
     def is_known(self) -> BoolArray:
@@ -127,7 +128,7 @@ class ChunkColumns:
     @cached_property
     def k(self) -> Int64Array:
         """How many chunks of each chunk's group may hold activations, int64 [num_chunks]."""
-        k, by_length = self.config["k"], self.config["k_by_length"]
+        k, by_length = self.config.k, self.config.k_by_length
         most = np.full(self.num_chunks, k, np.int64)
         most[self.part_chunk] = most_kept(self.sequence_tokens[self.parts], k, by_length)
         return most
@@ -144,8 +145,8 @@ class ChunkColumns:
         No further than the steps there are.
         """
         epochs: list[tuple[int, int]] = []
-        room = self.num_steps * self.config["global_batch"]
-        for epoch in range(min(self.config["epochs"], self.num_steps)):
+        room = self.num_steps * self.config.global_batch
+        for epoch in range(min(self.config.epochs, self.num_steps)):
             copies = self.copies(epoch)
             size = int(copies.sum(dtype=np.int64))
             epochs.append((size, int(np.max(self.analysis.num_tokens, where=copies > 0, initial=0))))

@@ -163,10 +163,10 @@ def load_held_out(plan: Plan) -> Plan | None:
         DataError: what lies there is not that.
     """
     folder = evaluation_folder(plan.path.resolve())
-    if plan.config["holdout"] is None or plan.config["part"] != "train" or not folder.is_dir():
+    if plan.config.holdout is None or plan.config.part != "train" or not folder.is_dir():
         return None
     found = load_plan(folder)
-    if found.config["part"] != "eval" or found.config["holdout"] != plan.config["holdout"]:
+    if found.config.part != "eval" or found.config.holdout != plan.config.holdout:
         raise DataError(
             f"not what {plan.path} holds out", where=str(folder), hint="build the plan again, or name the one to take"
         )

@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from chunkplan.config.plan import PlanConfig
+from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.json_file import read_json
 from chunkplan.planfile.folder import MANIFEST
-from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN, find_mismatch
+from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN
 from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
@@ -18,6 +20,11 @@ from chunkplan.planfile.schema import SCHEMA_VERSION
 _OLDEST = {"analysis": 4, "plan": 3}
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
+
+
+def config_of(manifest: dict[str, Any]) -> PlanConfig:
+    """The configuration that the manifest of a plan holds."""
+    return PlanConfig.from_entries(manifest["config"])
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

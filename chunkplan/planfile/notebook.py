@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
+from chunkplan.planfile.manifest import config_of
 from chunkplan.quantities import counted, k_words, seconds, selection_words
 from chunkplan.visible import visible
 
@@ -30,22 +31,22 @@ _VALUE = "text-align:left;padding:0.1em 0;border:none;background:none;overflow-w
 
 def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     """A plan: what it was built with, what it comes to, and what of it is predicted."""
-    config, totals, predictions = manifest["config"], manifest["totals"], manifest["predictions"]
+    config, totals, predictions = config_of(manifest), manifest["totals"], manifest["predictions"]
     cost_model = predictions["cost_model"]
-    part = " of held-out sequences" if config["part"] == "eval" else ""
-    most = min(config["global_batch"], totals["num_sequences"])
+    part = " of held-out sequences" if config.part == "eval" else ""
+    most = min(config.global_batch, totals["num_sequences"])
     return _html(
         f"chunkplan plan{part}",
         path,
         _warnings(exact=manifest["analysis"]["exact"], sample=manifest["analysis"].get("sample")),
         [
-            ("ChunkSize, K", f"{config['chunk_size']:,} tokens, {k_words(config['k'], config['k_by_length'])}"),
-            ("dp x pp", f"{config['dp']} x {config['pp']}, {config['schedule']}"),
-            ("steps", f"{totals['num_steps']:,}, of up to {counted(most, 'sequence')}, seed {config['seed']}"),
+            ("ChunkSize, K", f"{config.chunk_size:,} tokens, {k_words(config.k, config.k_by_length)}"),
+            ("dp x pp", f"{config.dp} x {config.pp}, {config.schedule}"),
+            ("steps", f"{totals['num_steps']:,}, of up to {counted(most, 'sequence')}, seed {config.seed}"),
             ("sequences", f"{totals['num_sequences']:,}, the longest {counted(totals['longest_sequence'], 'token')}"),
             ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
-            *([("epochs", f"{config['epochs']:,}")] if config["epochs"] > 1 else []),
-            *selection_words(manifest),
+            *([("epochs", f"{config.epochs:,}")] if config.epochs > 1 else []),
+            *selection_words(config, manifest["selection"]),
             ("chunks", f"{totals['num_chunks']:,}"),
             ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
             ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),

@@ -23,7 +23,7 @@ def find_step(plan: Plan, number: int) -> PlanStep:
         raise DataError(
             f"step {number} is missing", where=str(plan.path / "steps.parquet"), hint="build the plan again"
         )
-    for table, place, what in _complaints(found, plan.config["dp"], plan.config["pp"]):
+    for table, place, what in _complaints(found, plan.config.dp, plan.config.pp):
         where = f"{plan.path / table}.parquet, step {number}, {place}"
         raise DataError(what, where=where, hint=VALIDATE_HINT)
     return found
@@ -49,8 +49,8 @@ def check_rank(plan: Plan, rank: int) -> None:
     Raises:
         UsageError: there is no such rank.
     """
-    if not 0 <= rank < plan.config["dp"]:
-        raise UsageError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {plan.config['dp'] - 1}")
+    if not 0 <= rank < plan.config.dp:
+        raise UsageError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {plan.config.dp - 1}")
 
 
 def find_chunk(step: PlanStep, rank: int, chunk_id: int) -> Chunk:

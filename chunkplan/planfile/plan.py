@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.folder import MANIFEST
+from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
 from chunkplan.planfile.step_rows import StepRows, rows_by_step
@@ -52,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a stage does with a chunk; `op` is one of `schema.OPS`."""
+    """One thing a stage does with a chunk; `op` is one of `operations.OPS`."""
 
     op: str
     chunk_id: int
@@ -89,11 +94,19 @@ class Plan:
     path: Path
     manifest: dict[str, Any] = field(repr=False)
 
-    @property
-    def config(self) -> dict[str, Any]:
+    @cached_property
+    def config(self) -> PlanConfig:
         """The whole resolved configuration the plan was built with."""
-        config: dict[str, Any] = self.manifest["config"]
-        return config
+        return config_of(self.manifest)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """By which its times were predicted.
+
+        Raises:
+            DataError: the manifest does not describe one.
+        """
+        return CostModel.from_dict(self.manifest["predictions"]["cost_model"], where=str(self.path / MANIFEST))
 
     @property
     def content_hash(self) -> str:

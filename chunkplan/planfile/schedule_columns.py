@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.operations import OPS
 from chunkplan.planfile.chunk_columns import ChunkColumns
-from chunkplan.planfile.schema import OPS
 from chunkplan.planfile.violation import Violation
 
 #: Actions and chunks of a block: enough for numpy to be fast, few enough to stay near the processor.
@@ -23,7 +23,7 @@ _BLOCK_ROWS = 1 << 20
 class ScheduleColumns:
     """The rows, and all actions one after another; `actions` [num_rows + 1] is where those of each row begin.
 
-    `op` is an index into `ops`, which starts with `schema.OPS` and ends with what else the file names.
+    `op` is an index into `ops`, which starts with `operations.OPS` and ends with what else the file names.
     """
 
     step: Int32Array
@@ -75,7 +75,7 @@ def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks 
 
     There are no ranks where rows are not sorted by step, or lack a whole step. The chunks' invariants must hold.
     """
-    num_steps, dp, pp = columns.num_steps, columns.config["dp"], columns.config["pp"]
+    num_steps, dp, pp = columns.num_steps, columns.config.dp, columns.config.pp
     step, rank, stage = (values.astype(np.int64) for values in (schedule.step, schedule.dp_rank, schedule.stage))
     runs = np.flatnonzero(np.diff(step, prepend=step[0] - 1))
     steps = step[runs[:num_steps]]
@@ -132,7 +132,7 @@ class Block:
     @property
     def num_virtual(self) -> int:
         """Virtual stages of each stage."""
-        return int(self.columns.config["virtual_stages"])
+        return int(self.columns.config.virtual_stages)
 
     def without(self, bad: BoolArray) -> Block:
         """The ranks that are not `bad` [num_ranks]."""

@@ -7,10 +7,6 @@ import pyarrow as pa
 #: Version of both contracts. A file of a newer one is refused by name.
 SCHEMA_VERSION = 5
 
-#: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
-#: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
-OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")
-
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])

@@ -23,16 +23,13 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, UInt64Array, split_mix
+from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-
-#: Far beyond any use; keeps counts within int32 and int64.
-_MAX_WEIGHT = 1_000_000
 
 #: Sets the shuffles of sources apart from those of epochs, which are seeded by (seed, epoch).
 _MIX_STREAM = 1
 
-_HOLDOUT_HINT = "hold out a share such as 0.01, or a number of sequences such as 500"
 
 #: Keys by the id of their analysis, as long as it lives: every epoch asks for them, and they take reading all tokens.
 _keys: dict[int, UInt64Array] = {}
@@ -56,7 +53,7 @@ def content_keys(analysis: Analysis) -> UInt64Array:
     return _keys[id(analysis)]
 
 
-def expected_copies(analysis: Analysis, config: Mapping[str, Any], epoch: int) -> Int32Array:
+def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32Array:
     """How often each sequence occurs in an epoch (from 0) of a plan with this config, int32 [num_sequences].
 
     A share f holds out the sequences with a content key below f * 2^64: which these are depends on nothing else. A
@@ -71,18 +68,18 @@ def expected_copies(analysis: Analysis, config: Mapping[str, Any], epoch: int) -
 
     `check_selection` says whether a config makes sense.
     """
-    mix = config.get("mix") or {}
-    if config.get("holdout") is None and not mix:
+    mix = config.mix or {}
+    if config.holdout is None and not mix:
         return np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences)  # takes no memory
-    held_out = _held_out(analysis, config.get("holdout"))
-    if config.get("part") == "eval":
+    held_out = _held_out(analysis, config.holdout)
+    if config.part == "eval":
         return held_out.astype(np.int32)
     copies = (~held_out).astype(np.int32)
     for source, path in enumerate(_paths(analysis)):
         if path in mix:
             mine = np.flatnonzero((analysis.source == source) & ~held_out)
             if mine.size:
-                copies[mine] = _draw(mine.size, Fraction(str(mix[path])), [config["seed"], source, _MIX_STREAM], epoch)
+                copies[mine] = _draw(mine.size, Fraction(str(mix[path])), [config.seed, source, _MIX_STREAM], epoch)
     return copies
 
 
@@ -109,35 +106,27 @@ def resolve_mix(analysis: Analysis, mix: Mapping[str, float]) -> dict[str, float
     return resolved
 
 
-def check_selection(analysis: Analysis, config: Mapping[str, Any]) -> None:
+def check_selection(analysis: Analysis, config: PlanConfig) -> None:
     """Refuse a config that selects nothing or cannot be meant. Names in its mix are whole paths (see `resolve_mix`).
 
     Raises:
-        UsageError: part or hold-out is not what it may be; no sequence is left for training or for evaluation; a source
-            of the mix is not in the analysis; a weight is out of range; the weights leave nothing.
+        UsageError: no sequence is left for training or for evaluation; a source of the mix is not in the analysis; the
+            weights leave nothing.
         DataError: the tokens cannot be read.
     """
-    part = config.get("part", "train")
-    if part not in ("train", "eval"):
-        raise UsageError(f"part is {part!r}", hint="it is train or eval")
-    _check_holdout(analysis, config.get("holdout"), part)
-    mix = config.get("mix") or {}
+    _check_holdout(analysis, config)
+    mix = config.mix or {}
     paths = _paths(analysis)
-    for name, weight in mix.items():
+    for name in mix:
         if name not in paths:
             raise _unknown_source(name, analysis, paths)
-        if type(weight) not in (int, float) or not 0 <= weight <= _MAX_WEIGHT:
-            raise UsageError(
-                f"the weight of {name} is {weight!r}, expected a number from 0 to {_MAX_WEIGHT:,}",
-                hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
-            )
     if mix and not expected_copies(analysis, config, 0).any():
         raise UsageError(
             "these weights leave no sequence for training", hint="raise a weight: of n sequences an epoch takes w * n"
         )
 
 
-def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[str, Any]:
+def describe_selection(analysis: Analysis, config: PlanConfig) -> dict[str, Any]:
     """Counts for a manifest: sequences in the analysis, of these held out, and occurrences in the first epoch.
 
     In total, and for each source of the analysis in its order.
@@ -145,7 +134,7 @@ def describe_selection(analysis: Analysis, config: Mapping[str, Any]) -> dict[st
     paths = _paths(analysis)
     counts = {
         "num_sequences": np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences),
-        "num_held_out": _held_out(analysis, config.get("holdout")),
+        "num_held_out": _held_out(analysis, config.holdout),
         "num_occurrences": expected_copies(analysis, config, 0),
     }
     sources = [
@@ -191,15 +180,10 @@ def _draw(num_sequences: int, weight: Fraction, seed: Sequence[int], epoch: int)
     return copies
 
 
-def _check_holdout(analysis: Analysis, holdout: Any, part: str) -> None:
+def _check_holdout(analysis: Analysis, config: PlanConfig) -> None:
+    holdout = config.holdout
     if holdout is None:
-        if part == "eval":
-            raise UsageError("there is nothing to evaluate on: no sequence is held out", hint=_HOLDOUT_HINT)
         return
-    if not ((type(holdout) is int and holdout >= 1) or (type(holdout) is float and 0 < holdout < 1)):
-        raise UsageError(
-            f"holdout is {holdout!r}, expected a share between 0 and 1 or a whole number from 1", hint=_HOLDOUT_HINT
-        )
     num_sequences, num_held_out = analysis.num_sequences, int(_held_out(analysis, holdout).sum())
     if num_held_out in (0, num_sequences):
         what, left = ("none", "evaluation") if num_held_out == 0 else ("all", "training")

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.planning.config import PlanConfig
+from chunkplan.config.plan import PlanConfig
 
 #: Random numbers drawn at once: fresh memory costs more time than drawing them.
 _KEYS = 1 << 16

@@ -10,13 +10,22 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, sum_runs
-from chunkplan.cost.durations import Float64Array, Rates, durations, link_times, split_layers, squares_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import (
+    Float64Array,
+    durations,
+    link_times,
+    recompute_ns,
+    split_layers,
+    squares_of,
+    work_ns,
+)
 from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.rates import Rates
+from chunkplan.operations import OPS
 from chunkplan.planfile.kept import most_kept
-from chunkplan.planfile.schema import OPS
 from chunkplan.planning.chunks import Chunks, make_chunks
-from chunkplan.planning.config import PlanConfig
 from chunkplan.planning.improve import pack_better, parts_per_rank, spread_better
 from chunkplan.planning.ranks import Placement, Rules, Sequences, place_steps
 from chunkplan.planning.splitting import split_sequences
@@ -85,7 +94,7 @@ def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostMod
         rank_end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
         rank_retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
         recompute_ns=sum_runs(recompute_ns, chunks.rank_chunks[:: config.dp]),
-        necessary_ns=cost.work_ns(sequences.tokens, squares_of(sequences.tokens, 0 * sequences.tokens)),
+        necessary_ns=work_ns(cost, sequences.tokens, squares_of(sequences.tokens, 0 * sequences.tokens)),
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
@@ -128,7 +137,6 @@ def chunk_block(
 
 def schedule_block(block: Block, chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[RankChunks, Scheduled]:
     """The chunks of all ranks of a block as schedules see them, and what their stages do."""
-    assert config.virtual_stages is not None and config.schedule is not None, "PlanConfig resolves them"
     layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
     ranks = timed_chunks(chunks, cost.rates, layers)
 
@@ -181,7 +189,7 @@ def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, In
 
 def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
     """Cut what is longer than ChunkSize, and say what each sequence [n] costs."""
-    work = cost.work_ns(tokens, squares_of(tokens, 0 * tokens))
+    work = work_ns(cost, tokens, squares_of(tokens, 0 * tokens))
     split = np.flatnonzero(tokens > config.chunk_size)
     num_parts, ends = split_sequences(tokens[split], config.chunk_size, config.split, cost)
     first = np.cumsum(num_parts) - num_parts
@@ -190,8 +198,8 @@ def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences
     k = most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)
     part_tokens = ends - starts
-    part_ns = cost.work_ns(part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
-    part_ns[~keeps] += cost.recompute_ns(part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
+    part_ns = work_ns(cost, part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
+    part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, np.concatenate([[0], np.cumsum(num_parts)]))
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts

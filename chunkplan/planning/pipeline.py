@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from chunkplan.arrays import Int32Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
 from chunkplan.planning.block import (
@@ -24,7 +25,6 @@ from chunkplan.planning.block import (
     Planned,
     plan_block,
 )
-from chunkplan.planning.config import PlanConfig
 
 #: Blocks that each worker may be ahead of whoever takes the rows.
 _AHEAD = 2

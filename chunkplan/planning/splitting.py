@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import Split
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.config import Split
 
 
 def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel) -> Int64Array:

@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import UsageError
+from chunkplan.operations import OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
-from chunkplan.planfile.schema import CHUNKS, OPS, SCHEDULE, STEPS
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
 from chunkplan.planning.chunks import Chunks
 from chunkplan.planning.ranks import Placement, Sequences
 from chunkplan.schedule.actions import Actions

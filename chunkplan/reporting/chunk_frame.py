@@ -6,10 +6,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.cost.squares import with_squares
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
+from chunkplan.planfile.squares import with_squares
 
 #: What a chunk may be: whole sequences; one part of a split one, alone or with whole ones; nothing but padding.
 KINDS = ("standalone", "dependent", "mixed", "zero-loss")
@@ -50,9 +50,9 @@ def chunk_frame(plan: Plan) -> pl.DataFrame:
 
 def _check_numbers(table: pa.Table, plan: Plan) -> None:
     """Raises DataError where a number cannot be one of this plan, so that nothing is counted that is not there."""
-    num_steps, dp = plan.manifest["totals"]["num_steps"], plan.config["dp"]
+    num_steps, dp = plan.manifest["totals"]["num_steps"], plan.config.dp
     path = plan.path / "chunks.parquet"
-    for name, most in (("step", num_steps - 1), ("dp_rank", dp - 1), ("num_tokens", plan.config["chunk_size"])):
+    for name, most in (("step", num_steps - 1), ("dp_rank", dp - 1), ("num_tokens", plan.config.chunk_size)):
         values = to_numpy(table.column(name).combine_chunks())
         if values.min() < 0 or values.max() > most:
             wrong = values.min() if values.min() < 0 else values.max()

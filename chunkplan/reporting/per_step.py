@@ -73,7 +73,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         .join(slowest, on="step", how="left")
         .sort("step")
         .with_columns(
-            fill=pl.col("num_tokens") / (num_filled * plan.config["chunk_size"]),
+            fill=pl.col("num_tokens") / (num_filled * plan.config.chunk_size),
             recompute_share=(pl.col("recompute_us") / pl.col("cost")).fill_nan(0.0),
             predicted_us=pl.col("predicted_us").cast(pl.Float64),
             lower_bound_us=pl.col("lower_bound_us").cast(pl.Float64),

@@ -9,15 +9,16 @@ import numpy as np
 import polars as pl
 
 from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.memory import Sharding, StageMemory, stage_token_bytes
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.memory import StageMemory, stage_token_bytes
+from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
+from chunkplan.operations import OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schedule_columns import ScheduleColumns
-from chunkplan.planfile.schema import OPS, SCHEDULE
+from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest, fullest_moments
 from chunkplan.tuning.trial import memory_of_stages
@@ -59,15 +60,13 @@ def plan_memory(plan: Plan, chunks: pl.DataFrame) -> PlanMemory | None:
     Raises:
         DataError: a file is damaged, or chunks and actions do not belong together.
     """
-    place = str(plan.path / "manifest.json")
     try:
-        cost = CostModel.from_dict(plan.manifest["predictions"]["cost_model"], where=place)
+        cost = plan.cost
     except DataError:
         return None
-    names = ("chunk_size", "dp", "pp", "virtual_stages")
-    sizes = {name: plan.config[name] for name in names}
-    config = PlanConfig(k=1, schedule="interleaved" if sizes["virtual_stages"] > 1 else None, **sizes)
-    moments, ranks = _fullest_moments(plan, chunks, config, stage_token_bytes(cost, config.pp, sizes["virtual_stages"]))
+    config = plan.config
+    token_bytes = stage_token_bytes(cost, config.pp, config.virtual_stages)
+    moments, ranks = _fullest_moments(plan, chunks, config, token_bytes)
     return memory_at(moments, ranks, config, cost)
 
 

@@ -96,10 +96,10 @@ def report_of(plan: Plan, chunks: pl.DataFrame, steps: pl.DataFrame) -> PlanRepo
     config = plan.config
     return PlanReport(
         summary=summarize_plan(plan.steps(), chunks.select(_NUMBERS).to_arrow(), plan.manifest),
-        fill=_fill(chunks, config["chunk_size"]),
-        kinds=_kinds(chunks, config["chunk_size"]),
+        fill=_fill(chunks, config.chunk_size),
+        kinds=_kinds(chunks, config.chunk_size),
         ranks=_ranks(chunks, steps),
-        times=step_times(steps, chunks, config["dp"], config["pp"]),
+        times=step_times(steps, chunks, config.dp, config.pp),
         memory=plan_memory(plan, chunks),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import StageMemory
 
@@ -36,15 +37,15 @@ def machine_words(cost_model: dict[str, Any]) -> str:
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])
 
 
-def schedule_words(config: dict[str, Any], num_layers: int) -> str:
+def schedule_words(config: PlanConfig, num_layers: int) -> str:
     """The schedule, the layers of its stages, and what a stage may hold."""
-    layers = split_layers(num_layers, config["pp"] * config["virtual_stages"])
-    words = [str(config["schedule"])]
-    if config["virtual_stages"] > 1:
-        words.append(f"{config['virtual_stages']} model parts a stage")
-    if config["pp"] > 1:
+    layers = split_layers(num_layers, config.pp * config.virtual_stages)
+    words = [config.schedule]
+    if config.virtual_stages > 1:
+        words.append(f"{config.virtual_stages} model parts a stage")
+    if config.pp > 1:
         even = f"{layers[0]}" if len(set(layers)) == 1 else f"{layers[0]} to {layers[-1]}"
-        words.append(f"{even} layers a {'part' if config['virtual_stages'] > 1 else 'stage'}")
-    if config["memory_tokens"] is not None:
-        words.append(f"activations of {config['memory_tokens']:,} tokens a stage at most")
+        words.append(f"{even} layers a {'part' if config.virtual_stages > 1 else 'stage'}")
+    if config.memory_tokens is not None:
+        words.append(f"activations of {config.memory_tokens:,} tokens a stage at most")
     return ", ".join(words)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 
 Int8Array = npt.NDArray[np.int8]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.model import CostModel
+from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Segment
-from chunkplan.planfile.schema import OPS
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.json_file import write_json
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.schedule.simulated import Simulation
 
 #: One letter an op, in the order of `schema.OPS`.

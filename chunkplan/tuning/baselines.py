@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, durations, link_times, split_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
-from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, Layout, TuneOptions
@@ -141,7 +141,6 @@ def _simulate(
         durations(tokens, squares, cost.rates, split_layers(cost.shape.num_layers, config.pp)),
         link_times(tokens, cost.rates),
     )
-    assert config.schedule is not None, "PlanConfig resolves it"
     scheduled = schedule_ranks(rank_chunks, chunks, config.pp, config.schedule, None, str)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)

@@ -7,24 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from chunkplan.cost.memory import Sharding
-from chunkplan.cost.model import CostModel
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, find_mismatch, one_of, or_null, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.json_file import read_json, write_json
-from chunkplan.planfile.manifest_entries import (
-    FLAG,
-    K_BY_LENGTH,
-    MAX_DP,
-    MAX_PP,
-    MAX_VIRTUAL,
-    NUMBER,
-    TEXT,
-    find_mismatch,
-    one_of,
-    or_null,
-    whole,
-)
-from chunkplan.planning.config import PlanConfig
+from chunkplan.options import entries_of
 from chunkplan.tuning.baselines import Baseline
 from chunkplan.tuning.grid import Choice
 from chunkplan.tuning.tune import Tuning
@@ -38,34 +26,28 @@ _HINT = "write it again with `chunkplan tune --output FILE`"
 #: Entries of a choice that a plan is built with.
 PLAN_ENTRIES = ("chunk_size", "k", "k_by_length", "dp", "pp", "schedule", "virtual_stages", "equal_chunks")
 
-_SHARES = (
+_SHARES = Domain(
     lambda value: (
         isinstance(value, dict)
-        and all(key.isdecimal() and 0 < int(key) < 2**63 and NUMBER[0](share) for key, share in value.items())
+        and all(key.isdecimal() and 0 < int(key) < 2**63 and NUMBER.holds(share) for key, share in value.items())
     ),
     "shares by number of tokens",
 )
 
 #: Rounding may take what is nothing below zero.
-_RATIO = (lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
+_RATIO = Domain(lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
 
 #: No step takes no time, and what is nowhere near a step cannot be drawn beside one.
-_SECONDS = (lambda value: NUMBER[0](value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
+_SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
 
 #: Of a choice, and of a way of today.
 _OUTCOME = {"step_seconds": _SECONDS, "memory": {"total": whole(1)}, "checkpointing": TEXT}
 
 _CHOICE = {
     **_OUTCOME,
-    "chunk_size": whole(1),
-    "k": whole(1),
-    "k_by_length": or_null(K_BY_LENGTH),
-    "dp": whole(1, MAX_DP),
-    "tp": whole(1),
-    "pp": whole(1, MAX_PP),
+    **{name: expected for name, expected in entries_of(PlanConfig).items() if name in PLAN_ENTRIES},
     "schedule": TEXT,
-    "virtual_stages": whole(1, MAX_VIRTUAL),
-    "equal_chunks": FLAG,
+    "tp": whole(1),
     "kv_offload": FLAG,
     "mfu": _RATIO,
     "bubble": _RATIO,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from chunkplan.arrays import Int32Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import StageMemory
-from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.document import Tuned
 from chunkplan.tuning.sampling import length_class, token_histogram
 from chunkplan.tuning.trial import try_out

@@ -10,9 +10,9 @@ from itertools import product
 
 import numpy as np
 
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.options import LADDER, Layout, Memory, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose

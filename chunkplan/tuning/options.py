@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chunkplan.building import check_stages
+from chunkplan.config.plan import SCHEDULES, PlanConfig
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.memory import Sharding
-from chunkplan.cost.model import Checkpointing, CostModel, Precision
+from chunkplan.cost.model import MACHINE, SIZE, Checkpointing, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
-from chunkplan.errors import HELP_HINT, UsageError
-from chunkplan.planning.config import PlanConfig
+from chunkplan.domains import MOST, one_of, several, tokens, whole
+from chunkplan.errors import UsageError
+from chunkplan.options import Options, option, same
 
 CHUNK_SIZES = tuple(
     factor << 10 for factor in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 )
 KS = (1, 2, 4, 8, 16, 32)
+_ON_A_PIPELINE = ("1f1b", "zero-bubble")
 
 #: Tensor parallelism beyond the GPUs of a node does not pay, nor do more stages than this where layouts are chosen.
 _MOST_STAGES = 16
@@ -46,9 +47,12 @@ class Memory(NamedTuple):
 LADDER = (Memory("none", False), Memory("none", True), Memory("full", False), Memory("full", True))
 
 
+_LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
+
+
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """What to tune for.
+class TuneOptions(Options):
+    """What to tune for; the help of each option is in its field.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`; `sharding`
     over data-parallel ranks. Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage,
@@ -58,39 +62,59 @@ class TuneOptions:
         UsageError: a value is out of range.
     """
 
-    shape: ModelShape
-    hardware: Hardware
-    gpu_memory: int
-    gpus: int | None = None
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    precision: Precision = "bf16"
-    sharding: Sharding = "optimizer"
-    global_batch: int = 256
-    seed: int = 0
-    chunk_sizes: tuple[int, ...] = CHUNK_SIZES
-    ks: tuple[int, ...] = KS
-    schedules: tuple[str, ...] | None = None
+    shape: ModelShape = same(CostModel, "shape")
+    hardware: Hardware = same(CostModel, "hardware")
+    gpu_memory: int = option(
+        SIZE,
+        "Memory of a GPU, such as 80GiB.",
+        group=MACHINE,
+        depends=lambda options: options.hardware.memory_bytes,
+        default_words="the hardware's",
+    )
+    gpus: int | None = option(
+        whole(1, MOST), "GPUs in all, laid out as dp x tp x pp as is fastest.", group=_LAYOUT, default=None
+    )
+    dp: int = same(PlanConfig, "dp", group=_LAYOUT)
+    tp: int = same(CostModel, "tp", group=_LAYOUT)
+    pp: int = same(PlanConfig, "pp", group=_LAYOUT)
+    precision: Precision = same(CostModel, "precision")
+    sharding: Sharding = option(
+        one_of("none", "optimizer", "gradients", "weights", metavar="WHAT"),
+        "What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3).",
+        group=MACHINE,
+        default="optimizer",
+    )
+    global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
+    seed: int = same(PlanConfig, "seed", group=_TRIED)
+    chunk_sizes: tuple[int, ...] = option(
+        several(tokens(), metavar="N,N,..."),
+        "ChunkSizes to try.",
+        group=_TRIED,
+        default=CHUNK_SIZES,
+        default_words=f"{len(CHUNK_SIZES)} from {CHUNK_SIZES[0]} to {CHUNK_SIZES[-1]}",
+    )
+    ks: tuple[int, ...] = option(several(whole(1, MOST)), "Ks to try.", group=_TRIED, default=KS)
+    schedules: tuple[str, ...] | None = option(
+        several(one_of(*SCHEDULES)),
+        "Schedules to try on a pipeline.",
+        group=_TRIED,
+        default=None,
+        default_words=",".join(_ON_A_PIPELINE),
+    )
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
+        """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""
         for name in ("chunk_sizes", "ks"):
-            values = getattr(self, name)
-            if not values or any(type(value) is not int or value < 1 for value in values):
-                raise _refusal(name, values, "whole numbers from 1")
-            object.__setattr__(self, name, tuple(sorted(set(values))))
-        for name in ("gpu_memory", "gpus", "dp", "tp", "pp", "global_batch"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise _refusal(name, value, "a whole number from 1")
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         if self.gpus is not None and (self.dp, self.tp, self.pp) != (1, 1, 1):
             raise UsageError("gpus and dp, tp, pp exclude each other", hint="give --gpus alone, or the others")
         if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
             raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
         for layout in self.layouts():
-            cost = self.cost(layout, LADDER[0])
+            self.cost(layout, LADDER[0])
             for schedule in self.schedules_of(layout):
-                check_stages(self.plan_config(layout, self.chunk_sizes[0], self.ks[0], schedule), cost)
+                config = self.plan_config(layout, self.chunk_sizes[0], self.ks[0], schedule)
+                config.check_layers(self.shape.num_layers, self.shape.name)
 
     def layouts(self) -> list[Layout]:
         """The layouts to try."""
@@ -112,7 +136,7 @@ class TuneOptions:
         """The schedules to try on a layout."""
         if layout.pp == 1:
             return ("algorithm2",)
-        return self.schedules or ("1f1b", "zero-bubble")
+        return self.schedules or _ON_A_PIPELINE
 
     def plan_config(
         self,
@@ -146,10 +170,3 @@ class TuneOptions:
             kv_offload=memory.kv_offload,
             weight_shards=layout.dp if self.sharding == "weights" else 1,
         )
-
-
-def _refusal(name: str, value: object, expected: str) -> UsageError:
-    return UsageError(
-        f"{name.replace('_', '-')} is {value!r}, expected {expected}",
-        hint=HELP_HINT,
-    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from chunkplan.cost.memory import Sharding
-from chunkplan.cost.model import CostModel
-from chunkplan.planning.config import PlanConfig
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import CostModel, Sharding
 
 
 def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> str | None:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, Int64Array
-from chunkplan.cost.durations import Float64Array, squares_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import Float64Array, squares_of, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
-from chunkplan.planning.config import PlanConfig
 
 #: Length classes end at powers of two, the first one here or, where that is smaller, at ChunkSize.
 _FIRST_CLASS = 1024
@@ -71,7 +71,7 @@ def sample_steps(
     sizes = batch_sizes(order.size, config)
     first = np.cumsum(sizes) - sizes
     tokens = num_tokens[order[: sizes.sum()]]
-    work = np.add.reduceat(cost.work_ns(tokens, squares_of(tokens, 0 * tokens)).astype(np.float64), first)
+    work = np.add.reduceat(work_ns(cost, tokens, squares_of(tokens, 0 * tokens)).astype(np.float64), first)
     steps, weights = _stratify(work, num_strata)
     classes = []
     heaviest = np.argsort(-work, kind="stable")[:num_heaviest]

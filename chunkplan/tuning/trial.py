@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, split_layers
-from chunkplan.cost.memory import Sharding, StageMemory, stage_memory, stage_token_bytes
-from chunkplan.cost.model import CostModel
-from chunkplan.planfile.schema import OPS
+from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
+from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.operations import OPS
 from chunkplan.planning.block import Block, Dataset, chunk_block, chunk_costs, rank_moments, schedule_block
 from chunkplan.planning.chunks import Chunks
-from chunkplan.planning.config import PlanConfig
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import Scheduled
 from chunkplan.schedule.footprint import fullest
@@ -58,7 +58,6 @@ def memory_of_stages(
     config: PlanConfig, cost: CostModel, sharding: Sharding, moments: Int64Array
 ) -> tuple[StageMemory, ...]:
     """Memory of each stage that holds `moments` int64 [pp, 3], see `fullest_moments`."""
-    assert config.virtual_stages is not None, "PlanConfig resolves it"
     retained, inputs, kv = moments.T.tolist()
     return stage_memory(
         cost,

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chunkplan.arrays import Int32Array
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
-from chunkplan.planning.config import PlanConfig
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, sensible_sizes, try_grid
 from chunkplan.tuning.options import LADDER, Layout, TuneOptions

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from chunkplan.intake.options import LONG, MAX_RECORD_BYTES, ON_ERROR, UNDESIRABLE
+from chunkplan.config.intake import IntakeOptions
+from chunkplan.errors import UsageError
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
-from chunkplan_cli.completion import SCHEMAS, one_of
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
-_TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
+_TOKENS, _WORK = "Records and tokens", "How the work is done"
 
 
+@takes(intake=IntakeOptions)
 def analyze(
     data: Annotated[
         list[str],
@@ -24,6 +27,7 @@ def analyze(
             metavar="DATA", help="Files, folders, patterns or URLs of data; - is JSONL from the standard input."
         ),
     ],
+    *,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -40,82 +44,11 @@ def analyze(
             metavar="FILE", help="A Jinja chat template in place of the tokenizer's.", rich_help_panel=_TOKENS
         ),
     ] = None,
-    schema: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="How records are laid out: text, messages, conversations, prompt+completion, instruction, "
-            "question+answer, input_ids or length. Default: found out for each source.",
-            rich_help_panel=_TOKENS,
-            autocompletion=one_of(SCHEMAS),
-        ),
-    ] = None,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column",
-            metavar="ROLE=KEY",
-            help="A key that is not named like its role: text=body. Repeatable.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
     length_column: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Read lengths only, from this key or column.", rich_help_panel=_TOKENS),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens of a sequence at most. Default: all are kept.", rich_help_panel=_TOKENS),
-    ] = None,
-    long: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="What becomes of sequences over --max-length: error, drop or truncate.",
-            rich_help_panel=_TOKENS,
-            autocompletion=one_of(LONG),
-        ),
-    ] = "truncate",
-    on_error: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on. "
-            "Blank records are counted in any case.",
-            rich_help_panel=_DATA,
-            autocompletion=one_of(ON_ERROR),
-        ),
-    ] = "stop",
-    undesirable: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="What becomes of answers labelled as bad ones, as KTO has them (`label`: false): error or drop.",
-            rich_help_panel=_DATA,
-            autocompletion=one_of(UNDESIRABLE),
-        ),
-    ] = "error",
-    no_tokens: Annotated[
-        bool,
-        typer.Option("--no-tokens", help="Store lengths only: enough to plan, not to train.", rich_help_panel=_DATA),
-    ] = False,
-    sample: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Read this share of the records, such as 0.01: enough to plan roughly.",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    max_record_mb: Annotated[
-        float,
-        typer.Option(
-            metavar="MB",
-            help="Larger records are errors; each MB may take 130 MB of memory in each process.",
-            rich_help_panel=_DATA,
-        ),
-    ] = MAX_RECORD_BYTES // 1_000_000,
+    intake: Given,
     workers: Annotated[
         int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.", rich_help_panel=_WORK)
     ] = None,
@@ -149,10 +82,8 @@ def analyze(
         Path | None,
         typer.Option(metavar="DIR", help="Where to write. Default: analysis, or shard-I-of-N, of the workspace."),
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the lengths of a dataset and store its tokens for the trainer.
 
@@ -168,11 +99,9 @@ def analyze(
     """
     from chunkplan.errors import UsageError
     from chunkplan.intake.analyze import analyze as run
-    from chunkplan.intake.options import IntakeOptions
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.shard import write_shard
     from chunkplan.workspace import Workspace, find_tokenizer
-    from chunkplan_cli.intake_options import parse_columns, parse_megabytes, parse_shard
 
     for other, is_given in (("--json", as_json), ("--shard", shard is not None)):
         if headline and is_given:
@@ -181,20 +110,10 @@ def analyze(
                 hint="leave it out; `chunkplan tune --json` predicts for your model and GPUs",
             )
     place = Workspace.find(workspace)
-    options = IntakeOptions(
-        schema=schema,
-        columns=parse_columns(columns or [], length_column),
-        max_length=max_length,
-        long=long,
-        on_error=on_error,
-        undesirable=undesirable,
-        tokens=not no_tokens,
-        sample=sample,
-        max_record_bytes=parse_megabytes(max_record_mb),
-    )
+    options = IntakeOptions(**_with_length_column(intake, length_column))
     chosen = find_tokenizer(tokenizer, place)
     if shard is not None:
-        index, count = parse_shard(shard)
+        index, count = _parse_shard(shard)
         target = output or place.root / f"shard-{index}-of-{count}"
         with reading_progress() as progress:
             request = IntakeRequest(
@@ -231,3 +150,25 @@ def analyze(
         )
     print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline)
     print_next(output, workspace)
+
+
+def _with_length_column(intake: Given, key: str | None) -> dict[str, Any]:
+    """The options, with the key of the role `length` among the columns."""
+    if key is None:
+        return intake
+    columns = intake.get("columns", {})
+    if "length" in columns:
+        raise UsageError("two columns for the role length", hint="give every role at most once")
+    return {**intake, "columns": {**columns, "length": key}}
+
+
+def _parse_shard(text: str) -> tuple[int, int]:
+    """I/N.
+
+    Raises:
+        UsageError: it is not that.
+    """
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--shard {text!r}, expected I/N", hint="for example --shard 1/8 to --shard 8/8")
+    return int(match[1]), int(match[2])

@@ -6,7 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chunkplan.errors import UsageError
+from chunkplan.options import options_of
 from chunkplan.quantities import gibibytes, k_words, percent
+from chunkplan.tuning.options import TuneOptions
+from chunkplan_cli.declared import Given
+from chunkplan_cli.machine_options import tune_options
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, warn
 
@@ -15,18 +20,18 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-def choose(analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], file: Path | None) -> Tuned:
-    """What the options `values` leave open, tuned for `machine` (arguments of `tune_options`) or as `file` has it.
+def choose(analysis: Analysis, values: dict[str, Any], machine: Given, file: Path | None) -> Tuned:
+    """What the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
 
     The settings that are returned are `values` with what was chosen.
     """
-    from chunkplan.errors import UsageError
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.tuning.tune import tune
     from chunkplan_cli.build_options import plan_config
-    from chunkplan_cli.machine_options import tune_options
 
+    if "checkpointing" in machine:
+        raise UsageError("--checkpointing and --auto exclude each other", hint="--auto chooses it")
     for name in ("memory_tokens", "virtual_stages"):
         if name in values:
             raise UsageError(
@@ -38,9 +43,9 @@ def choose(analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], 
         found = read_tuning(file)
     else:
         only = {"chunk_sizes": "chunk_size", "ks": "k", "schedules": "schedule"}
-        given: dict[str, Any] = {many: (values[one],) for many, one in only.items() if one in values}
-        shared = {name: values.get(name) for name in ("dp", "pp", "global_batch", "seed")}
-        options = tune_options(**machine, **shared, **given)
+        tried = {many: (values[one],) for many, one in only.items() if one in values}
+        shared = {name: values[name] for name in ("dp", "pp", "global_batch", "seed") if name in values}
+        options = tune_options(Given(machine | shared | tried))
         with progress("simulating", "runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = {name: value for name, value in found.settings.items() if name != "k_by_length" or "k" not in values}
@@ -58,20 +63,17 @@ def choose(analysis: Analysis, values: dict[str, Any], machine: dict[str, Any], 
     return replace(found, settings=settings)
 
 
-def _refuse_machine(machine: dict[str, Any]) -> None:
-    from chunkplan.errors import UsageError
-
-    given = [name for name, value in machine.items() if value is not None]
-    if given:
+def _refuse_machine(machine: Given) -> None:
+    if machine:
+        flag = options_of(TuneOptions)[next(iter(machine))].flag
         raise UsageError(
-            f"--{given[0].replace('_', '-')} and --from exclude each other: the file says what it was tuned for",
+            f"{flag} and --from exclude each other: the file says what it was tuned for",
             hint="leave one of them out",
         )
 
 
 def _compare(analysis: Analysis, found: Tuned, config: Any) -> None:
     """Say how the data differ from what was tuned for; refuse what would no longer fit."""
-    from chunkplan.errors import UsageError
     from chunkplan.tuning.drift import find_drift
 
     drift = find_drift(analysis.num_tokens, found, config)

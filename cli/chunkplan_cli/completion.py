@@ -1,8 +1,4 @@
-"""What a shell completes where an option takes one of some names, or a step or rank of a plan.
-
-The names are written out: to import what they name takes longer than a key may. A test compares them with the
-registries.
-"""
+"""What a shell completes where an option takes one of some names, or a step or rank of a plan."""
 
 from __future__ import annotations
 
@@ -10,16 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import typer
-
-SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search")
-PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
-HARDWARE = ("a100", "h100", "h200")
-ATTENTION = ("auto", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
-DEVICES = ("auto", "cpu", "cuda")
-SCHEMAS = (
-    *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "input_ids"),
-    "length",
-)
 
 #: Of more steps or ranks the first ones are offered.
 _MOST_NUMBERS = 10_000

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from chunkplan_cli.declared import JsonOption
 from chunkplan_cli.terminal import print_json, stdout
 
 
@@ -15,7 +16,7 @@ def diff(
         Path, typer.Argument(metavar="BEFORE", help="A plan, or an analysis: its folder or a file of lengths.")
     ],
     after: Annotated[Path, typer.Argument(metavar="AFTER", help="What to compare it with, of the same kind.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two plans, or two analyses: settings, data and what they come to, side by side.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,15 +11,36 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan.config.plan import PACKERS
+from chunkplan.domains import one_of, tokens
+from chunkplan.options import Options, option
 from chunkplan.quantities import percent
 from chunkplan.visible import one_line
-from chunkplan_cli.completion import PACKERS, one_of
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.exporting.export import Export
     from chunkplan.exporting.rows import SplitSequences, WholeSequences
+
+
+_OF_ANALYSIS = "Of an ANALYSIS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """How an analysis is packed into rows; a plan has its own."""
+
+    chunk_size: int | None = option(tokens(), "Most tokens in a row. Required.", group=_OF_ANALYSIS, default=None)
+    packing: str | None = option(
+        one_of(*PACKERS),
+        "How rows are packed: auto, bfd, mbs, column-generation or exact.",
+        group=_OF_ANALYSIS,
+        default=None,
+        default_words="auto",
+    )
 
 
 class Format(StrEnum):
@@ -29,6 +51,7 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
+@takes(rows=ExportOptions)
 def export(
     to: Annotated[
         Format,
@@ -43,17 +66,8 @@ def export(
         Path | None,
         typer.Argument(metavar="PLAN|ANALYSIS", help="What to export. Default: WORKSPACE/plan.", show_default=False),
     ] = None,
-    chunk_size: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Of an ANALYSIS: most tokens in a row. Required.")
-    ] = None,
-    packing: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of an ANALYSIS, how rows are packed: auto, bfd, mbs, column-generation or exact. Default: auto.",
-            autocompletion=one_of(PACKERS),
-        ),
-    ] = None,
+    *,
+    rows: Given,
     whole_only: Annotated[
         bool, typer.Option("--whole-only", help="Leave out sequences that are in several rows.")
     ] = False,
@@ -67,10 +81,8 @@ def export(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The folder to write. Default: WORKSPACE/export-FORMAT.")
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write packed rows for another trainer: the chunks of a plan in its order, or a whole analysis packed.
 
@@ -79,25 +91,19 @@ def export(
 
     Example: chunkplan export --to hf --whole-only
     """
-    from chunkplan.errors import UsageError
     from chunkplan.exporting.export import export as run
     from chunkplan.workspace import Workspace
     from chunkplan_cli.compilation import note_compilation
 
     place = Workspace.find(workspace)
-    if path is None and not place.plan.exists():
-        raise UsageError(
-            f"there is no plan in the workspace {place.root}",
-            hint="run `chunkplan build --chunk-size 8192 --k 4`, or give a PLAN or an ANALYSIS",
-        )
+    source = find_plan(path, place, "run `chunkplan build --chunk-size 8192 --k 4`, or give a PLAN or an ANALYSIS")
     target = output or place.root / f"export-{to}"
     with note_compilation(), progress("exporting", "M tokens", 1_000_000) as report_progress:
         written = run(
-            path or place.plan,
+            source,
             target,
             to.value,
-            chunk_size=chunk_size,
-            packing=packing,
+            **rows,
             whole_only=whole_only,
             allow_split=allow_split,
             analysis=analysis,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import LETTERS
 

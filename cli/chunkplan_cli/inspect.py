@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chunkplan_cli.completion import ranks, steps
+from chunkplan_cli.declared import JsonOption, WorkspaceOption
 from chunkplan_cli.page import write_page
 from chunkplan_cli.terminal import print_json, stdout, warn
 
@@ -52,10 +53,8 @@ def inspect(
     tuning: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Show on that page what `tune --output FILE` found.")
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a plan comes to, or how long the sequences of an analysis are.
 
@@ -158,10 +157,10 @@ def _one_rank(plan: Plan, rank: int | None) -> int:
     """The rank whose chunk is meant: the only one, where there is one."""
     from chunkplan.errors import UsageError
 
-    if rank is None and plan.config["dp"] > 1:
+    if rank is None and plan.config.dp > 1:
         raise UsageError(
             "--chunk needs --rank: every rank numbers its own chunks",
-            hint=f"the plan has ranks 0 to {plan.config['dp'] - 1}",
+            hint=f"the plan has ranks 0 to {plan.config.dp - 1}",
         )
     return rank or 0
 

@@ -9,9 +9,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from inspect import getdoc
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from chunkplan.errors import HELP_HINT, ChunkplanError, UsageError
 from chunkplan.version import __version__
@@ -45,10 +46,24 @@ app = typer.Typer(
 )
 
 
+class _Command(TyperCommand):
+    """A command whose help says what is typed, and no types of Python."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its arguments and options, `--help` among them."""
+        parameters: list[Any] = super().get_params(ctx)
+        for parameter in parameters:
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None
+            elif parameter.is_flag:
+                parameter.metavar = ""
+        return parameters
+
+
 def _register(command: Callable[..., None]) -> None:
     """The last paragraph of a command's docstring is its example, which ends its help, below the options."""
     *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
-    app.command(help="\n\n".join(paragraphs), epilog=example)(command)
+    app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
 
 
 _COMMANDS = (analyze, merge, tune, build, inspect, diff, simulate, validate, export, parity, calibrate)

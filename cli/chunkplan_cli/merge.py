@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
+from chunkplan_cli.declared import JsonOption, WorkspaceOption
 
 
 def merge(
@@ -15,10 +16,8 @@ def merge(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write the analysis. Default: WORKSPACE/analysis.")
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Put the shards of an analysis together: the same analysis as one machine would have made.
 

@@ -2,69 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 
-from chunkplan_cli.completion import ATTENTION, one_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
+from chunkplan.options import Options, option, same
+from chunkplan_cli.declared import Given, JsonOption, make, takes
 from chunkplan_cli.terminal import print_json, stdout
+from chunkplan_runtime.domains import KERNEL
 
 if TYPE_CHECKING:
     from chunkplan_runtime.parity import ParityReport
 
 _MAX_PARAMETERS = 10
 
+_WHAT, _HOW = "What is compared", "How chunks are run"
 
-def parity(
-    lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Lengths of the sequences, in tokens.")],
-    chunk_size: Annotated[int, typer.Option(metavar="TOKENS", help="Most tokens in a chunk.")],
-    k: Annotated[int, typer.Option("--k", metavar="N", help="Chunks of a sequence that hold activations at once.")],
-    model_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The model's config.json, or its folder. Default: a tiny built-in model."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.")] = 0,
-    attention: Annotated[
-        str,
-        typer.Option(metavar="KERNEL", help="Attention kernel of the chunks.", autocompletion=one_of(ATTENTION)),
-    ] = "auto",
-    kv_offload: Annotated[bool, typer.Option("--kv-offload", help="Keep keys and values in host memory.")] = False,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute layers inside of a chunk's backward.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions(Options):
+    """What is compared."""
+
+    lengths: tuple[int, ...] = option(
+        several(tokens(), metavar="N,N,...", example="700,130,90"), "Lengths of the sequences, in tokens.", group=_WHAT
+    )
+    chunk_size: int = same(PlanConfig, "chunk_size", group=_WHAT)
+    k: int = option(whole(1, MOST), "Chunks of a sequence that hold activations at once.", group=_WHAT)
+    model_config: Path | None = option(
+        path("FILE"),
+        "The model's config.json, or its folder.",
+        group=_WHAT,
+        default=None,
+        default_words="a tiny built-in model",
+    )
+    seed: int = option(whole(), "Seed of weights and tokens.", group=_WHAT, default=0)
+    attention: str = option(KERNEL, "Attention kernel of the chunks.", group=_HOW, default="auto")
+    kv_offload: bool = option(FLAG, "Keep keys and values in host memory.", group=_HOW, default=False)
+    checkpointing: bool = option(FLAG, "Recompute layers inside of a chunk's backward.", group=_HOW, default=False)
+
+
+@takes(asked=ParityOptions)
+def parity(*, asked: Given, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
     Exit code 1 if the worst relative error is above 1e-12. `validate` checks the files of a plan.
 
     Example: chunkplan parity --lengths 700,130,90 --chunk-size 128 --k 2
     """
-    from chunkplan.errors import UsageError
     from chunkplan_runtime.requirements import require_torch
 
-    try:
-        numbers = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"--lengths is {lengths!r}, expected whole numbers with commas between", hint="--lengths 700,130,90"
-        ) from None
+    options = asdict(make(ParityOptions, asked))
     require_torch()
     from chunkplan_runtime.parity import parity as run
 
-    result = run(
-        numbers,
-        chunk_size,
-        k,
-        model_config=model_config,
-        seed=seed,
-        attention=attention,
-        kv_offload=kv_offload,
-        checkpointing=checkpointing,
-    )
+    result = run(options.pop("lengths"), options.pop("chunk_size"), options.pop("k"), **options)
     if as_json:
         print_json(asdict(result))
     else:

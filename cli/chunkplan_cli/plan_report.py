@@ -33,21 +33,22 @@ def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
 
 
 def _overview(summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory | None) -> list[Any]:
+    from chunkplan.planfile.manifest import config_of
     from chunkplan.reporting.plan_words import machine_words, schedule_words
 
-    cost_model = manifest["predictions"]["cost_model"]
+    config, cost_model = config_of(manifest), manifest["predictions"]["cost_model"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     rows = [
-        ("ChunkSize, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, manifest['config']['k_by_length'])}"),
+        ("ChunkSize, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, config.k_by_length)}"),
         (
             "dp x pp",
-            f"{summary.dp} x {summary.pp}, {schedule_words(manifest['config'], cost_model['shape']['num_layers'])}",
+            f"{summary.dp} x {summary.pp}, {schedule_words(config, cost_model['shape']['num_layers'])}",
         ),
         ("steps", _steps(summary)),
         ("tokens", f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets"),
-        *selection_words(manifest),
+        *selection_words(config, manifest["selection"]),
         ("chunks", _chunks(summary)),
         ("fewest chunks", _bound(summary)),
         (

@@ -9,9 +9,9 @@ from chunkplan.quantities import counted, gibibytes
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.cost.model import CostModel
     from chunkplan.lengths import Positions
-    from chunkplan.planning.config import PlanConfig
     from chunkplan.reporting.plan_memory import PlanMemory
 
 

@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from chunkplan_cli.completion import SCHEDULES, one_of, ranks, some_of, steps
-from chunkplan_cli.machine_options import HardwareName, ModelConfig, TensorParallel, cost_model, parse_numbers
+from chunkplan.config.plan import SCHEDULES, PlanConfig
+from chunkplan.cost.model import CostModel
+from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
+from chunkplan.errors import UsageError
+from chunkplan.options import Options, option, options_of, same
+from chunkplan_cli.completion import ranks, steps
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.machine_options import files_read
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Plan
 
+_LENGTHS, _ORDER = "Lengths in place of a plan", "Order on a pipeline"
+_MACHINE = ("shape", "hardware", "tp")
 
-class Cost(StrEnum):
-    """What times are."""
+#: Or None: every sequence is a chunk.
+_CHUNK_SIZE = replace(
+    tokens(),
+    expected="a number of tokens such as 8192 or 8K, or none",
+    read=lambda typed: None if typed == "none" else read_tokens(typed),
+    metavar="TOKENS|none",
+)
 
-    MODEL = "model"
-    UNIT = "unit"
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Options):
+    """What is played through in place of a plan, and in which order."""
+
+    lengths: tuple[int, ...] | None = option(
+        several(tokens(), metavar="N,N,...", example="900,9000"),
+        "Instead of a plan: a step of sequences of these lengths.",
+        group=_LENGTHS,
+        default=None,
+    )
+    chunk_size: int | None = option(
+        _CHUNK_SIZE, "Most tokens in a chunk; none: whole sequences.", group=_LENGTHS, default=None
+    )
+    k: int | None = option(whole(1, MOST), "Chunks of a sequence that hold activations.", group=_LENGTHS, default=None)
+    pp: int = same(PlanConfig, "pp", group=_LENGTHS)
+    cost: Literal["model", "unit"] = option(
+        one_of("model", "unit"),
+        "Times of a model, or a unit: forward 1 and backward 2 a token and stage, nothing between stages.",
+        group=_LENGTHS,
+        default="model",
+    )
+    schedule: str = same(
+        PlanConfig,
+        "schedule",
+        help="algorithm2 (one stage), 1f1b, interleaved, zero-bubble or search.",
+        group=_ORDER,
+        default_words="the plan's; for lengths algorithm2 or 1f1b",
+    )
+    compare: tuple[str, ...] = option(
+        several(one_of(*SCHEDULES)), "The same chunks under each of these schedules.", group=_ORDER, default=()
+    )
+    virtual_stages: int = same(PlanConfig, "virtual_stages", group=_ORDER)
+    memory_tokens: int | None = same(PlanConfig, "memory_tokens", group=_ORDER, default_words="")
 
 
+@takes(asked=SimulateOptions, machine=(CostModel, _MACHINE))
 def simulate(
     plan: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="Default: WORKSPACE/plan.", show_default=False)
@@ -36,59 +82,14 @@ def simulate(
             metavar="R", help="The data-parallel rank. Default: the one that is done last.", autocompletion=ranks
         ),
     ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Instead of a plan: a step of sequences of these lengths.")
-    ] = None,
-    chunk_size: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS|none", help="With --lengths: most tokens in a chunk; none: whole sequences."),
-    ] = None,
-    k: Annotated[
-        int | None, typer.Option("--k", metavar="N", help="With --lengths: chunks of a sequence that hold activations.")
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option("--pp", metavar="N", help="With --lengths: pipeline stages. Default: 1.")
-    ] = None,
-    cost: Annotated[
-        Cost | None,
-        typer.Option(
-            help="With --lengths: times of a model (the default), or a unit: forward 1 and backward 2 a token and "
-            "stage, nothing between stages."
-        ),
-    ] = None,
-    model_config: ModelConfig = None,
-    hardware: HardwareName = None,
-    tp: TensorParallel = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="algorithm2 (one stage), 1f1b, interleaved, zero-bubble or search. Default: the plan's; for lengths "
-            "algorithm2 or 1f1b.",
-            autocompletion=one_of(SCHEDULES),
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME,...",
-            help="The same chunks under each of these schedules.",
-            autocompletion=some_of(SCHEDULES),
-        ),
-    ] = None,
-    virtual_stages: Annotated[
-        int | None, typer.Option(metavar="N", help="Model parts of a stage, for interleaved. Default: 2.")
-    ] = None,
-    memory_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens whose activations a stage may hold, for search.")
-    ] = None,
+    *,
+    asked: Given,
+    machine: Given,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace as well, which Perfetto opens.")
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Play a step through: what every stage does when, how much of it is waiting, what it holds.
 
@@ -96,8 +97,6 @@ def simulate(
 
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
-    from chunkplan.cost.model_config import config_file
-    from chunkplan.errors import UsageError
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
     from chunkplan.whole_file import refuse_overwriting
@@ -105,37 +104,32 @@ def simulate(
     from chunkplan_cli.plan_report import print_estimated
     from chunkplan_cli.simulation_report import print_comparison, print_simulation
 
+    lengths = asked.get("lengths")
     of_plan: dict[str, object] = {"PLAN": plan, "--step": step, "--rank": rank, "--workspace": workspace}
-    of_lengths: dict[str, object] = {
-        "--chunk-size": chunk_size,
-        "--k": k,
-        "--cost": cost,
-        "--model-config": model_config,
-    }
-    of_lengths |= {"--hardware": hardware, "--tp": tp}
-    _refuse_others(lengths is None, of_plan, of_lengths)
-    if cost is Cost.UNIT and not (model_config is None and hardware is None and tp is None):
+    _refuse_others(lengths is None, of_plan, asked, machine)
+    if asked.get("cost") == "unit" and machine:
         raise UsageError("--cost unit knows no model and no hardware", hint="leave it out, or what it does not know")
-    if compare is not None and schedule is not None:
+    if "compare" in asked and "schedule" in asked:
         raise UsageError("--schedule and --compare exclude each other", hint="leave one of them out")
-    names = [] if compare is None else [name.strip() for name in compare.split(",")]
-    options: dict[str, Any] = {"virtual_stages": virtual_stages, "memory_tokens": memory_tokens}
-    alone = {} if names else {"schedule": schedule, **options}
+    names = asked.get("compare", ())
+    options = {name: asked[name] for name in ("virtual_stages", "memory_tokens") if name in asked}
+    alone = {} if names else options | ({"schedule": asked["schedule"]} if "schedule" in asked else {})
     if lengths is None:
-        loaded = _load(plan, workspace, pp)
+        loaded = _load(plan, workspace, asked.get("pp"))
+    elif "chunk_size" not in asked:
+        raise UsageError("--chunk-size is missing", hint="for example: --chunk-size 8192 --k 4, or --chunk-size none")
     if trace is not None:
-        read = (loaded.path,) if lengths is None else (model_config and config_file(model_config), hardware)
-        refuse_overwriting(trace, read)
+        refuse_overwriting(trace, (loaded.path,) if lengths is None else files_read(machine))
     with note_compilation():
         if lengths is None:
             found = simulate_plan(loaded, step or 0, rank=rank, **alone)
         else:
             found = simulate_lengths(
-                parse_numbers(lengths, "--lengths") or (),
-                chunk_size=_chunk_size(chunk_size),
-                k=k,
-                pp=1 if pp is None else pp,
-                cost="unit" if cost is Cost.UNIT else cost_model(model_config=model_config, hardware=hardware, tp=tp),
+                lengths,
+                chunk_size=asked["chunk_size"],
+                k=asked.get("k"),
+                pp=asked.get("pp", 1),
+                cost="unit" if asked.get("cost") == "unit" else CostModel(**machine),
                 **alone,
             )
         compared = compare_schedules(found, names, **options) if names else []
@@ -157,46 +151,29 @@ def simulate(
         note(f"trace in {trace}: open it at https://ui.perfetto.dev")
 
 
-def _refuse_others(is_plan: bool, of_plan: dict[str, object], of_lengths: dict[str, object]) -> None:
+def _refuse_others(is_plan: bool, of_plan: dict[str, object], asked: Given, machine: Given) -> None:
     """A plan has its chunks and its costs; lengths have neither a step nor ranks."""
-    from chunkplan.errors import UsageError
-
-    given = [name for name, value in (of_lengths if is_plan else of_plan).items() if value is not None]
-    if given and is_plan:
-        raise UsageError(f"{given[0]} is for --lengths; a plan has its own", hint="give --lengths, or leave it out")
-    if given:
+    declared = options_of(SimulateOptions)
+    of_lengths = [declared[name].flag for name in ("chunk_size", "k", "cost") if name in asked]
+    of_lengths += [options_of(CostModel)[name].flag for name in machine]
+    if is_plan and of_lengths:
+        raise UsageError(
+            f"{of_lengths[0]} is for --lengths; a plan has its own", hint="give --lengths, or leave it out"
+        )
+    given = [name for name, value in of_plan.items() if value is not None]
+    if given and not is_plan:
         raise UsageError(f"{given[0]} is for plans, --lengths needs none", hint=f"leave out {given[0]} or --lengths")
 
 
 def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:
-    from chunkplan.errors import UsageError
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_cli.places import find_plan
 
-    place = Workspace.find(workspace)
-    if path is None and not place.plan.exists():
+    plan = load_plan(find_plan(path, Workspace.find(workspace), "run `chunkplan build`, or give PLAN or --lengths"))
+    if pp not in (None, plan.config.pp):
         raise UsageError(
-            f"there is no plan in the workspace {place.root}", hint="run `chunkplan build`, or give PLAN or --lengths"
-        )
-    plan = load_plan(path or place.plan)
-    if pp not in (None, plan.config["pp"]):
-        raise UsageError(
-            f"the plan is for {plan.config['pp']} pipeline stages, --pp is {pp}",
+            f"the plan is for {plan.config.pp} pipeline stages, --pp is {pp}",
             hint="leave --pp out, or build the plan again with it",
         )
     return plan
-
-
-def _chunk_size(text: str | None) -> int | None:
-    from chunkplan.errors import UsageError
-
-    if text is None:
-        raise UsageError("--chunk-size is missing", hint="for example: --chunk-size 8192 --k 4, or --chunk-size none")
-    if text == "none":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(
-            f"--chunk-size is {text!r}, expected a whole number or none", hint="for example: --chunk-size 8192"
-        ) from None

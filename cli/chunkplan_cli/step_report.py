@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.quantities import counted, seconds
 from chunkplan.schedule.trace import LETTERS
 from chunkplan_cli.gantt import OP_WORDS
@@ -28,7 +28,9 @@ _MAX_ACTIONS = 200
 
 def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> None:
     """Print the chunks of each rank of a step, and what its stages do."""
-    config = manifest["config"]
+    from chunkplan.planfile.manifest import config_of
+
+    config = config_of(manifest)
     print_estimated(console, manifest)
     console.print(
         f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
@@ -42,19 +44,19 @@ def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> No
     )
     for rank, chunks in step.chunks.items():
         console.print()
-        console.print(_chunk_table(rank, chunks, config["chunk_size"]))
+        console.print(_chunk_table(rank, chunks, config.chunk_size))
         if len(chunks) > _MAX_CHUNKS:
             console.print(f"... and {len(chunks) - _MAX_CHUNKS:,} more chunks (--json shows all)")
         console.print()
         stages = Table.grid(padding=(0, 2))
         stages.add_column(no_wrap=True, style="dim")
         stages.add_column()
-        for stage in range(config["pp"]):
-            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config["virtual_stages"]))
+        for stage in range(config.pp):
+            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config.virtual_stages))
         console.print(stages)
     console.print()
     console.print(Text(_legend(step), style="dim"))
-    if config["virtual_stages"] > 1:
+    if config.virtual_stages > 1:
         console.print(Text("F3.1 chunk 3, virtual stage 1", style="dim"))
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from chunkplan.quantities import counted
 from chunkplan.visible import one_line
+from chunkplan_cli.declared import JsonOption, WorkspaceOption
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ def validate(
     analysis: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")
     ] = None,
-    workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    workspace: WorkspaceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every invariant of the files of a plan or an analysis. Exit code 4 if one is broken.
 

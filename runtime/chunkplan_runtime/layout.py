@@ -72,7 +72,7 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
     Raises:
         UsageError: they cannot share the plan's stages and data-parallel ranks evenly.
     """
-    pp, plan_dp = plan.config["pp"], plan.config["dp"]
+    pp, plan_dp = plan.config.pp, plan.config.dp
     fitting = [pp * dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
     if world_size not in fitting:
         shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")

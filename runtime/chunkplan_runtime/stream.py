@@ -66,11 +66,11 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int =
     """
     opened = load_plan(plan)
     check_runnable(opened)
-    if opened.config["pp"] != pp:
+    if opened.config.pp != pp:
         raise UsageError(
-            f"the plan is for {opened.config['pp']} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
+            f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
             where=str(opened.path),
-            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config['pp']}`",
+            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config.pp}`",
         )
     return opened, load_same_analysis(opened, analysis)
 
@@ -110,7 +110,7 @@ class PlanStream(IterableDataset[StepWork]):
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._stage = layout.stage if layout else 0
-        self._dp_ranks = layout.dp_ranks(plan.config["dp"]) if layout else range(plan.config["dp"])
+        self._dp_ranks = layout.dp_ranks(plan.config.dp) if layout else range(plan.config.dp)
         self._next = 0
 
     @property
@@ -179,7 +179,7 @@ class PlanStream(IterableDataset[StepWork]):
         for step in self._plan.iter_steps(self._next):
             ranks = [dp_rank for dp_rank in self._dp_ranks if dp_rank in step.chunks or (dp_rank, 0) in step.actions]
             for dp_rank in ranks:
-                _check_links(step, dp_rank, self._plan.config["pp"])
+                _check_links(step, dp_rank, self._plan.config.pp)
             yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather) for dp_rank in ranks])
 
 
@@ -191,8 +191,8 @@ def check_runnable(plan: Plan) -> None:
     """
     config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
     for found, what, hint in (
-        (config["schedule"] == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
-        (config["schedule"] == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
+        (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
+        (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
         if found:

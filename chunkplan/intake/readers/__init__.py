@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chunkplan.intake.options import MAX_RECORD_BYTES
+from chunkplan.config.intake import MAX_RECORD_BYTES
 from chunkplan.intake.pieces import Batch, Piece
 from chunkplan.intake.readers import json_files, lines, numpy_files, table, text
 from chunkplan.intake.schemas import Layout

@@ -32,7 +32,7 @@ def choice_of_plan(document: dict[str, Any], plan: Plan) -> dict[str, Any] | Non
         entries = [config[name] for name in PLAN_ENTRIES]
         return json.dumps([*entries, *(cost_model[name] for name in ("tp", "checkpointing", "kv_offload"))])
 
-    wanted = key(plan.config, plan.manifest["predictions"]["cost_model"])
+    wanted = key(plan.manifest["config"], plan.manifest["predictions"]["cost_model"])
     return next((choice for choice in document["choices"] if key(choice, choice) == wanted), None)
 
 

@@ -51,7 +51,7 @@ def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None)
     drawn = []
     for number, reasons in _worth_a_look(steps, median, first).items():
         step = find_step(plan, number)
-        simulated = {rank: simulate_step(plan, step, rank) for rank in _ranks(step, plan.config["pp"])}
+        simulated = {rank: simulate_step(plan, step, rank) for rank in _ranks(step, plan.config.pp)}
         drawn.append(DrawnStep(step, ", ".join(reasons), simulated))
     return drawn
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.cost.durations import Float64Array
-from chunkplan.planfile.schema import OPS
+from chunkplan.operations import OPS
 from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
 from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, narrowest, within

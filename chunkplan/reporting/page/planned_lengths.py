@@ -19,8 +19,8 @@ _SEGMENTS = pa.schema([CHUNKS.field("segments")])
 def holds_all_once(plan: Plan) -> bool:
     """Whether the plan holds every sequence of its analysis, and each one once."""
     config = plan.config
-    is_part = config["holdout"] is not None or config["mix"] or plan.manifest["totals"]["num_dropped_sequences"]
-    return not is_part and config["epochs"] == 1
+    is_part = config.holdout is not None or config.mix or plan.manifest["totals"]["num_dropped_sequences"]
+    return not is_part and config.epochs == 1
 
 
 def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:

@@ -22,7 +22,7 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
     return [
         ("model and GPUs", machine_words(cost_model)),
         ("ChunkSize", f"{summary.chunk_size:,} tokens"),
-        ("K", k_words(summary.k, config["k_by_length"])),
+        ("K", k_words(summary.k, config.k_by_length)),
         ("dp x pp", f"{summary.dp} x {summary.pp}"),
         ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
         ("sequences a step", _sequences_a_step(summary)),
@@ -49,11 +49,11 @@ def _of_gpu(memory: PlanMemory) -> str:
 def _selection(plan: Plan, summary: PlanSummary) -> Facts:
     """What a plan holds of the data, where that is not every sequence once."""
     config = plan.config
-    facts = selection_words(plan.manifest)
-    if config["holdout"] is not None:
-        facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config["part"]]))
-    if config["epochs"] > 1:
-        facts.append(("epochs", f"{config['epochs']:,}"))
+    facts = selection_words(config, plan.manifest["selection"])
+    if config.holdout is not None:
+        facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config.part]))
+    if config.epochs > 1:
+        facts.append(("epochs", f"{config.epochs:,}"))
     if summary.num_dropped_sequences:
         facts.append(("dropped with short last batches", counted(summary.num_dropped_sequences, "sequence")))
     return facts

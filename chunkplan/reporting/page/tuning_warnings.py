@@ -42,10 +42,10 @@ def _of_plan(tuning: dict[str, Any], plan: Plan) -> list[str]:
         said.append(f"The tuning is for {there['precision']}, the plan's times are for {here['precision']}.")
     layout = tuning["chosen"]  # every choice has as many GPUs
     gpus_there = layout["dp"] * layout["tp"] * layout["pp"]
-    gpus_here = plan.config["dp"] * here["tp"] * plan.config["pp"]
+    gpus_here = plan.config.dp * here["tp"] * plan.config.pp
     if gpus_there != gpus_here:
         said.append(f"The tuning is for {counted(gpus_there, 'GPU')}, the plan is for {gpus_here:,}.")
-    num_there, num_here = tuning["options"]["global_batch"], plan.config["global_batch"]
+    num_there, num_here = tuning["options"]["global_batch"], plan.config.global_batch
     if num_there != num_here:
         said.append(f"The tuning is for steps of {num_there:,} sequences, those of the plan have {num_here:,}.")
     return said

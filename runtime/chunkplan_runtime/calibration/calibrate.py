@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,46 +17,10 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.calibration.device_names import calibrated_name, device_name, shipped_profile
 from chunkplan_runtime.calibration.device_rates import measure_device, memory
 from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
+from chunkplan_runtime.calibration.options import CalibrationOptions
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.models import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationOptions:
-    """What to measure; None: what suits the device.
-
-    `model_config`: a config.json or its folder; weights are random. `name` is the profile's, to which the device's is
-    added. `chunk_sizes` and `prefixes` in tokens. `layers`: measure the model's first ones only, as the profile is that
-    of any number. `base`: the profile of what one device cannot tell, by name or file.
-
-    Raises:
-        UsageError: an option is not what it may be; the message names its flag.
-    """
-
-    model_config: Path
-    name: str
-    device: str = "auto"
-    precision: Precision | None = None
-    chunk_sizes: Sequence[int] | None = None
-    prefixes: Sequence[int] | None = None
-    layers: int | None = None
-    repeats: int = 3
-    base: str | None = None
-    attention: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(
-                f"--device is {self.device}, expected auto, cpu, cuda or cuda:N", hint="leave it out for what there is"
-            )
-        for name, least in (("layers", 1), ("repeats", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and not least <= value < 2**63:
-                raise UsageError(
-                    f"--{name} is {value}, expected a whole number from {least}", hint="leave it out for its default"
-                )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import OPS
 from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions, RankChunks
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
@@ -59,7 +59,7 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimes], layout: Layout) 
     step = times_by_rank[0].step
     described = next(plan.iter_steps(step))
     replays = []
-    for pipeline, own in enumerate(layout.rows(plan.config["dp"])):
+    for pipeline, own in enumerate(layout.rows(plan.config.dp)):
         planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
         if planned:
             times = [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)]

@@ -40,7 +40,7 @@ class PlanData(IterableDataset[dict[str, Any]]):
     ) -> None:
         config: Any = model.config
         check_plan(CausalLM(model), plan)
-        self.batch_size: int = plan.config["global_batch"]
+        self.batch_size: int = plan.config.global_batch
         self._num_steps, self.num_sequences = _steps_by_epoch(plan)
         self._plan_hash = plan.content_hash
         self._position = position

@@ -71,9 +71,9 @@ def open_data(config: TrainConfig, model_config: Any, layout: Layout) -> Trainin
             hint="analyze both together, and build with --holdout",
         )
     evaluation = None if folder is None else open_plan(folder, analysis.path, pp=layout.pp)[0]
-    if evaluation is not None and evaluation.config["dp"] % layout.dp:
+    if evaluation is not None and evaluation.config.dp % layout.dp:
         raise UsageError(
-            f"{layout.dp} pipelines cannot share the {evaluation.config['dp']} data-parallel ranks of the evaluation "
+            f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
             f"plan {folder} evenly",
             hint="build both plans with the same --dp",
         )

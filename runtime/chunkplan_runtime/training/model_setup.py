@@ -95,7 +95,7 @@ def check_layout(config: TrainConfig, plan: Plan, layout: Layout) -> None:
     if layout.dp == 1 or layout.pp > 1:
         found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
         raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
-    if plan.config["k"] > 1 or plan.config["k_by_length"] or not plan.config["equal_chunks"]:
+    if plan.config.k > 1 or plan.config.k_by_length or not plan.config.equal_chunks:
         raise UsageError(
             "--reshard needs a plan of K 1 and equal chunk counts",
             where=str(plan.path),

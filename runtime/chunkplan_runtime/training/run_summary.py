@@ -39,7 +39,7 @@ def describe_run(
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
-        f"steps, ChunkSize {plan.config['chunk_size']:,}, K {plan.config['k']}",
+        f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *comparison.lines,
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",

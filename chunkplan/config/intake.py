@@ -1,0 +1,142 @@
+"""What a user may ask of the intake besides data and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, text, tokens
+from chunkplan.errors import UsageError
+from chunkplan.options import Options, option
+
+#: The schemas that `chunkplan.intake.schemas.registry` has.
+SCHEMAS = (
+    *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "input_ids"),
+    "length",
+)
+
+#: What is read of one record at most. Encoding takes up to 130 times as much memory.
+MAX_RECORD_BYTES = 8_000_000
+
+_MEGABYTE = 1_000_000
+
+
+def _read_columns(typed: list[str]) -> dict[str, str]:
+    """Of ["text=body"], the key of each role."""
+    columns: dict[str, str] = {}
+    for words in typed:
+        role, sign, key = words.partition("=")
+        if not (role and sign and key):
+            raise ValueError(words)
+        if role in columns:
+            raise UsageError(f"two columns for the role {role}", hint="give every role at most once")
+        columns[role] = key
+    return columns
+
+
+COLUMNS = Domain(
+    WORDS.holds,
+    "keys by role",
+    read=_read_columns,
+    typed="ROLE=KEY",
+    metavar="ROLE=KEY",
+    example="text=body",
+    is_repeated=True,
+)
+RECORD_BYTES = Domain(
+    holds=lambda value: type(value) is int and 1 <= value < 10**15,
+    expected="megabytes above 0",
+    read=lambda typed: round(float(typed) * _MEGABYTE),
+    metavar="MB",
+    example="16",
+)
+
+_TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntakeOptions(Options):
+    """Options of `analyze`; the help of each is in its field.
+
+    `columns`: role -> key of the records, for keys that are not named like the roles of a schema. Of a `sample` nothing
+    can be trained: no tokens are stored.
+
+    Raises:
+        UsageError: one makes no sense.
+    """
+
+    schema: str | None = option(
+        text("NAME", completed=SCHEMAS),
+        "How records are laid out: text, messages, conversations, prompt+completion, instruction, question+answer, "
+        "input_ids or length.",
+        group=_TOKENS,
+        default=None,
+        default_words="found out for each source",
+        flag="--format",
+    )
+    columns: Mapping[str, str] = option(
+        COLUMNS,
+        "A key that is not named like its role: text=body. Repeatable.",
+        group=_TOKENS,
+        default={},
+        default_words="",
+        flag="--column",
+    )
+    max_length: int | None = option(
+        tokens(), "Tokens of a sequence at most.", group=_TOKENS, default=None, default_words="all are kept"
+    )
+    long: Literal["error", "drop", "truncate"] = option(
+        one_of("error", "drop", "truncate", metavar="WHAT"),
+        "What becomes of sequences over --max-length: error, drop or truncate.",
+        group=_TOKENS,
+        default="truncate",
+    )
+    on_error: Literal["stop", "skip"] = option(
+        one_of("stop", "skip", metavar="WHAT"),
+        "At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on. Blank records "
+        "are counted in any case.",
+        group=_DATA,
+        default="stop",
+    )
+    undesirable: Literal["error", "drop"] = option(
+        one_of("error", "drop", metavar="WHAT"),
+        "What becomes of answers labelled as bad ones, as KTO has them (`label`: false): error or drop.",
+        group=_DATA,
+        default="error",
+    )
+    tokens: bool = option(
+        FLAG,
+        "Store lengths only: enough to plan, not to train.",
+        group=_DATA,
+        default=True,
+        default_words="",
+        flag="--no-tokens",
+    )
+    sample: float | None = option(
+        SHARE, "Read this share of the records, such as 0.01: enough to plan roughly.", group=_DATA, default=None
+    )
+    max_record_bytes: int = option(
+        RECORD_BYTES,
+        "Larger records are errors; each MB may take 130 MB of memory in each process.",
+        group=_DATA,
+        default=MAX_RECORD_BYTES,
+        default_words=str(MAX_RECORD_BYTES // _MEGABYTE),
+        flag="--max-record-mb",
+    )
+
+    def check_together(self) -> None:
+        """Refuse to treat long sequences where none is too long."""
+        if self.long != "truncate" and self.max_length is None:
+            raise UsageError(
+                f"--long {self.long} without a maximum length", hint="say with --max-length what is too long"
+            )
+
+    @property
+    def stores_tokens(self) -> bool:
+        """Whether tokens are stored where there are any."""
+        return self.tokens and self.sample is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON values."""
+        return asdict(self) | {"columns": dict(self.columns)}

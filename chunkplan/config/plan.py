@@ -1,0 +1,236 @@
+"""What a plan is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from chunkplan.domains import FLAG, MOST, Domain, one_of, read_tokens, tokens, whole
+from chunkplan.errors import UsageError
+from chunkplan.options import Options, option
+
+Split = Literal["full", "even", "cost", "none"]
+Balance = Literal["spread", "search"]
+LastBatch = Literal["keep", "drop"]
+Part = Literal["train", "eval"]
+
+#: Far beyond any cluster; a plan has rows for every rank and stage.
+MAX_DP, MAX_PP, MAX_VIRTUAL = 1 << 16, 1 << 10, 1 << 6
+
+#: An epoch takes a sequence at most so many times.
+MAX_WEIGHT = 1_000_000
+
+#: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
+SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search")
+PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
+
+#: Pairs of tokens and K: of sequences longer than that many tokens, K in place of `k`.
+KByLength = tuple[tuple[int, int], ...]
+
+
+def _is_k_by_length(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+        and all(type(number) is int and 1 <= number <= MOST for pair in value for number in pair)
+        and all(before[0] < after[0] for before, after in pairwise(value))
+    )
+
+
+def _load_pairs(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in value) or None
+
+
+def read_k(typed: str) -> dict[str, Any]:
+    """K of "4", and of "4,128K:2" also the pairs of tokens and K for longer sequences.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    first, *others = typed.split(",")
+    pairs = [(read_tokens(tokens), int(k)) for tokens, k in (other.split(":") for other in others)]
+    return {"k": int(first), "k_by_length": _load_pairs(pairs)}
+
+
+def _read_number(typed: str) -> int | float:
+    """A whole number where it is written as one."""
+    return int(typed) if typed.isdecimal() else float(typed)
+
+
+def _read_weights(typed: list[str]) -> dict[str, int | float]:
+    """Of ["code.jsonl=2"], the weight of each source."""
+    weights: dict[str, int | float] = {}
+    for words in typed:
+        source, equals, weight = words.rpartition("=")
+        if not equals or not source:
+            raise ValueError(words)
+        if source in weights:
+            raise UsageError(f"{source} has two weights", hint="name every source at most once")
+        weights[source] = _read_number(weight)
+    return weights
+
+
+K = Domain(
+    holds=lambda value: type(value) is int and 1 <= value <= MOST,
+    expected=f"a whole number from 1 to {MOST}",
+    read=read_k,
+    typed="a number, or also TOKENS:K as in 8,131072:2",
+    metavar="N",
+)
+K_BY_LENGTH = Domain(_is_k_by_length, "pairs of tokens and K, both from 1, tokens ascending", load=_load_pairs)
+HOLDOUT = Domain(
+    holds=lambda value: (type(value) is int and value >= 1) or (type(value) is float and 0 < value < 1),
+    expected="a share between 0 and 1, or a whole number of sequences from 1",
+    read=_read_number,
+    metavar="SHARE|N",
+    example="0.01",
+)
+WEIGHTS = Domain(
+    holds=lambda value: isinstance(value, Mapping) and all(isinstance(source, str) for source in value),
+    expected="weights by source",
+    read=_read_weights,
+    typed="SOURCE=X",
+    metavar="SOURCE=X",
+    example="code.jsonl=2",
+    is_repeated=True,
+)
+
+_CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(Options):
+    """What a plan is built with.
+
+    The help of each option is in its field. `k_by_length`: pairs (tokens, K); for sequences of more tokens K stands in
+    place of `k`, and of several pairs the last that applies counts. `part`: whether the plan is of what is held out
+    ("eval") or of the others ("train"). `mix` names sources by their path.
+
+    Raises:
+        UsageError: a value is out of range, or does not go with the others.
+    """
+
+    chunk_size: int = option(tokens(), "Most tokens in a chunk.", group=_CHUNKS)
+    k: int = option(
+        K,
+        "Chunks of a sequence that hold activations; 8,131072:2 is 8, and 2 over 131072 tokens.",
+        group=_CHUNKS,
+        fills=("k", "k_by_length"),
+    )
+    k_by_length: KByLength | None = option(
+        K_BY_LENGTH, "K of longer sequences: pairs of tokens and K.", group=_CHUNKS, default=None, flag=""
+    )
+    global_batch: int = option(whole(1, MOST), "Sequences a step.", group=_DATA, default=256)
+    epochs: int = option(whole(1, MOST), "Passes over the data.", group=_DATA, default=1)
+    last_batch: LastBatch = option(
+        one_of("keep", "drop"), "A short last batch of an epoch: keep or drop.", group=_DATA, default="keep"
+    )
+    dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
+    pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
+    schedule: str = option(
+        one_of(*SCHEDULES),
+        "Order on a pipeline: 1f1b, interleaved, zero-bubble, or search (slow).",
+        group=_ORDER,
+        depends=lambda config: "algorithm2" if config.pp == 1 else "1f1b",
+        default_words="1f1b",
+    )
+    virtual_stages: int = option(
+        whole(1, MAX_VIRTUAL),
+        "Model parts of a stage, for interleaved.",
+        group=_ORDER,
+        depends=lambda config: 2 if config.schedule == "interleaved" else 1,
+        default_words="2",
+    )
+    memory_tokens: int | None = option(
+        tokens(1, 2**62 - 1),
+        "Most tokens whose activations a stage may hold.",
+        group=_ORDER,
+        default=None,
+        default_words="no bound",
+    )
+    seed: int = option(whole(0, MOST), "Seed of the shuffle.", group=_DATA, default=0)
+    split: Split = option(
+        one_of("full", "even", "cost", "none", metavar="HOW"),
+        "Cut a long sequence at ChunkSize (full), into parts of equal length (even), or of equal predicted time "
+        "(cost), or refuse it (none).",
+        group=_CHUNKS,
+        default="full",
+        also={"--no-split": "none"},
+    )
+    tail_sharing: bool = option(
+        FLAG,
+        "Fill the free room in the chunks of split sequences with short ones.",
+        group=_CHUNKS,
+        depends=lambda config: config.pp == 1,
+        default_words="on one stage",
+    )
+    packing: str = option(
+        one_of(*PACKERS),
+        "For ranks that best-fit decreasing is not proved to pack best: auto, bfd (leave them), mbs, column-generation "
+        "or exact.",
+        group=_CHUNKS,
+        default="auto",
+    )
+    balance: Balance = option(
+        one_of("spread", "search", metavar="HOW"),
+        "search: look for a better spread of every step with CP-SAT, slowly.",
+        group=_RANKS,
+        default="spread",
+    )
+    equal_chunks: bool = option(
+        FLAG, "The same number of chunks on every rank, as ZeRO-3 needs it.", group=_RANKS, default=False
+    )
+    holdout: int | float | None = option(
+        HOLDOUT,
+        "Hold out a share (0.01) or a number of sequences: a plan of their own.",
+        group=_DATA,
+        default=None,
+    )
+    part: Part = option(one_of("train", "eval"), "Of which sequences it is.", group=_DATA, default="train", flag="")
+    mix: Mapping[str, float] | None = option(
+        WEIGHTS, "How often an epoch takes a source: 2 twice, 0.5 half. Repeatable.", group=_DATA, default=None
+    )
+
+    def check_together(self) -> None:
+        """Refuse a schedule that is not for so many stages, and what is said for nothing."""
+        if (self.schedule == "algorithm2") != (self.pp == 1):
+            raise UsageError(
+                f"schedule {self.schedule} is for {'one stage' if self.pp > 1 else 'two stages or more'}, "
+                f"pp is {self.pp}",
+                hint="leave schedule out, or set pp",
+            )
+        if self.virtual_stages != 1 and self.schedule != "interleaved":
+            raise UsageError(
+                f"schedule {self.schedule} has one virtual stage, virtual-stages is {self.virtual_stages}",
+                hint="virtual stages are for schedule interleaved",
+            )
+        if self.memory_tokens is not None and self.memory_tokens < self.chunk_size:
+            raise UsageError(
+                f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
+                hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
+            )
+        if self.part == "eval" and self.holdout is None:
+            raise UsageError(
+                "part is eval, but nothing is held out: there is nothing to evaluate on",
+                hint="hold out a share or a number of sequences, for example holdout = 0.01",
+            )
+        for source, weight in (self.mix or {}).items():
+            if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
+                raise UsageError(
+                    f"the weight of {source} is {weight!r}, expected a number from 0 to {MAX_WEIGHT:,}",
+                    hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
+                )
+
+    def check_layers(self, num_layers: int, name: str) -> None:
+        """Raise UsageError where the model `name` of so many layers has fewer than there are parts."""
+        num_parts = self.pp * self.virtual_stages
+        if num_parts > num_layers:
+            parts = f"{self.pp} stages" + (f" of {self.virtual_stages} parts" if self.virtual_stages > 1 else "")
+            raise UsageError(
+                f"{name} has {num_layers} layers, too few for {parts}",
+                hint="lower pp, or name the model with --model-config",
+            )

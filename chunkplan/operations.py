@@ -1,0 +1,7 @@
+"""What a stage can do with a chunk: the words of the files, and their codes."""
+
+from __future__ import annotations
+
+#: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
+#: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
+OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")

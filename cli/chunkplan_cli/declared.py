@@ -1,0 +1,147 @@
+"""Flags of a command that come from configurations: their names, groups, help and completion are the fields'."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from chunkplan.errors import UsageError
+from chunkplan.options import Config, Option, Options, options_of
+from chunkplan_cli.completion import one_of, some_of
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class Given(dict[str, Any]):
+    """Values that were given, by field; what was not given is not in it. `typed` has the words of each."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.typed: dict[str, Any] = {}
+
+
+def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> Callable[[Command], Command]:
+    """Give a command the flags of configurations.
+
+    Each name is that of a parameter of the command, which gets the values that were given as `Given`. Its value here is
+    a configuration, or one with the names of those of its fields that are taken.
+    """
+
+    def decorate(command: Command) -> Command:
+        taken = {name: _declared(config) for name, config in configs.items()}
+        parameters: list[inspect.Parameter] = []
+        hints = get_type_hints(command, include_extras=True)
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name not in taken:
+                parameters.append(parameter.replace(annotation=hints[parameter.name]))
+                continue
+            for one in taken[parameter.name]:
+                parameters += _parameters(one)
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            for name, options in taken.items():
+                values[name] = Given()
+                for one in options:
+                    typed = values.pop(one.name)
+                    given = [flag for flag in one.also if values.pop(_variable(flag))]
+                    if typed in (None, []) and not given:
+                        continue
+                    values[name].update(_value(one, typed, given))
+                    values[name].typed[one.name] = typed
+            command(**values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def make(config: type[Config], given: dict[str, Any]) -> Config:
+    """The configuration of the values that were given; raises UsageError where one that is required was not."""
+    for name, one in options_of(config).items():
+        if one.is_required and name not in given:
+            raise UsageError(f"{one.flag} is missing", hint=one.hint)
+    return config(**given)
+
+
+def _declared(config: type[Options] | tuple[type[Options], tuple[str, ...]]) -> list[Option]:
+    if isinstance(config, tuple):
+        return [options_of(config[0])[name] for name in config[1]]
+    return [one for one in options_of(config).values() if one.flag]
+
+
+def _value(one: Option, typed: Any, given: list[str]) -> dict[str, Any]:
+    """What was typed for an option, read; several fields where the flag fills several."""
+    if given:
+        if len(given) > 1 or typed not in (None, []):
+            both = [*given, *([one.flag] if typed not in (None, []) else [])]
+            raise _exclude(both)
+        return {one.name: one.also[given[0]]}
+    if isinstance(typed, bool):
+        return {one.name: not one.default if one.flag.startswith("--no-") else typed}
+    value = one.read(typed)
+    return value if one.fills else {one.name: value}
+
+
+def _exclude(flags: list[str]) -> UsageError:
+    return UsageError(f"{' and '.join(flags[:2])} exclude each other", hint="leave one of them out")
+
+
+def _parameters(one: Option) -> list[inspect.Parameter]:
+    """The flag of an option, and those that stand for one of its values."""
+    domain = one.domain
+    is_switch = domain.metavar == ""
+    flags = [f"{one.flag}/--no-{one.flag[2:]}" if is_switch and not one.flag.startswith("--no-") else one.flag]
+    kind: Any = bool if is_switch else list[str] if domain.is_repeated else str
+    shown = f" Default: {one.default_words}." if one.default_words else " Required." if one.is_required else ""
+    declared = typer.Option(
+        *flags,
+        help=one.help + shown,
+        metavar=domain.metavar or None,
+        rich_help_panel=one.group,
+        show_default=False,
+        autocompletion=_completer(one),
+    )
+    found = [_parameter(one.name, Annotated[kind | None, declared], None)]
+    for flag, value in one.also.items():
+        words = typer.Option(flag, help=f"The same as {one.flag} {value}.", rich_help_panel=one.group)
+        found.append(_parameter(_variable(flag), Annotated[bool, words], False))
+    return found
+
+
+def _completer(one: Option) -> Callable[[str], list[str]] | None:
+    names = one.domain.choices or one.domain.completed
+    if not names:
+        return None
+    return some_of(names) if one.domain.metavar.endswith("...") else one_of(names)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _variable(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+#: What many commands take.
+AnalysisArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="ANALYSIS",
+        help="An analysis, or a .parquet/.npy file with one column of lengths. Default: WORKSPACE/analysis.",
+        show_default=False,
+    ),
+]
+WorkspaceOption = Annotated[
+    Path | None,
+    typer.Option("--workspace", metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")]

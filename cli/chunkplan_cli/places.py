@@ -1,0 +1,31 @@
+"""Where a command finds what it is about: what was given, or what lies in the workspace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from chunkplan.workspace import Workspace
+
+
+def find_analysis(given: Path | None, place: Workspace) -> Path:
+    """The analysis that was given, or that of the workspace; raises UsageError where there is none."""
+    if given is None and not place.analysis.exists():
+        raise UsageError(
+            f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
+        )
+    return given or place.analysis
+
+
+def find_plan(given: Path | None, place: Workspace, hint: str) -> Path:
+    """The plan, or whatever else was given in its place, or the plan of the workspace.
+
+    Raises:
+        UsageError: there is none; `hint` says what to do.
+    """
+    if given is None and not place.plan.exists():
+        raise UsageError(f"there is no plan in the workspace {place.root}", hint=hint)
+    return given or place.plan

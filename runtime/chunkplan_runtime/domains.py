@@ -1,0 +1,18 @@
+"""What options of the runtime may be, without torch, so that a mistake is found at once."""
+
+from __future__ import annotations
+
+import re
+
+from chunkplan.domains import Domain, text
+
+#: The names that `chunkplan_runtime.attention.kernel` knows; which of them run depends on the machine.
+ATTENTION = ("auto", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+
+DEVICE = Domain(
+    lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None,
+    "auto, cpu, cuda or cuda:N",
+    metavar="NAME",
+    completed=("auto", "cpu", "cuda"),
+)
+KERNEL = text("KERNEL", expected="the name of an attention kernel", completed=ATTENTION)
