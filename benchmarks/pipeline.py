@@ -36,7 +36,7 @@ from runtime_batch import qwen2
 
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths
-from chunkplan_runtime.distributed.replay import Replay, replay, waiting_shares
+from chunkplan_runtime.profiling.replay import Replay, replay, waiting_shares
 
 PP = 4
 GLOBAL_BATCH = 32

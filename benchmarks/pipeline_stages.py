@@ -23,15 +23,16 @@ from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import SimulatedChunk, Simulation
 from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.links import Wire
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.distributed.timeline import ActionClock, StepTimes
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.labels import shifted_labels
+from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.loss import shifted_labels
-from chunkplan_runtime.models import CausalLM, new_model
-from chunkplan_runtime.state import Span, StateStore
-from chunkplan_runtime.stream import ChunkTensors, RankWork
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes
+from chunkplan_runtime.spans import Span
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

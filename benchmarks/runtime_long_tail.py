@@ -14,7 +14,7 @@ from allocations import Allocations
 from runtime_batch import as_today, interleaved, make_batch, qwen2, run_rows, run_whole, zero_gradients
 from runtime_time import run_chunks
 
-from chunkplan_runtime.models import new_model
+from chunkplan_runtime.models.model import new_model
 
 Row = dict[str, Any]
 

@@ -13,9 +13,9 @@ from allocations import Allocations
 from runtime_batch import Batch, make_batch, qwen2, run_whole
 
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.lora import LoraOptions, add_lora
-from chunkplan_runtime.models import CausalLM, new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
 

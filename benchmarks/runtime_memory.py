@@ -9,8 +9,8 @@ import torch
 from allocations import Allocations
 from runtime_batch import make_batch, qwen2, zero_gradients
 
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM, new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
 

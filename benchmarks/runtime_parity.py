@@ -23,10 +23,10 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM, new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import TOLERANCE, compare_plan, write_random_analysis
-from chunkplan_runtime.precise import evaluate_in_float64
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

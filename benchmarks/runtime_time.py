@@ -14,8 +14,8 @@ from runtime_batch import Batch, interleaved, make_batch, qwen2, ratio, run_whol
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM, new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
 

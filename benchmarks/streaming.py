@@ -34,7 +34,7 @@ from planning import print_table
 import chunkplan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 
 VOCAB_SIZE = 150_000
 WARM_PASSES = 5

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from chunkplan.summary import summarize_plan
     from chunkplan.tuning.options import TuneOptions
     from chunkplan.tuning.tune import tune
-    from chunkplan.validation import validate
+    from chunkplan.validation.validate import validate
 
 __all__ = [
     "CostModel",
@@ -95,7 +95,7 @@ _HOMES = {
     "simulate_plan": "chunkplan.simulation",
     "summarize_plan": "chunkplan.summary",
     "tune": "chunkplan.tuning.tune",
-    "validate": "chunkplan.validation",
+    "validate": "chunkplan.validation.validate",
     "view_chunk": "chunkplan.reporting.chunk_view",
     "write_report": "chunkplan.reporting.page.write",
     "write_shard": "chunkplan.intake.shard",

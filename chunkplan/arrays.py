@@ -13,9 +13,14 @@ UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
+    """Where runs of `lengths` [n] begin that lie one after another, and where the last one ends: int64 [n + 1]."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
 def sum_runs(values: Int64Array, first: Int64Array) -> Int64Array:
     """Sums of values[first[i] : first[i + 1]]; runs may be empty."""
-    total = np.concatenate([[0], np.cumsum(values)])
+    total = offsets_of(values)
     sums: Int64Array = total[first[1:]] - total[first[:-1]]
     return sums
 

@@ -19,17 +19,17 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
-from chunkplan.planfile.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planfile.squares import with_squares
 from chunkplan.planning.batches import batch_sizes
 from chunkplan.planning.block import Dataset
 from chunkplan.planning.pipeline import plan_steps
+from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import count_parts
 from chunkplan.planning.targets import TargetMask
 from chunkplan.schedule.footprint import fullest

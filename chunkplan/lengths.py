@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chunkplan.arrays import Int32Array
+from chunkplan.arrays import Int32Array, offsets_of
 from chunkplan.planfile.analysis import Analysis
 
 K = 1024
@@ -143,7 +143,7 @@ def length_report(analysis: Analysis) -> LengthReport:
     """Measure the lengths of an analysis, or of a bare file of lengths."""
     lengths = np.sort(analysis.num_tokens).astype(np.int64)
     count = len(lengths)
-    sums = np.concatenate([[0], np.cumsum(lengths)])
+    sums = offsets_of(lengths)
     ranks = [max(1, int(np.ceil(round(share * count, 6)))) for share in _QUANTILES]
     powers = [1 << power for power in range(int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() + 1)]
     num_over = count - int(np.searchsorted(lengths, _TAIL_TOKENS, side="right"))

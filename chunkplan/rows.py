@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import Split
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
@@ -90,5 +90,5 @@ def pack(
     start = np.where(follows, np.concatenate([[0], end[:-1]]), 0)
     packed = pack_lengths(end - start, chunk_size, packing)
     by_row = np.argsort(packed.bin_of, kind="stable")
-    rows = np.concatenate([[0], np.cumsum(np.bincount(packed.bin_of, minlength=packed.num_bins))])
+    rows = offsets_of(np.bincount(packed.bin_of, minlength=packed.num_bins))
     return PackedRows(rows, sequence_id[by_row], start[by_row], end[by_row], packed.lower_bound, packed.algorithm)

@@ -127,7 +127,7 @@ def simulate_lengths(
     order = np.argsort(-tokens, kind="stable").astype(np.int32)
     whole = chunk_size is None  # a step of its own for each sequence, so that none are packed
     block = Block(0, 0, order, np.ones(len(lengths), np.int64) if whole else np.array([len(lengths)]))
-    *_, chunks = chunk_block(block, Dataset(tokens, tokens - 1, None), config, model, threading.Event())
+    _, chunks = chunk_block(block, Dataset(tokens, tokens - 1, None), config, model, threading.Event())
     return _scheduled(
         f"{len(lengths):,} sequences, {sum(lengths):,} tokens",
         _describe(chunks),

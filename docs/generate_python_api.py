@@ -82,7 +82,7 @@ GIVEN_BACK = {
 NAMED = {
     "chunkplan.lengths": ["LengthReport"],
     "chunkplan.summary": ["PlanSummary"],
-    "chunkplan.validation": ["Validation"],
+    "chunkplan.validation.validate": ["Validation"],
     "chunkplan.schedule.simulated": ["Simulation"],
     "chunkplan.rows": ["PackedRows"],
     "chunkplan.tuning.tune": ["Tuning"],

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model, read_config
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model, read_config
 
 if not 4 <= len(sys.argv) <= 5:
     sys.exit(__doc__)

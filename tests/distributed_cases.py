@@ -20,16 +20,16 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
-from chunkplan_runtime.distributed.links import Wire
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.layout import choose_layout
-from chunkplan_runtime.lora import ALL_LINEAR, LoraOptions, add_lora
-from chunkplan_runtime.models import CausalLM, new_model, read_config
+from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
+from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import _relative_errors, _run_whole, _take_gradients, _vanishing
-from chunkplan_runtime.precise import evaluate_in_float64
-from chunkplan_runtime.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.links import Wire
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.state import Span
-from chunkplan_runtime.stream import ChunkTensors, RankWork
+from chunkplan_runtime.spans import Span
 
 #: (op, chunk_id)
 Stage = Sequence[tuple[str, int]]

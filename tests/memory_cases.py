@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model, read_config
-from chunkplan_runtime.stream import RankWork
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.models.model import new_model, read_config
 from tests.distributed_cases import make_part, open_for_its_stages
 
 

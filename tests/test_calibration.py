@@ -26,8 +26,8 @@ from chunkplan_runtime.calibration import measure as timing
 from chunkplan_runtime.calibration.device_rates import measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
 from chunkplan_runtime.devices import find_device
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM, new_model, read_config
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 
 SHAPE = replace(QWEN2_5_7B, num_layers=8)
 BASE = load_hardware("h100")

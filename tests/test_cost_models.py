@@ -186,8 +186,8 @@ def test_a_model_takes_the_positions_that_its_config_says(says: Any, positions: 
 
 def test_the_trainer_goes_by_the_same_positions(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the trainer needs it")
-    from chunkplan_runtime.model_checks import max_positions
-    from chunkplan_runtime.models import read_config
+    from chunkplan_runtime.models.checks import max_positions
+    from chunkplan_runtime.models.model import read_config
 
     for says, positions in POSITIONS:
         assert max_positions(read_config(written(tmp_path, QWEN2_5_CONFIG | says))) == positions

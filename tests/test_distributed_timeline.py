@@ -19,14 +19,14 @@ from chunkplan import PlanConfig, build, load_plan, simulate_plan
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.links import Wire
-from chunkplan_runtime.distributed.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.distributed.timeline import ActionClock, StepTimes, TimedAction, stage_rows
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import Layout, choose_layout
-from chunkplan_runtime.models import new_model, read_config
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
+from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes, TimedAction, stage_rows
 from tests.process_pool import ProcessPool, process_pool
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]

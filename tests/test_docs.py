@@ -26,9 +26,9 @@ from chunkplan.operations import OPS
 from chunkplan.options import options_of as declared_by
 from chunkplan.packing import PACKERS
 from chunkplan.planfile import schema
-from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
 from chunkplan.tuning.document import tuning_document
-from chunkplan.validation import PLAN_INVARIANTS
+from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS
+from chunkplan.validation.validate import PLAN_INVARIANTS
 from chunkplan_runtime.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

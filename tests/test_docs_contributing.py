@@ -13,7 +13,7 @@ import chunkplan
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-[MAP] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+[MAP, RUNTIME_MAP] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 
 #: Name of a package -> where it is.
 PACKAGES = {
@@ -38,8 +38,12 @@ def rooms_of(line: str) -> list[str]:
     return [re.sub(r"/$|\.py$", "", name) for name in re.split(r"\s{2,}", line)[0].split()]
 
 
-#: Room -> line of the map, from the top.
-LEVELS = {room: level for level, line in enumerate(MAP.splitlines()) for room in rooms_of(line)}
+def levels_of(rooms: str) -> dict[str, int]:
+    """Room -> line of a map, from the top."""
+    return {room: level for level, line in enumerate(rooms.splitlines()) for room in rooms_of(line)}
+
+
+LEVELS, RUNTIME_LEVELS = levels_of(MAP), levels_of(RUNTIME_MAP)
 GROUND = max(LEVELS.values())
 
 
@@ -91,6 +95,29 @@ def test_imports_go_down(found: list[tuple[str, str]]) -> None:
             continue
         if not (LEVELS[room] > LEVELS[home] or LEVELS[room] == LEVELS[home] == GROUND):
             wrong.append(f"{module} imports {imported}")
+    assert wrong == []
+
+
+def test_the_map_of_the_runtime_has_every_room() -> None:
+    rooms = {path.stem for path in PACKAGES["chunkplan_runtime"].iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__", "py"} == {*RUNTIME_LEVELS} - {"-" * 106}
+
+
+def test_imports_in_the_runtime_go_down(found: list[tuple[str, str]]) -> None:
+    """To a lower line of its own map; the ground is one line."""
+    inside = [
+        (module.split(".")[1], imported.split(".")[1], module, imported)
+        for module, imported in found
+        if module.startswith("chunkplan_runtime.") and imported.startswith("chunkplan_runtime.")
+    ]
+    assert len(inside) > 100
+    ground = max(RUNTIME_LEVELS.values())
+    wrong = [
+        f"{module} imports {imported}"
+        for home, room, module, imported in inside
+        if home != room
+        and not (RUNTIME_LEVELS[room] > RUNTIME_LEVELS[home] or RUNTIME_LEVELS[room] == RUNTIME_LEVELS[home] == ground)
+    ]
     assert wrong == []
 
 

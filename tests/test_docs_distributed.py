@@ -24,10 +24,10 @@ from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan_cli.main import main
-from chunkplan_runtime.distributed import stuck
-from chunkplan_runtime.distributed.fate import Fate, Place, lost
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.distributed.watch import DEAD_AFTER
+from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.failures.fate import Fate, Place, lost
+from chunkplan_runtime.failures.watch import DEAD_AFTER
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chunkplan.planfile.checks_analysis import ANALYSIS_INVARIANTS
-from chunkplan.planfile.lock import hold
+from chunkplan.files.lock import hold
 from chunkplan.planfile.schema import SCHEMA_VERSION
-from chunkplan.validation import PLAN_INVARIANTS
+from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS
+from chunkplan.validation.validate import PLAN_INVARIANTS
 from chunkplan_runtime.train import main as train
 from tests.command_line import run_here
 

@@ -10,7 +10,7 @@ import pytest
 
 from chunkplan_cli.main import main
 from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.model_checks import MODEL_TYPES
+from chunkplan_runtime.models.checks import MODEL_TYPES
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "runtime.md").read_text()
 

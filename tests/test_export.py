@@ -28,7 +28,7 @@ from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.shards import write_shards
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.validation import validate
+from chunkplan.validation.validate import validate
 from chunkplan_cli.export import Format
 from tests.test_validation import tamper
 

@@ -23,12 +23,12 @@ from chunkplan import analyze, build, load_analysis, load_plan, validate
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.exporting.export import FORMATS, export
+from chunkplan.files.folder import replace_folder
+from chunkplan.files.json_file import write_json
 from chunkplan.intake import disk, process, reading
 from chunkplan.intake.readers import sizes
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
-from chunkplan.json_file import write_json
-from chunkplan.planfile.folder import replace_folder
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 from chunkplan_cli.main import main

@@ -19,15 +19,15 @@ import pytest
 from chunkplan import analyze, build, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.config.plan import PlanConfig
+from chunkplan.files.folder import replace_folder
 from chunkplan.intake.readers import sizes
-from chunkplan.planfile.folder import replace_folder
 from tests.process_checks import PIECE_BYTES, ROOT, TOKENIZER, begin, begin_analyze, in_group, left_behind, wait_until
 
 #: A folder is replaced by a process that kills itself before the rename with the number that it is given.
 REPLACE = """
 import os, signal, sys
 from pathlib import Path
-from chunkplan.planfile.folder import replace_folder
+from chunkplan.files.folder import replace_folder
 
 rename, renames = Path.rename, []
 

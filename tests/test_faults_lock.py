@@ -19,10 +19,10 @@ import pytest
 from chunkplan import analyze, build, load_analysis, load_plan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.files.folder import replace_folder
+from chunkplan.files.lock import hold
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
-from chunkplan.planfile.folder import replace_folder
-from chunkplan.planfile.lock import hold
 from tests.process_checks import begin, in_group, left_behind, wait_until
 
 CONFIG = PlanConfig(chunk_size=64, k=1, global_batch=8)

@@ -13,10 +13,10 @@ import pytest
 import chunkplan
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
+from chunkplan.files.folder import MANIFEST, replace_folder
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import write_shard
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planfile.folder import MANIFEST, replace_folder
 from chunkplan_runtime.training.run_folder import RunFolder
 
 CONFIG = chunkplan.PlanConfig(chunk_size=64, k=1, global_batch=8)

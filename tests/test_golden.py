@@ -15,7 +15,7 @@ import pytest
 from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
-from chunkplan.planfile.folder import MANIFEST
+from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.load import load_held_out
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from chunkplan import json_file, load_analysis, load_plan, validate
+from chunkplan import load_analysis, load_plan, validate
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.checks_analysis import check_analysis
-from chunkplan.planfile.folder import MANIFEST
+from chunkplan.files import json_file
+from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.tuning.document import read_tuning
+from chunkplan.validation.checks_analysis import check_analysis
 from tests.corruption_cases import files_of, outcome, read
 from tests.test_golden import GOLDEN
 from tests.test_validation import damage, entries

@@ -13,7 +13,7 @@ import pytest
 
 import chunkplan.cost
 from chunkplan.errors import UsageError
-from chunkplan.whole_file import refuse_overwriting, whole_file
+from chunkplan.files.whole_file import refuse_overwriting, whole_file
 from tests.command_line import Run
 
 MODEL = Path(__file__).parents[1] / "sample_data" / "model" / "config.json"

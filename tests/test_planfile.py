@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import replace_folder
 from chunkplan.planfile import analysis_writer, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planfile.folder import replace_folder
 from chunkplan.planfile.hashing import ContentHasher, content_hash
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.schema import CHUNKS, TOKENS

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.interface import chunk_attention, register_attention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
-from chunkplan_runtime.models import new_model
-from chunkplan_runtime.offload import HostMemory
-from chunkplan_runtime.pages import DeviceMemory
-from chunkplan_runtime.state import ChunkContext, Span, StateStore
+from chunkplan_runtime.kv.host_memory import HostMemory
+from chunkplan_runtime.kv.pages import DeviceMemory
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.spans import Span
 
 
 def plain(query, key, value, form):

@@ -24,9 +24,9 @@ from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
+from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.models import new_model, read_config
-from chunkplan_runtime.pages import DeviceMemory
+from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import open_data

@@ -29,8 +29,8 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
+from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import _relative_errors, _vanishing
-from chunkplan_runtime.precise import evaluate_in_float64
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),

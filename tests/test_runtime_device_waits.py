@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from chunkplan_runtime.device_waits import new_host_memory, no_device_waits, pinned, synchronize
 from chunkplan_runtime.distributed.groups import link_options
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.model_checks import windows
-from chunkplan_runtime.models import new_model
-from chunkplan_runtime.offload import HostMemory
-from chunkplan_runtime.page_needs import page_needs
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.kv.host_memory import HostMemory
+from chunkplan_runtime.kv.page_needs import page_needs
+from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.model import new_model
 
 CPU = torch.device("cpu")
 RUNTIME = Path(__file__).parents[1] / "runtime" / "chunkplan_runtime"

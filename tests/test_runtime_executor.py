@@ -10,11 +10,12 @@ from transformers import AutoConfig
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.attention import function
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.loss import losses_and_gradient, token_losses
-from chunkplan_runtime.models import new_model
-from chunkplan_runtime.state import Span, StateStore
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.spans import Span
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -104,7 +105,7 @@ def test_a_split_backward_is_refused_by_name(run_step):
 
 
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.loss._LOGITS", 3 * 20)
+    monkeypatch.setattr("chunkplan_runtime.execution.loss._LOGITS", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -153,7 +154,7 @@ def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
 
 def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     """The head sees as many positions at once as their logits allow, and only those with a target."""
-    monkeypatch.setattr("chunkplan_runtime.loss._LOGITS", 4 * 11 + 10)
+    monkeypatch.setattr("chunkplan_runtime.execution.loss._LOGITS", 4 * 11 + 10)
     head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)

@@ -8,10 +8,10 @@ from transformers import AutoConfig
 
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.stream import PlanStream, open_plan
 
 pytestmark = [
     pytest.mark.gpu,

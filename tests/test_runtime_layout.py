@@ -18,8 +18,8 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import Layout, choose_layout
-from chunkplan_runtime.stream import PlanStream, open_plan
 
 Built = Callable[..., tuple[Path, Path]]
 

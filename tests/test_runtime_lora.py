@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.lora import LoraOptions, add_lora
-from chunkplan_runtime.models import new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.stream import PlanStream, open_plan
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 

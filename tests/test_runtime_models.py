@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.models import load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.model import load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.parity import parity
 
 

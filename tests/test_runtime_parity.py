@@ -14,12 +14,12 @@ from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan_runtime import executor
-from chunkplan_runtime.model_checks import MODEL_TYPES
-from chunkplan_runtime.models import check_config, new_model
-from chunkplan_runtime.pages import DeviceMemory
+from chunkplan_runtime.execution import executor
+from chunkplan_runtime.kv.pages import DeviceMemory
+from chunkplan_runtime.models.checks import MODEL_TYPES
+from chunkplan_runtime.models.model import check_config, new_model
 from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
-from chunkplan_runtime.state import Span
+from chunkplan_runtime.spans import Span
 
 MODELS = {
     "llama": {"model_type": "llama"},

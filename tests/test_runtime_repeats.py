@@ -9,11 +9,12 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.state import Span, StateStore
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.spans import Span
 
 LENGTHS = [23, 4, 9]
 

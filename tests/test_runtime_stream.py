@@ -14,7 +14,7 @@ import torch
 from chunkplan import PlanConfig, build, load_analysis
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer, token_file
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 
 IDS = np.arange(10)
 TARGET = np.array([0, 0, 1, 1, 0, 1, 1, 1, 0, 1], bool)

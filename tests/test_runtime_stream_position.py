@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 
 NUM_STEPS = 6
 

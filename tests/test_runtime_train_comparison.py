@@ -16,7 +16,7 @@ import torch
 
 from chunkplan import CostModel, PlanConfig, build, load_hardware, load_plan
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan_runtime.calibration.device_names import calibrated_name, device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.device_names import calibrated_name, device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.train import main
 from tests.training_checks import cost_of_a_run, lines, make_training, options
 

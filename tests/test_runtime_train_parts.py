@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, TrainingArguments, get_scheduler
 
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.master_weights import TrainedWeights

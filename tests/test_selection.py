@@ -17,7 +17,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer, token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan.planfile.selection import (
+from chunkplan.planning.selection import (
     check_selection,
     content_keys,
     describe_selection,

@@ -16,7 +16,7 @@ import pytest
 
 from chunkplan import IntakeOptions, PlanConfig, analyze, build, load_plan, validate
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.screen import Screen
 from tests.long_tail import write_long_tail

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.errors import UsageError
-from chunkplan.planfile.folder import MANIFEST
+from chunkplan.files.folder import MANIFEST
 from chunkplan.visible import harmless, one_line
 from chunkplan_cli.terminal import note, print_error, stdout, warn
 from chunkplan_runtime.train import main as train

@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, load_plan, validate
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import schedule_columns, token_file
+from chunkplan.planfile import token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.manifest import config_of
-from chunkplan.planfile.order import BACKWARDS, FORWARDS, run_rows
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
-from chunkplan.planfile.selection import describe_selection
-from chunkplan.validation import PLAN_INVARIANTS
+from chunkplan.planning.selection import describe_selection
+from chunkplan.validation import schedule_columns
+from chunkplan.validation.order import BACKWARDS, FORWARDS, run_rows
+from chunkplan.validation.validate import PLAN_INVARIANTS
 
 SCHEMAS = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
 LENGTHS = [5, 9, 3, 40, 7, 7, 2, 12, 50, 6, 4, 11, 13, 9, 10, 8, 12, 9, 14, 10]

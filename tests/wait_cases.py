@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkplan_runtime.distributed import stuck
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import new_model, read_config
-from chunkplan_runtime.offload import HostMemory
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.kv.host_memory import HostMemory
+from chunkplan_runtime.models.model import new_model, read_config
 from tests.distributed_cases import Compared, compare_steps, make_part, open_for_its_stages
 from tests.link_cases import drive
 from tests.training_cases import run_main

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.distributed.lost_peers import lost_peers
-from chunkplan_runtime.distributed.watch import Watch
+from chunkplan_runtime.failures.lost_peers import lost_peers
+from chunkplan_runtime.failures.watch import Watch
 from chunkplan_runtime.layout import Layout
 
 DEAD_AFTER = 2.0

@@ -13,8 +13,8 @@ import numpy as np
 from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration
 from chunkplan.cost.hardware import Hardware
 from chunkplan.errors import UsageError
+from chunkplan.files.whole_file import whole_file
 from chunkplan.version import __version__
-from chunkplan.whole_file import whole_file
 
 #: How a file begins that may be replaced.
 _BEGINNING = "# Measured by chunkplan calibrate"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import BoolArray, Int32Array, offsets_of
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.planfile.analysis import TokenReader
 from chunkplan.planfile.arrow import to_arrow
@@ -51,7 +51,7 @@ def read_batches(rows: ExportRows, tokens: TokenReader, batch_tokens: int = _BAT
     Raises:
         DataError: the tokens are damaged.
     """
-    begin = np.concatenate([[0], np.cumsum(rows.end - rows.start, dtype=np.int64)])
+    begin = offsets_of(rows.end - rows.start)
     row_begin = begin[rows.rows]
     first = 0
     while first < rows.num_rows:

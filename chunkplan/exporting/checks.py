@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.checks_analysis import check_tokens
-from chunkplan.planfile.checks_chunks import check_chunk_ids, check_chunk_size
-from chunkplan.planfile.chunk_columns import ChunkColumns
 from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
-from chunkplan.planfile.violation import Violation
+from chunkplan.validation.checks_analysis import check_tokens
+from chunkplan.validation.checks_chunks import check_chunk_ids, check_chunk_size
+from chunkplan.validation.chunk_columns import ChunkColumns
+from chunkplan.validation.violation import Violation
 
 PLAN_HINT = "`chunkplan validate` names what is wrong with the plan; build it again"
 _ANALYSIS_HINT = "`chunkplan validate` names what is wrong with the analysis; analyze again"

@@ -17,8 +17,8 @@ from chunkplan.exporting.jsonl import write_jsonl
 from chunkplan.exporting.megatron_bridge import write_megatron_bridge
 from chunkplan.exporting.rows import SplitSequences, WholeSequences, split_sequences
 from chunkplan.exporting.source import open_source
-from chunkplan.json_file import write_json
-from chunkplan.planfile.folder import EXPORT, refuse_other_content, replace_folder
+from chunkplan.files.folder import EXPORT, refuse_other_content, replace_folder
+from chunkplan.files.json_file import write_json
 from chunkplan.version import __version__
 
 #: Of each format, what writes a folder of it. It is given rows and what tells this export from others, and names the

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from chunkplan.exporting.batches import RowBatch
 from chunkplan.exporting.shards import write_shards
-from chunkplan.json_file import write_json
+from chunkplan.files.json_file import write_json
 
 #: What trainers of that world leave out of the loss.
 _IGNORED = -100

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, sum_runs
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.errors import DataError
 from chunkplan.exporting.checks import PLAN_HINT, read_chunks
 from chunkplan.planfile.analysis import Analysis, TokenReader
@@ -51,7 +51,7 @@ class ExportRows:
         filled = per_row > 0
         return replace(
             self,
-            rows=np.concatenate([[0], np.cumsum(per_row[filled])]),
+            rows=offsets_of(per_row[filled]),
             sequence_id=self.sequence_id[kept],
             start=self.start[kept],
             end=self.end[kept],

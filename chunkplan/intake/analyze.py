@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.files.folder import fill_folder, refuse_other_content
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.reading import IntakeRequest, Progress, read_all
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import fill_folder, refuse_other_content
 from chunkplan.planfile.load import load_analysis
 
 

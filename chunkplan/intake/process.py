@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
@@ -194,7 +194,7 @@ class _Task:
     def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> None:
         if not encoded:
             return
-        offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in encoded])])
+        offsets = offsets_of([len(ids) for ids, _ in encoded])
         input_ids, target = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
         self._tokens(numbers, offsets, input_ids, target)
 
@@ -207,7 +207,7 @@ class _Task:
             )
             input_ids, target = input_ids[wanted], target[wanted]
             numbers, lengths = numbers[kept], cut[kept]
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            offsets = offsets_of(lengths)
         if not numbers.size:
             return
         num_targets = np.add.reduceat(target, offsets[:-1], dtype=np.int64)

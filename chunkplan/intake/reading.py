@@ -14,6 +14,8 @@ from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
+from chunkplan.files.folder import reserve_folder, temporary_folder
+from chunkplan.files.writing import writing
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
@@ -23,8 +25,6 @@ from chunkplan.intake.run_local import run_here, run_in_processes
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile, find_sources
 from chunkplan.intake.store import Store
-from chunkplan.planfile.folder import reserve_folder, temporary_folder
-from chunkplan.writing import writing
 
 #: Bytes of data that are read sooner than other processes would have started.
 _LITTLE = 8 << 20

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.files.writing import writing
 from chunkplan.intake.disk import ROOM_HINT
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.process import Job, process
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import Layout
 from chunkplan.intake.worker import Worker, WorkerError, start
-from chunkplan.writing import writing
 
 #: Tasks that wait beside those that run: enough that no process has to, few enough that spooled pieces take no room.
 _WAITING = 2

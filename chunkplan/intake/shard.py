@@ -16,6 +16,7 @@ from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import MANIFEST, fill_folder, refuse_other_content, replace_folder
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
@@ -26,7 +27,6 @@ from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import link_or_copy
-from chunkplan.planfile.folder import MANIFEST, fill_folder, refuse_other_content, replace_folder
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.manifest import write_manifest
 from chunkplan.planfile.schema import SCHEMA_VERSION

@@ -20,8 +20,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import CACHE_TAG, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
-from chunkplan.planfile.folder import CACHE_TAG, MANIFEST
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}

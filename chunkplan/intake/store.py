@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
 from chunkplan.intake.piece_writer import TOKENS
 from chunkplan.intake.result import PieceResult
-from chunkplan.planfile.folder import CACHE_TAG, remove_left_behind, temporary_folder
 
 _RESULT = "piece.json"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from chunkplan.packing.certificate import relaxed_bound
 from chunkplan.packing.column_generation import column_generation
-from chunkplan.packing.heuristics import pack_quickly
 from chunkplan.packing.histogram import Histogram
+from chunkplan.packing.minimum_bin_slack import pack_quickly
 from chunkplan.packing.relaxation import resolution
 from chunkplan.packing.solution import Solution
 

@@ -12,8 +12,8 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.packing.bounds import martello_toth_counted
 from chunkplan.packing.certificate import bound_by_relaxation
-from chunkplan.packing.heuristics import pack_quickly
 from chunkplan.packing.histogram import Histogram, histogram, starts
+from chunkplan.packing.minimum_bin_slack import pack_quickly
 from chunkplan.packing.relaxation import Relaxation, classes, resolution, solve_relaxation
 from chunkplan.packing.solution import Solution
 

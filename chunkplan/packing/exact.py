@@ -9,8 +9,8 @@ from __future__ import annotations
 from chunkplan.packing.assignment import close_gap
 from chunkplan.packing.certificate import relaxed_bound
 from chunkplan.packing.column_generation import pack_by_units
-from chunkplan.packing.heuristics import pack_quickly
 from chunkplan.packing.histogram import Histogram
+from chunkplan.packing.minimum_bin_slack import pack_quickly
 from chunkplan.packing.relaxation import FINEST
 from chunkplan.packing.solution import Solution
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.schema import TOKENS
 from chunkplan.planfile.tables import conform
 
@@ -112,7 +112,7 @@ class TokenReader:
                 last += rows
         self._first, self._last = np.array(edges, np.int64).reshape(-1, 2).T.copy()
         # Where every sequence begins, counted in tokens from the first of the whole analysis.
-        self._begin = np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)])
+        self._begin = offsets_of(num_tokens)
         # Of the batches used so far: token ids, the bytes that hold the target bits, and which bit is the first.
         self._is_open = np.zeros(len(self._place), np.bool_)
         self._input_ids = [memoryview(b"")] * len(self._place)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
 from chunkplan.planfile.manifest import write_manifest
@@ -129,7 +129,7 @@ class AnalysisWriter:
         lengths = np.array([len(ids) for ids in input_ids])
         ids, target = np.concatenate(input_ids).astype(np.int32, copy=False), np.concatenate(targets)
         self._table.add(np.array(sources), np.array(records), lengths, np.array([mask.sum() for mask in targets]))
-        self._hasher.update(sequence_digests(np.concatenate([[0], np.cumsum(lengths)]), ids, target))
+        self._hasher.update(sequence_digests(offsets_of(lengths), ids, target))
         self._max_token_id = max(self._max_token_id or 0, int(ids.max()))
         self._write(lengths, ids, target)
         self._waiting, self._waiting_tokens = [], 0

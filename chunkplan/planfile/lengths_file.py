@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_arrow
-from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import open_parquet

@@ -8,11 +8,11 @@ from typing import Any
 
 from chunkplan.arrays import Int32Array
 from chunkplan.errors import DataError, UsageError
+from chunkplan.files.folder import MANIFEST
+from chunkplan.files.own_files import refuse_outside
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest
-from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import read_columns

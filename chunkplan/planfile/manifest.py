@@ -10,10 +10,10 @@ from typing import Any
 from chunkplan.config.plan import PlanConfig
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
-from chunkplan.json_file import read_json
-from chunkplan.planfile.folder import MANIFEST
+from chunkplan.files.folder import MANIFEST
+from chunkplan.files.json_file import read_json
+from chunkplan.files.own_files import refuse_outside
 from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN
-from chunkplan.planfile.own_files import refuse_outside
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
 #: The oldest version of each kind that is still read.

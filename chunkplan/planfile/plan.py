@@ -15,8 +15,8 @@ import pyarrow as pa
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
+from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.folder import MANIFEST
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
+from chunkplan.files.own_files import raise_if_unreadable
 from chunkplan.planfile.hashing import ContentHasher
-from chunkplan.planfile.own_files import raise_if_unreadable
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.schema import TOKENS
 
@@ -56,7 +56,7 @@ class TokenFile:
         if not self._waiting_rows:
             return
         lengths, input_ids, target = (np.concatenate(arrays) for arrays in zip(*self._waiting, strict=True))
-        offsets = to_arrow(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        offsets = to_arrow(offsets_of(lengths).astype(np.int32))
         columns = [
             pa.ListArray.from_arrays(offsets, to_arrow(values), type=TOKENS.field(name).type)
             for name, values in (("input_ids", input_ids), ("target", target))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import Int32Array, Int64Array, sum_runs
-from chunkplan.config.plan import PlanConfig
+from chunkplan.arrays import Int32Array, Int64Array, IntArray, offsets_of, sum_runs
+from chunkplan.config.plan import KByLength, PlanConfig
 from chunkplan.cost.durations import (
     Float64Array,
     durations,
@@ -24,12 +24,11 @@ from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Rates
 from chunkplan.operations import OPS
-from chunkplan.planfile.kept import most_kept
 from chunkplan.planning.chunks import Chunks, make_chunks
 from chunkplan.planning.improve import pack_better, parts_per_rank, spread_better
 from chunkplan.planning.ranks import Placement, Rules, Sequences, place_steps
 from chunkplan.planning.splitting import split_sequences
-from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
+from chunkplan.planning.tables import PlacedSequences, RankTimes, chunks_table, schedule_table, steps_table
 from chunkplan.planning.targets import TargetMask, count_part_targets
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import Scheduled, schedule_ranks
@@ -79,26 +78,27 @@ def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostMod
         CancelledError: `stop` was set while there was still much to do.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
-    first, ids, sequences, placement, chunks = chunk_block(block, dataset, config, cost, stop)
+    placed, chunks = chunk_block(block, dataset, config, cost, stop)
     rank_chunks, scheduled = schedule_block(block, chunks, config, cost)
     cost_ns, recompute_ns = chunk_costs(rank_chunks)
+    tokens = placed.sequences.tokens
     steps = steps_table(
         block.first_step,
         block.epoch,
-        first,
-        sequences,
-        placement,
-        target_tokens=dataset.num_target_tokens[ids],
+        placed,
+        target_tokens=dataset.num_target_tokens[placed.ids],
         rank_chunks=chunks.rank_chunks,
-        rank_ns=sum_runs(cost_ns, chunks.rank_chunks),
-        rank_end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
-        rank_retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
-        recompute_ns=sum_runs(recompute_ns, chunks.rank_chunks[:: config.dp]),
-        necessary_ns=work_ns(cost, sequences.tokens, squares_of(sequences.tokens, 0 * sequences.tokens)),
+        times=RankTimes(
+            cost_ns=sum_runs(cost_ns, chunks.rank_chunks),
+            end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
+            retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
+            recompute_ns=sum_runs(recompute_ns, chunks.rank_chunks),
+        ),
+        necessary_ns=work_ns(cost, tokens, squares_of(tokens, 0 * tokens)),
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1))
+    token_bytes = stage_token_bytes(cost, config.pp, config.virtual_stages)
     moments, ranks = fullest(rank_moments(chunks, rank_chunks, scheduled, token_bytes), token_bytes)
     tables = {
         "steps": steps,
@@ -110,9 +110,9 @@ def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostMod
 
 def chunk_block(
     block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event
-) -> tuple[Int64Array, Int32Array, Sequences, Placement, Chunks]:
-    """The chunks of a block: (where each step's sequences begin, their ids, themselves, their places, the chunks)."""
-    first = np.concatenate([[0], np.cumsum(block.sizes)])
+) -> tuple[PlacedSequences, Chunks]:
+    """The sequences of a block, each in its place, and the chunks that they make."""
+    first = offsets_of(block.sizes)
     ids, tokens = _longest_first(block, dataset.num_tokens)
     sequences = _split(tokens, config, cost)
     rules = Rules(
@@ -120,7 +120,7 @@ def chunk_block(
         chunk_size=config.chunk_size,
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         passes=cost.passes,
-        tail_sharing=bool(config.tail_sharing),
+        tail_sharing=config.tail_sharing,
     )
     placement = place_steps(first, sequences, rules)
     if config.balance == "search":
@@ -132,7 +132,7 @@ def chunk_block(
 
     chunks = make_chunks(first, sequences, placement, ids, dataset.num_target_tokens[ids])
     _add_parts(chunks, sequences, ids, dataset.mask)
-    return first, ids, sequences, placement, chunks
+    return PlacedSequences(first, ids, sequences, placement), chunks
 
 
 def schedule_block(block: Block, chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[RankChunks, Scheduled]:
@@ -195,12 +195,12 @@ def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences
     first = np.cumsum(num_parts) - num_parts
     index = np.arange(ends.size) - np.repeat(first, num_parts)
     starts = np.where(index == 0, 0, np.concatenate([[0], ends[:-1]]))
-    k = most_kept(tokens[split], config.k, config.k_by_length)
+    k = _most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)
     part_tokens = ends - starts
     part_ns = work_ns(cost, part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
     part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
-    work[split] = sum_runs(part_ns, np.concatenate([[0], np.cumsum(num_parts)]))
+    work[split] = sum_runs(part_ns, offsets_of(num_parts))
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
     return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=part_tokens, part_keeps=keeps)
@@ -223,3 +223,13 @@ def _add_parts(chunks: Chunks, sequences: Sequences, ids: Int32Array, mask: Targ
     chunks.num_target_tokens[chunks.part_chunk] += count_part_targets(
         ids[sequence], start, start + sequences.part_tokens, sequences.tokens[sequence], mask
     ).astype(np.int32)
+
+
+def _most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
+    """K of sequences of `num_tokens` [n]: `k`, or that of the last of `k_by_length` whose length they exceed.
+
+    `k_by_length` has pairs (tokens, K), ascending by tokens: sequences of more than that many tokens.
+    """
+    lengths = np.array([tokens for tokens, _ in k_by_length or ()], np.int64)
+    values = np.array([k, *(longer for _, longer in k_by_length or ())], np.int64)
+    return values[np.searchsorted(lengths, num_tokens, side="left")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,35 @@ from chunkplan.schedule.actions import Actions
 _OVER_SHARE = 1.001
 
 
+@dataclass(frozen=True)
+class PlacedSequences:
+    """The sequences of some steps: `first` int64 [num_steps + 1], where those of each step begin; `ids` int32 [n];
+    what they are, and in which chunk of which rank each is."""
+
+    first: Int64Array
+    ids: Int32Array
+    sequences: Sequences
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What the chunks of each rank come to, int64 [num_steps * dp]: their `cost_ns`, when its pipeline is done
+    (`end_ns`), the most tokens whose activations one of its stages retains, and what of the cost is done twice."""
+
+    cost_ns: Int64Array
+    end_ns: Int64Array
+    retained: Int64Array
+    recompute_ns: Int64Array
+
+
 def steps_table(
     first_step: int,
     epoch: int,
-    first: Int64Array,
-    sequences: Sequences,
-    placement: Placement,
-    *,
+    placed: PlacedSequences,
     target_tokens: Int32Array,
     rank_chunks: Int64Array,
-    rank_ns: Int64Array,
-    rank_end_ns: Int64Array,
-    rank_retained: Int64Array,
-    recompute_ns: Int64Array,
+    times: RankTimes,
     necessary_ns: Int64Array,
     chunk_ns: int,
     pp: int,
@@ -42,16 +59,13 @@ def steps_table(
 
     Args:
         first_step, epoch: of the first row; every row's.
-        first: int64 [num_steps + 1], where the sequences of each step begin.
         target_tokens: of each sequence [n].
         rank_chunks: int64 [num_steps * dp + 1], where the chunks of each rank begin.
-        rank_ns, rank_end_ns: [num_steps * dp], the cost of a rank's chunks, and when its pipeline is done.
-        rank_retained: [num_steps * dp], the most tokens whose activations one of its stages retains.
-        recompute_ns: [num_steps], the cost of recomputes.
         necessary_ns: [n], forward and backward of each sequence, however it is cut; without what chunks cost beside.
         chunk_ns: that.
         pp: pipeline stages.
     """
+    first, sequences, placement = placed.first, placed.sequences, placed.placement
     num_steps, dp = placement.num_standalone.shape
     starts = first[:-1]
     num_chunks = np.diff(rank_chunks[::dp])
@@ -59,9 +73,9 @@ def steps_table(
     sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
     one_sequence_ns = necessary_ns + chunk_ns
     all_ns = np.add.reduceat(necessary_ns, starts) + bound * chunk_ns
-    end_ns = rank_end_ns.reshape(num_steps, dp).max(axis=1)
+    end_ns = times.end_ns.reshape(num_steps, dp).max(axis=1)
     bound_ns = np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
-    mean_rank_ns = rank_ns.reshape(num_steps, dp).sum(axis=1) / dp
+    mean_rank_ns = times.cost_ns.reshape(num_steps, dp).sum(axis=1) / dp
     return _table(
         STEPS,
         step=_int32(np.arange(first_step, first_step + num_steps)),
@@ -74,8 +88,8 @@ def steps_table(
         packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
         optimal=num_chunks == bound,
         exceeds_share=np.maximum.reduceat(sequence_ns, starts) > _OVER_SHARE * mean_rank_ns,
-        peak_retained_tokens=rank_retained.reshape(num_steps, dp).max(axis=1),
-        recompute_us=_microseconds(recompute_ns),
+        peak_retained_tokens=times.retained.reshape(num_steps, dp).max(axis=1),
+        recompute_us=_microseconds(times.recompute_ns.reshape(num_steps, dp).sum(axis=1)),
         predicted_us=_microseconds(end_ns),
         # Whole nanoseconds of a sequence are not the sum of those of its chunks: it might be a few above.
         lower_bound_us=_microseconds(np.minimum(bound_ns, end_ns)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array, IntArray
+from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of
 
 #: Given a sequence_id, the target mask of that sequence, bool [num_tokens].
 TargetMask = Callable[[int], BoolArray]
@@ -32,6 +32,6 @@ def count_part_targets(
 
 def count_masked_targets(target: BoolArray, start: Int64Array, end: Int64Array) -> Int64Array:
     """Predictions made in parts [start, end) of a sequence with mask `target`: the targets in [start + 1, end + 1)."""
-    before = np.concatenate([[0], np.cumsum(target)])  # before[i]: targets among the first i tokens
+    before = offsets_of(target)  # before[i]: targets among the first i tokens
     counts: Int64Array = before[np.minimum(end + 1, target.size)] - before[start + 1]
     return counts

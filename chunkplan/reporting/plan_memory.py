@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory, stage_token_bytes
@@ -16,12 +16,12 @@ from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
-from chunkplan.planfile.schedule_columns import ScheduleColumns
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.footprint import fullest, fullest_moments
 from chunkplan.tuning.trial import memory_of_stages
+from chunkplan.validation.schedule_columns import ScheduleColumns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def _fullest_moments(
     sizes = np.bincount(rank)
     moments = fullest_moments(
         _actions(plan, sizes, config),
-        np.concatenate([[0], np.cumsum(sizes)]),
+        offsets_of(sizes),
         chunks["group_id"].fill_null(-1).to_numpy().astype(np.int32),
         chunks["num_tokens"].to_numpy().astype(np.int64),
         config.pp,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkplan.json_file import write_json
+from chunkplan.files.json_file import write_json
 from chunkplan.operations import OPS
 from chunkplan.schedule.simulated import Simulation
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, durations, link_times, split_layers
 from chunkplan.cost.memory import StageMemory
@@ -132,7 +132,7 @@ def _simulate(
         for tokens, squares in steps
         for rank in range(config.dp)
     ]
-    rank_chunks = np.concatenate([[0], np.cumsum([tokens.size for tokens, _ in dealt])])
+    rank_chunks = offsets_of([tokens.size for tokens, _ in dealt])
     tokens, squares = (np.concatenate(column) for column in zip(*dealt, strict=True))
     chunks = RankChunks(
         np.full(tokens.size, -1, np.int32),

@@ -11,7 +11,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, find_mismatch, one_of, or_null, whole
 from chunkplan.errors import DataError, UsageError
-from chunkplan.json_file import read_json, write_json
+from chunkplan.files.json_file import read_json, write_json
 from chunkplan.options import entries_of
 from chunkplan.tuning.baselines import Baseline
 from chunkplan.tuning.grid import Choice

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, squares_of, work_ns
 from chunkplan.cost.model import CostModel
@@ -55,7 +55,7 @@ class Sample:
     @property
     def first_of_step(self) -> Int64Array:
         """Where each step's sequences begin, int64 [num_steps + 1]."""
-        return np.concatenate([[0], np.cumsum(self.sizes)])
+        return offsets_of(self.sizes)
 
 
 def sample_steps(

@@ -96,7 +96,7 @@ def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
     n = sample.num_tokens.size
     block = Block(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
     dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
-    *_, chunks = chunk_block(block, dataset, config, cost, threading.Event())
+    _, chunks = chunk_block(block, dataset, config, cost, threading.Event())
     ranks, scheduled = schedule_block(block, chunks, config, cost)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)

@@ -4,22 +4,76 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
+from chunkplan.options import Options, option
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
+if TYPE_CHECKING:
+    from chunkplan.workspace import Workspace
+
 _TOKENS, _WORK = "Records and tokens", "How the work is done"
 
 
-@takes(intake=IntakeOptions)
+def _read_shard(typed: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", typed)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(typed)
+    return int(match[1]), int(match[2])
+
+
+_SHARD = Domain(lambda value: isinstance(value, tuple), "I/N", read=_read_shard, metavar="I/N", example="1/8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(Options):
+    """With what records are tokenized, and by whom."""
+
+    tokenizer: str | None = option(
+        text("NAME"),
+        "A tokenizer.json, a folder with one, the name of a model on the Hugging Face Hub, or tiktoken:NAME.",
+        group=_TOKENS,
+        default=None,
+        default_words="CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
+        "from bytes",
+    )
+    chat_template: Path | None = option(
+        path("FILE"), "A Jinja chat template in place of the tokenizer's.", group=_TOKENS, default=None
+    )
+    length_column: str | None = option(
+        text("KEY"), "Read lengths only, from this key or column.", group=_TOKENS, default=None
+    )
+    workers: int | None = option(whole(1), "Processes.", group=_WORK, default=None, default_words="one for every core")
+    shard: tuple[int, int] | None = option(
+        _SHARD, "Do one of N shares, for `chunkplan merge` to put together.", group=_WORK, default=None
+    )
+    ray: str | None = option(
+        text("ADDRESS"),
+        "Have a Ray cluster do the work; `local` starts one on this machine.",
+        group=_WORK,
+        default=None,
+    )
+    use_cache: bool = option(
+        FLAG,
+        "Do everything anew, whatever was done before.",
+        group=_WORK,
+        default=True,
+        default_words="",
+        flag="--no-cache",
+    )
+
+
+@takes(work=AnalyzeOptions, intake=IntakeOptions)
 def analyze(
     data: Annotated[
         list[str],
@@ -28,49 +82,8 @@ def analyze(
         ),
     ],
     *,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A tokenizer.json, a folder with one, the name of a model on the Hugging Face Hub, or tiktoken:NAME. "
-            "Default: CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
-            "from bytes.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A Jinja chat template in place of the tokenizer's.", rich_help_panel=_TOKENS
-        ),
-    ] = None,
-    length_column: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Read lengths only, from this key or column.", rich_help_panel=_TOKENS),
-    ] = None,
+    work: Given,
     intake: Given,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes. Default: one for every core.", rich_help_panel=_WORK)
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Do one of N shares, for `chunkplan merge` to put together.",
-            rich_help_panel=_WORK,
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Have a Ray cluster do the work; `local` starts one on this machine.",
-            rich_help_panel=_WORK,
-        ),
-    ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Do everything anew, whatever was done before.", rich_help_panel=_WORK)
-    ] = False,
     headline: Annotated[
         bool,
         typer.Option(
@@ -97,59 +110,48 @@ def analyze(
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
-    from chunkplan.errors import UsageError
     from chunkplan.intake.analyze import analyze as run
-    from chunkplan.intake.reading import IntakeRequest
-    from chunkplan.intake.shard import write_shard
     from chunkplan.workspace import Workspace, find_tokenizer
 
-    for other, is_given in (("--json", as_json), ("--shard", shard is not None)):
+    how = AnalyzeOptions(**work)
+    for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
         if headline and is_given:
             raise UsageError(
                 f"--headline and {other} exclude each other",
                 hint="leave it out; `chunkplan tune --json` predicts for your model and GPUs",
             )
     place = Workspace.find(workspace)
-    options = IntakeOptions(**_with_length_column(intake, length_column))
-    chosen = find_tokenizer(tokenizer, place)
-    if shard is not None:
-        index, count = _parse_shard(shard)
-        target = output or place.root / f"shard-{index}-of-{count}"
-        with reading_progress() as progress:
-            request = IntakeRequest(
-                paths=data,
-                cache=place.cache,
-                options=options,
-                tokenizer=chosen,
-                chat_template=chat_template,
-                use_cache=not no_cache,
-                workers=workers,
-                ray=ray,
-                progress=progress,
-            )
-            write_shard(request, target, (index, count))
-        note(f"shard {index} of {count} in {target}")
+    options = IntakeOptions(**_with_length_column(intake, how.length_column))
+    how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
+    if how.shard is not None:
+        target = output or place.root / f"shard-{how.shard[0]}-of-{how.shard[1]}"
+        _write_shard(data, target, options, how, place)
         merge = shlex.join(["chunkplan", "merge", *(["--workspace", str(workspace)] if workspace else [])])
-        folders = "the folders of all shards" if output else f"{shlex.quote(str(place.root))}/shard-*-of-{count}"
-        note(f"next, once all {count} are done: {merge} {folders}")
+        folders = "the folders of all shards" if output else f"{shlex.quote(str(place.root))}/shard-*-of-{how.shard[1]}"
+        note(f"next, once all {how.shard[1]} are done: {merge} {folders}")
         return
     target = output or place.analysis
     replaced = describe_old(target)
     with reading_progress() as progress:
-        analysis = run(
-            data,
-            target,
-            options,
-            tokenizer=chosen,
-            chat_template=chat_template,
-            workers=workers,
-            ray=ray,
-            cache=place.cache,
-            use_cache=not no_cache,
-            progress=progress,
-        )
+        analysis = run(data, target, options, cache=place.cache, progress=progress, **_how(how))
     print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline)
     print_next(output, workspace)
+
+
+def _how(how: AnalyzeOptions) -> dict[str, Any]:
+    """What a run is told beside data and options."""
+    return {name: getattr(how, name) for name in ("tokenizer", "chat_template", "workers", "ray", "use_cache")}
+
+
+def _write_shard(data: list[str], target: Path, options: IntakeOptions, how: AnalyzeOptions, place: Workspace) -> None:
+    from chunkplan.intake.reading import IntakeRequest
+    from chunkplan.intake.shard import write_shard
+
+    assert how.shard is not None
+    with reading_progress() as progress:
+        request = IntakeRequest(paths=data, cache=place.cache, options=options, progress=progress, **_how(how))
+        write_shard(request, target, how.shard)
+    note(f"shard {how.shard[0]} of {how.shard[1]} in {target}")
 
 
 def _with_length_column(intake: Given, key: str | None) -> dict[str, Any]:
@@ -160,15 +162,3 @@ def _with_length_column(intake: Given, key: str | None) -> dict[str, Any]:
     if "length" in columns:
         raise UsageError("two columns for the role length", hint="give every role at most once")
     return {**intake, "columns": {**columns, "length": key}}
-
-
-def _parse_shard(text: str) -> tuple[int, int]:
-    """I/N.
-
-    Raises:
-        UsageError: it is not that.
-    """
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"--shard {text!r}, expected I/N", hint="for example --shard 1/8 to --shard 8/8")
-    return int(match[1]), int(match[2])

@@ -45,7 +45,7 @@ def ranks(context: typer.Context) -> list[str]:
 def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
     """0 up to a number of the plan's manifest; nothing where there is no plan, or none that can be read."""
     from chunkplan.errors import ChunkplanError
-    from chunkplan.json_file import read_json
+    from chunkplan.files.json_file import read_json
     from chunkplan.workspace import Workspace
 
     typed = context.params  # without what stands before an option whose value is missing, which is in `args`

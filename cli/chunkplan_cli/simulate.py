@@ -97,9 +97,9 @@ def simulate(
 
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
+    from chunkplan.files.whole_file import refuse_overwriting
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
-    from chunkplan.whole_file import refuse_overwriting
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_estimated
     from chunkplan_cli.simulation_report import print_comparison, print_simulation

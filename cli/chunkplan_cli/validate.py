@@ -14,7 +14,7 @@ from chunkplan_cli.declared import JsonOption, WorkspaceOption
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
-    from chunkplan.validation import Validation
+    from chunkplan.validation.validate import Validation
 
 _WRITERS = {"analysis": "analyze", "plan": "build"}
 
@@ -36,7 +36,7 @@ def validate(
 
     Example: chunkplan validate chunkplan-out/plan
     """
-    from chunkplan.validation import validate as run
+    from chunkplan.validation.validate import validate as run
     from chunkplan.workspace import Workspace
 
     result = run(path or Workspace.find(workspace).plan, analysis=analysis)

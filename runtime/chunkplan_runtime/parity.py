@@ -22,11 +22,11 @@ from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.plan import Chunk
 from chunkplan_runtime.attention.kernel import AUTO
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.model_checks import max_positions
-from chunkplan_runtime.models import CausalLM, check_plan, new_model, read_config
-from chunkplan_runtime.precise import evaluate_in_float64
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.models.model import CausalLM, check_plan, new_model, read_config
+from chunkplan_runtime.models.precise import evaluate_in_float64
 
 #: What rounding in float64 leaves far below and any mistake far above.
 TOLERANCE = 1e-12

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from chunkplan.arrays import offsets_of
 from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
@@ -131,5 +132,5 @@ def _lists(batch: pa.RecordBatch, key: str | None) -> Lists | None:
     numbers = to_numpy(values)
     if numbers.size and (numbers.min() < _INT32.min or numbers.max() > _INT32.max):
         return None
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    offsets = offsets_of(lengths)
     return Lists(numbers.astype(np.int32), offsets, present)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, UInt8Array
+from chunkplan.arrays import Int64Array, UInt8Array, offsets_of
 from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, find_numbers, read_numbers
 from chunkplan.intake.readers.token_columns import plain_tokens
@@ -47,7 +47,7 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Layo
 
 
 def _numbers(block: UInt8Array, first: Int64Array, counts: Int64Array) -> Lists:
-    offsets = np.concatenate([[0], np.cumsum(counts)])
+    offsets = offsets_of(counts)
     values = np.empty(offsets[-1], np.int32)
     read_numbers(block, first, counts, values)
     return Lists(values, offsets, first >= 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.intake.pieces import TokenColumns
 from chunkplan.intake.readers.columns import Lists, PlainRows, join
@@ -20,7 +20,7 @@ def plain_tokens(input_ids: Lists, labels: Lists, attention_mask: Lists) -> Plai
     _check_tokens(*input_ids, *labels, *attention_mask, begin, end)
     taken = end > begin
     lengths = end - begin
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     # All ids, and for every one of them a label, or none: lists of rows that are not taken would make them differ.
     are_like_ids = np.array_equal(labels.offsets, input_ids.offsets)
     if offsets[-1] == len(input_ids.values) and (are_like_ids or not len(labels.values)):

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.files.whole_file import refuse_overwriting, refuse_unwritable, whole_file
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.tuning.document import read_tuning_document, tuning_document
 from chunkplan.tuning.tune import Tuning
-from chunkplan.whole_file import refuse_overwriting, refuse_unwritable, whole_file
 
 
 def write_report(

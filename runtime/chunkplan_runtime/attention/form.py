@@ -33,8 +33,3 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     total = torch.logaddexp(lse, block_lse)
     merged = out * (lse - total).exp()[..., None] + block_out * (block_lse - total).exp()[..., None]
     return merged.to(lse.dtype), total
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over many blocks are kept: at least float32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form, merge, wide
+from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.form import Form, merge
 from chunkplan_runtime.attention.kernel import AttentionKernel
-from chunkplan_runtime.pages import Block
-from chunkplan_runtime.state import ChunkContext, Span
+from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.kv.pages import Block
+from chunkplan_runtime.spans import Span
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
-from chunkplan_runtime.state import ChunkContext
 
 ATTENTION = "chunkplan"
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form, wide
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.dtypes import wide
 
 _QUERIES = 256
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form, merge, wide
+from chunkplan_runtime.attention.form import Form, merge
+from chunkplan_runtime.dtypes import wide
 
 _aten = torch.ops.aten
 

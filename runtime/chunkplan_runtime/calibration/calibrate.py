@@ -14,12 +14,12 @@ from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
-from chunkplan_runtime.calibration.device_names import calibrated_name, device_name, shipped_profile
 from chunkplan_runtime.calibration.device_rates import measure_device, memory
 from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
 from chunkplan_runtime.calibration.options import CalibrationOptions
+from chunkplan_runtime.device_names import calibrated_name, device_name, shipped_profile
 from chunkplan_runtime.devices import find_device
-from chunkplan_runtime.models import new_model, read_config
+from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from chunkplan.cost.measurements import DeviceRates
-from chunkplan_runtime.calibration.device_names import device_name
 from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
-from chunkplan_runtime.models import new_model
+from chunkplan_runtime.device_names import device_name
+from chunkplan_runtime.models.model import new_model
 
 #: Of each time the median of so many is taken, after one that does not count.
 _REPEATS = 5

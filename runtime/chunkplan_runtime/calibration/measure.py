@@ -21,10 +21,10 @@ import torch
 from chunkplan.cost.measurements import ChunkTime
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action, Chunk, Segment
-from chunkplan_runtime.executor import Executor
-from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.state import Span
-from chunkplan_runtime.stream import ChunkTensors, RankWork
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.spans import Span
 
 #: Sequences in a packed chunk.
 PACKED = 8

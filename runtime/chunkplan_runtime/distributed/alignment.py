@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.executor import Around
+from chunkplan_runtime.execution.executor import Around
 
 
 class Aligned:

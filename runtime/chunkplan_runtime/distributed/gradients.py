@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models.model import CausalLM
 
 #: Values of a gradient that are squared at once: in float64 they take 128 MiB.
 _PIECE = 1 << 24

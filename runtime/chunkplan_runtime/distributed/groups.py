@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from chunkplan_runtime.distributed.links import Link, Links, Wire
+from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.layout import Layout
 
 #: On a GPU, the most multiprocessors that a send or a receive may hold while it waits, of more than a hundred. Hidden

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.distributed.watch import Watch
+from chunkplan_runtime.failures.watch import Watch
 from chunkplan_runtime.layout import Layout
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from chunkplan_runtime.models import CausalLM, call_directly
-from chunkplan_runtime.state import StateStore
-from chunkplan_runtime.stream import padding_tensors
+from chunkplan_runtime.feed.stream import padding_tensors
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import CausalLM, call_directly
 
 
 class Shards:

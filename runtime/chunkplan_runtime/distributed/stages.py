@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from chunkplan.cost.durations import split_layers as even_layers
 from chunkplan.errors import UsageError
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models.model import CausalLM
 
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:

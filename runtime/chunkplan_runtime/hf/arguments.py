@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.model_checks import check_config
+from chunkplan_runtime.models.checks import check_config
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 

@@ -20,7 +20,8 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.executor import Executor
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.hf.arguments import (
     LOSS_HINT,
     base_model,
@@ -30,8 +31,7 @@ from chunkplan_runtime.hf.arguments import (
 )
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
-from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.stream import StepWork, open_plan
+from chunkplan_runtime.models.model import CausalLM
 
 
 class ChunkTrainer(Trainer):

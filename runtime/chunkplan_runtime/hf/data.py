@@ -17,9 +17,9 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.model_checks import max_positions
-from chunkplan_runtime.models import CausalLM, check_plan
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.models.model import CausalLM, check_plan
 
 
 class PlanData(IterableDataset[dict[str, Any]]):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.json_file import read_json
-from chunkplan.planfile.folder import sync
+from chunkplan.files.folder import sync
+from chunkplan.files.json_file import read_json
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
 from chunkplan_runtime.training.save import remove_folder, shared_folder

@@ -14,7 +14,7 @@ from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.calibration.device_names import device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.device_names import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData

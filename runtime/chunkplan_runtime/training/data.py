@@ -11,9 +11,9 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.model_checks import max_positions
-from chunkplan_runtime.stream import PlanStream, open_plan
+from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.training.config import TrainConfig
 
 

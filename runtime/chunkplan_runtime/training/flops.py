@@ -8,8 +8,8 @@ recompute, and adapters count as if all weights were trained.
 from __future__ import annotations
 
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.model_checks import windows
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.model import CausalLM
 
 
 class FlopCounter:

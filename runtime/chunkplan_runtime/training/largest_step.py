@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.timeline import StepTimes
+from chunkplan_runtime.profiling.timeline import StepTimes
 
 #: Actions of a process: a trace of more takes minutes to write, and nobody could look at it.
 _MOST_ACTIONS = 20_000
@@ -40,7 +40,7 @@ class LargestStep:
         told = [times for times in job.tell_all(self._times) if times is not None]
         if not told or not job.is_main:
             return []
-        from chunkplan_runtime.distributed.replay import describe_replays, replay_step, write_timeline
+        from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
 
         replays = replay_step(plan, told, job.layout)
         write_timeline(trace, replays, planned=planned)

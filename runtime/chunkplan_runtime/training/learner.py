@@ -17,13 +17,13 @@ from chunkplan.planfile.plan import Action, PlanStep
 from chunkplan_runtime.distributed.alignment import Aligned, padding_forwards
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.links import Wire
 from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.distributed.stuck import told_if_stuck
-from chunkplan_runtime.distributed.timeline import ActionClock, Spent, StepTimes
-from chunkplan_runtime.executor import Executor, SequenceLoss
-from chunkplan_runtime.models import CausalLM
-from chunkplan_runtime.stream import PlanStream, StepWork
+from chunkplan_runtime.execution.executor import Executor, SequenceLoss
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.failures.stuck import told_if_stuck
+from chunkplan_runtime.feed.stream import PlanStream, StepWork
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimes
 from chunkplan_runtime.training.checkpoint import read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.master_weights import TrainedWeights

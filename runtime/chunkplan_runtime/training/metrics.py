@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import transformers
 
-from chunkplan.json_file import write_json
+from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
-from chunkplan_runtime.executor import SequenceLoss
+from chunkplan_runtime.execution.executor import SequenceLoss
 from chunkplan_runtime.layout import Layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.json_lines import append_lines, cut_back

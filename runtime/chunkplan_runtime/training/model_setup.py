@@ -15,8 +15,8 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import own_gpu
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.lora import LoraOptions, add_lora
-from chunkplan_runtime.models import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.training.config import TrainConfig
 
 _SAMPLES = 256

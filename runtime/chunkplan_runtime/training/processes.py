@@ -15,8 +15,8 @@ from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, refuse_shared_gpus
-from chunkplan_runtime.distributed.lost_peers import lost_peers
-from chunkplan_runtime.distributed.watch import Watch
+from chunkplan_runtime.failures.lost_peers import lost_peers
+from chunkplan_runtime.failures.watch import Watch
 from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.model_setup import choose_device

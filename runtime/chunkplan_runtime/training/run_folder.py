@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.planfile.folder import MANIFEST, refuse_inside_ours
+from chunkplan.files.folder import MANIFEST, refuse_inside_ours
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 

@@ -10,7 +10,7 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData

@@ -12,9 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError
-from chunkplan.planfile.folder import sync
+from chunkplan.files.folder import sync
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.models import CausalLM
+from chunkplan_runtime.models.model import CausalLM
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
 

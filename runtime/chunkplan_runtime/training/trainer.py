@@ -14,22 +14,22 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.timeline import stage_rows
-from chunkplan_runtime.models import check_plan
-from chunkplan_runtime.stream import StepWork
+from chunkplan_runtime.feed.stream import PlanStream, StepWork
+from chunkplan_runtime.models.model import check_plan
+from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.training.agreement import refuse_other_processes, versions
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states, write_checkpoint
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
-from chunkplan_runtime.training.evaluation import evaluate
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.learner import Learner
-from chunkplan_runtime.training.losses import SpikeWatch, describe_worst
+from chunkplan_runtime.training.losses import SpikeWatch, describe_worst, source_losses
 from chunkplan_runtime.training.metrics import RunLog, peak_memory, predicted_seconds, reset_peak_memory, step_row
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, own_stage, read_its_config
 from chunkplan_runtime.training.run_folder import RunFolder
@@ -262,3 +262,16 @@ def _timed(stream: Iterable[StepWork]) -> Iterator[tuple[StepWork, float]]:
         if work is None:
             return
         yield work, time.perf_counter() - started
+
+
+def evaluate(learner: Learner, stream: PlanStream, analysis: Analysis) -> dict[str, Any]:
+    """The mean loss of a target token over all steps of `stream`, in total and by source, and how long it took."""
+    started = time.perf_counter()
+    losses = learner.evaluate(stream)
+    num_target_tokens = sum(loss.num_target_tokens for loss in losses)
+    return {
+        "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,
+        "target_tokens": num_target_tokens,
+        "seconds": time.perf_counter() - started,
+        "source_losses": source_losses(losses, analysis),
+    }

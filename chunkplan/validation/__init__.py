@@ -1,0 +1,1 @@
+"""Every invariant of the files by name, checked by code of its own."""

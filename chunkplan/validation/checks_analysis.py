@@ -1,0 +1,124 @@
+"""The invariants of an analysis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from chunkplan.errors import DataError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.hashing import TokensHasher, combine_hashes, sequence_digests
+from chunkplan.validation.violation import Violation
+
+#: Names of what `check_analysis` finds, in the order it looks.
+ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "tokens", "content-hash")
+
+
+def check_analysis(analysis: Analysis) -> Iterator[Violation]:
+    """Yield what is wrong: totals, records in = sequences + rejected, lengths, targets, tokens, content hashes.
+
+    Reads all tokens.
+    """
+    manifest, num_sequences = analysis.manifest, analysis.num_sequences
+    totals = {
+        "num_sequences": num_sequences,
+        "num_tokens": int(analysis.num_tokens.sum(dtype=np.int64)),
+        "num_target_tokens": int(analysis.num_target_tokens.sum(dtype=np.int64)),
+    }
+    if manifest.get("totals") != totals:
+        yield Violation("totals", f"manifest says {manifest.get('totals')}, the sequences have {totals}")
+    records = sum(source["records"] for source in manifest["sources"])
+    rejected = sum(manifest["rejected"].values())
+    left_out = sum(source.get("not_sampled", 0) for source in manifest["sources"])
+    if records != num_sequences + rejected + left_out:
+        sampled = f", and {left_out} left out of the sample" if left_out else ""
+        yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected{sampled}")
+    yield from _check_sources(analysis)
+    yield from _check_reasons(manifest)
+    wrong = np.flatnonzero(analysis.num_tokens < 1)
+    if wrong.size:
+        yield Violation("lengths", f"sequence {wrong[0]} has no tokens", count=wrong.size)
+    limit = analysis.num_tokens - 1
+    wrong = np.flatnonzero((analysis.num_target_tokens < 0) | (analysis.num_target_tokens > limit))
+    if wrong.size:
+        yield Violation("targets", f"sequence {wrong[0]} has an impossible number of targets", count=wrong.size)
+    if analysis.has_tokens:
+        try:
+            yield from check_tokens(analysis)
+        except DataError as error:
+            yield Violation("tokens", str(error))
+    if combine_hashes(manifest["content_hashes"]) != analysis.content_hash:
+        yield Violation("content-hash", "the analysis's hash is not that of its files' hashes")
+
+
+def _check_sources(analysis: Analysis) -> Iterator[Violation]:
+    """Of every source what it says of its sequences, and records in = sequences + rejected + left out."""
+    sources = analysis.manifest["sources"]
+    if not sources:
+        return
+    counts = np.bincount(analysis.source, minlength=len(sources))
+    tokens = np.bincount(analysis.source, weights=analysis.num_tokens, minlength=len(sources))
+    firsts = np.cumsum(counts) - counts
+    for index, source in enumerate(sources):
+        actual = {
+            "num_sequences": int(counts[index]),
+            "num_tokens": int(tokens[index]),
+            "first_sequence_id": int(firsts[index]),
+            "rejected": source["records"] - int(counts[index]) - source.get("not_sampled", 0),
+        }
+        for name, value in actual.items():
+            if source.get(name, value) != value:
+                yield Violation("records", f"{source['path']} says {name} = {source[name]}, counted {value}")
+
+
+def _check_reasons(manifest: dict[str, Any]) -> Iterator[Violation]:
+    """Rejected by reason, of every source and together; keys that were not read are in no more records than were read.
+
+    Analyses of version 4 say neither of a source.
+    """
+    reasons: Counter[str] = Counter()
+    for source in manifest["sources"]:
+        path, found, rejected = source["path"], source.get("reasons", {}), source.get("rejected", 0)
+        reasons.update(found)
+        if "reasons" in source and sum(found.values()) != rejected:
+            yield Violation("records", f"{path} says {rejected} rejected, but {sum(found.values())} by reason")
+        unread = source.get("unread_keys", {})
+        num_read = source["records"] - source.get("not_sampled", 0)
+        for key, count in unread.items():
+            if count is not None and count > num_read:
+                yield Violation(
+                    "records", f"{path} says {count} records with the key `{key}`, but {num_read} were read"
+                )
+        if source.get("num_unread_keys", len(unread)) < len(unread):
+            yield Violation("records", f"{path} lists {len(unread)} keys of {source['num_unread_keys']}")
+    if any("reasons" in source for source in manifest["sources"]) and +reasons != +Counter(manifest["rejected"]):
+        yield Violation("records", f"{dict(reasons)} were rejected of the sources, {manifest['rejected']} of all")
+
+
+def check_tokens(analysis: Analysis) -> Iterator[Violation]:
+    """Yield what is wrong with the tokens: targets as counted, ids in range, the content hash.
+
+    Raises:
+        DataError: a file of tokens is damaged.
+    """
+    hasher = TokensHasher()
+    largest = analysis.manifest["max_token_id"]
+    for first, batch in analysis.tokens().batches():
+        ids, target = batch.column("input_ids"), batch.column("target")
+        offsets = to_numpy(ids.offsets).astype(np.int64)
+        starts = offsets - offsets[0]
+        mask, values = to_numpy(target.flatten()), to_numpy(ids.flatten())
+        counts = np.add.reduceat(mask, starts[:-1], dtype=np.int64)
+        if mask[starts[:-1]].any() or not np.array_equal(
+            counts, analysis.num_target_tokens[first : first + batch.num_rows]
+        ):
+            yield Violation("targets", f"target masks from sequence {first} on are not those counted")
+        hasher.update(sequence_digests(starts, values, mask))
+        if values.min() < 0 or (largest is not None and values.max() > largest):
+            yield Violation("tokens", f"a token id from sequence {first} on is outside 0..{largest}")
+    if hasher.hexdigest() != analysis.manifest["content_hashes"]["tokens"]:
+        yield Violation("content-hash", "the tokens are not those the manifest was written for")

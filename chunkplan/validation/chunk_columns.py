@@ -1,0 +1,191 @@
+"""steps.parquet and chunks.parquet as arrays, for checks that look at all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.config.plan import PlanConfig
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan.planning.selection import expected_copies
+from chunkplan.validation.violation import Violation
+
+
+@dataclass(frozen=True)
+class ChunkColumns:
+    """The columns of both files by name, and all segments one after another.
+
+    `segments` [num_chunks + 1] is where those of each chunk begin; a group_id that is null is -1 here, and
+    `is_grouped` [num_chunks] false. What is derived is computed once, when it is asked for.
+    """
+
+    plan: Plan
+    analysis: Analysis
+    steps: dict[str, npt.NDArray[Any]]
+    chunks: dict[str, npt.NDArray[Any]]
+    is_grouped: BoolArray
+    segments: Int64Array
+    sequence_id: Int64Array
+    start: Int32Array
+    end: Int32Array
+
+    @classmethod
+    def of(cls, plan: Plan, analysis: Analysis, steps: pa.Table, chunks: pa.Table) -> ChunkColumns:
+        """The columns of the tables of `plan`."""
+        lists = chunks.column("segments").chunks
+        flat = [array.flatten() for array in lists]
+        per_chunk = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
+        return cls(
+            plan=plan,
+            analysis=analysis,
+            steps={name: steps.column(name).to_numpy() for name in steps.column_names},
+            chunks={
+                name: (column.fill_null(-1) if name == "group_id" else column).to_numpy()
+                for name, column in zip(chunks.column_names, chunks.columns, strict=True)
+                if name != "segments"
+            },
+            is_grouped=chunks.column("group_id").is_valid().to_numpy(),
+            segments=offsets_of(per_chunk),
+            **{
+                name: np.concatenate([array.field(name).to_numpy() for array in flat])
+                for name in ("sequence_id", "start", "end")
+            },
+        )
+
+    @property
+    def config(self) -> PlanConfig:
+        """The plan's configuration."""
+        return self.plan.config
+
+    @property
+    def num_steps(self) -> int:
+        """How many rows steps.parquet has."""
+        return len(self.steps["step"])
+
+    @property
+    def num_chunks(self) -> int:
+        """How many rows chunks.parquet has."""
+        return len(self.chunks["step"])
+
+    @cached_property
+    def place(self) -> Int64Array:
+        """step x dp + dp_rank of each chunk, int64 [num_chunks]."""
+        place: Int64Array = self.chunks["step"].astype(np.int64) * self.config.dp + self.chunks["dp_rank"]
+        return place
+
+    @cached_property
+    def rank_chunks(self) -> Int64Array:
+        """Where the chunks of each rank of each step begin, int64 [num_steps x dp + 1]; `chunk-ids` must hold."""
+        return np.append(np.flatnonzero(np.diff(self.place, prepend=-1)), self.num_chunks)
+
+    @cached_property
+    def step_chunks(self) -> Int64Array:
+        """Where the chunks of each step begin, int64 [num_steps + 1]; `chunk-ids` must hold."""
+        return self.rank_chunks[:: self.config.dp]
+
+    @cached_property
+    def is_known(self) -> BoolArray:
+        """Whether each segment's sequence is one of the analysis."""
+        known: BoolArray = self.sequence_id.view(np.uint64) < self.analysis.num_sequences  # negative ones are huge
+        return known
+
+    @cached_property
+    def sequence_tokens(self) -> Int32Array:
+        """The length of each segment's sequence; that of the first where it is unknown."""
+        return self.per_segment(self.analysis.num_tokens)
+
+    @cached_property
+    def is_part(self) -> BoolArray:
+        """Whether each segment is less than its whole sequence."""
+        parts: BoolArray = (self.start != 0) | (self.end != self.sequence_tokens)
+        return parts
+
+    @cached_property
+    def parts(self) -> Int64Array:
+        """The segments that are parts, in order."""
+        return np.flatnonzero(self.is_part)
+
+    @cached_property
+    def part_chunk(self) -> Int64Array:
+        """The chunk of each part."""
+        return self.chunk_of(self.parts)
+
+    @cached_property
+    def part_start(self) -> Int64Array:
+        """Where the part in each chunk starts, int64 [num_chunks]; 0 for standalone chunks."""
+        starts = np.bincount(self.part_chunk, weights=self.start[self.parts], minlength=self.num_chunks)
+        return starts.astype(np.int64)  # exact: sums of int32 are far below 2^53
+
+    @cached_property
+    def k(self) -> Int64Array:
+        """How many chunks of each chunk's group may hold activations, int64 [num_chunks]."""
+        most = np.full(self.num_chunks, self.config.k, np.int64)
+        num_tokens = self.sequence_tokens[self.parts]
+        for longer_than, k in self.config.k_by_length or ():
+            most[self.part_chunk[num_tokens > longer_than]] = k
+        return most
+
+    @cached_property
+    def copies(self) -> Callable[[int], Int32Array]:
+        """How often each sequence occurs in an epoch; that of the epoch asked for last is kept."""
+        return lru_cache(maxsize=1)(lambda epoch: expected_copies(self.analysis, self.config, epoch))
+
+    @cached_property
+    def epochs(self) -> list[tuple[int, int]]:
+        """Of each epoch its occurrences, before a short last batch is dropped, and the longest sequence of them.
+
+        No further than the steps there are.
+        """
+        epochs: list[tuple[int, int]] = []
+        room = self.num_steps * self.config.global_batch
+        for epoch in range(min(self.config.epochs, self.num_steps)):
+            copies = self.copies(epoch)
+            size = int(copies.sum(dtype=np.int64))
+            epochs.append((size, int(np.max(self.analysis.num_tokens, where=copies > 0, initial=0))))
+            room -= size
+            if room < 0:
+                break
+        return epochs
+
+    def per_segment(self, values: Int32Array) -> Int32Array:
+        """The values [num_sequences] of each segment's sequence."""
+        ids = self.sequence_id if self.is_known.all() else np.where(self.is_known, self.sequence_id, 0)
+        return values[ids]
+
+    def chunk_of(self, segments: Int64Array) -> Int64Array:
+        """The chunk of each of these segments."""
+        return np.searchsorted(self.segments, segments, side="right") - 1
+
+    def holds(self, segments: Int64Array) -> BoolArray:
+        """Whether a chunk holds one of these segments, [num_chunks]."""
+        holds = np.zeros(self.num_chunks, bool)
+        holds[self.chunk_of(segments)] = True
+        return holds
+
+    def per_chunk(self, values: npt.NDArray[Any]) -> Int64Array:
+        """Sum over the segments of each chunk."""
+        return sum_runs(values, self.segments)
+
+    def at(self, invariant: str, message: Callable[[int], str], bad: BoolArray) -> Violation | None:
+        """The violation of the first chunk where `bad` [num_chunks] holds."""
+        rows = np.flatnonzero(bad)
+        if rows.size == 0:
+            return None
+        row = int(rows[0])
+        step, dp_rank, chunk_id = (int(self.chunks[name][row]) for name in ("step", "dp_rank", "chunk_id"))
+        return Violation(invariant, message(row), step, dp_rank, chunk_id, count=rows.size)
+
+    def at_step(self, invariant: str, message: Callable[[int], str], bad: BoolArray) -> Violation | None:
+        """The violation of the first step where `bad` [num_steps] holds."""
+        rows = np.flatnonzero(bad)
+        if rows.size == 0:
+            return None
+        return Violation(invariant, message(int(rows[0])), int(self.steps["step"][rows[0]]), count=rows.size)

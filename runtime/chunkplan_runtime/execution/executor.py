@@ -1,0 +1,257 @@
+"""Does the actions of one rank in one step, in their order. After it the gradients are those of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.plan import VALIDATE_HINT, Action
+from chunkplan_runtime.execution.links import Links
+from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
+from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.kv.host_memory import HostMemory
+from chunkplan_runtime.kv.page_needs import page_needs
+from chunkplan_runtime.kv.pages import DeviceMemory, Memory
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.dropout import mixed_seed
+from chunkplan_runtime.models.model import CausalLM
+
+#: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
+_BEFORE = {
+    "forward": (None,),
+    "forward_kv": (None,),
+    "recompute": ("forward_kv",),
+    "backward": ("forward", "recompute"),
+}
+
+#: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
+_PAGE_CHUNKS = 4
+
+#: Entered around every action, to time it.
+Around = Callable[[Action], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """The loss of one sequence in a step: summed over its `num_target_tokens`. A sequence may occur more than once."""
+
+    sequence_id: int
+    loss: float
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """What a rank lost in a step: `loss` is its share of the mean over the step's target tokens."""
+
+    loss: float
+    sequences: list[SequenceLoss]
+
+
+class Executor:
+    """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
+
+    `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
+    gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
+    needs to run a chunk forward again is its own input, which it keeps.
+    """
+
+    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, links: Links | None = None) -> None:
+        self._model = model
+        self._seed = seed
+        self._kv_offload = kv_offload
+        self._links = links
+        self._memory: Memory | None = None
+        self.store = StateStore(page_tokens=1)
+        #: What it does or waits for, in words, for who finds it stuck.
+        self.doing = ""
+        #: Of chunks in flight: what came from the stage before, and where their backward begins.
+        self._inputs: dict[int, Tensor] = {}
+        self._in_flight: dict[int, Tensor | GradientEdge | None] = {}
+
+    def run(self, work: RankWork, num_target_tokens: int, around: Around = lambda action: nullcontext()) -> RankLoss:
+        """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
+
+        `around` is entered around every action, after what it waits for from other stages has come. Only the last stage
+        knows losses; on others there are none.
+
+        Raises:
+            UsageError: an op is not known here.
+            DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
+        """
+        where = f"step {work.step}, rank {work.dp_rank}"
+        done: dict[int, str | None] = dict.fromkeys(work.chunks)
+        losses: dict[int, Tensor] = {}
+        with self._opened(work, with_gradients=True):
+            for action in work.actions:
+                _check(action, done, where)
+                chunk_id = action.chunk_id
+                if action.op == "backward":
+                    self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
+                    gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
+                    self.doing = f"{where}, in the backward of chunk {chunk_id}"
+                    with around(action):
+                        found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
+                    if found is not None:
+                        losses[chunk_id] = found
+                else:
+                    self.doing = f"{where}, waiting for chunk {chunk_id} from the stage before"
+                    if action.op != "recompute" and not self._model.is_first:
+                        self._inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
+                    self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
+                    with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
+                        hidden = self._forward(work, chunk_id)
+                    if action.op != "forward_kv":
+                        self._in_flight[chunk_id] = self._backward_from(hidden)
+                    if action.op != "recompute" and not self._model.is_last:
+                        self._connected.send_output(hidden.detach())
+                    del hidden  # a graph that outlived its backward
+                done[chunk_id] = action.op
+            self.doing = f"{where}, waiting until what it sent has arrived"
+        left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
+        if left:
+            raise _broken(f"no backward of chunk {left[0]}", where)
+        if not self.store.is_empty:
+            raise _broken("a sequence is left without the backward of its first part", where)
+        return _collect(work, losses, num_target_tokens)
+
+    def evaluate(self, work: RankWork, num_target_tokens: int) -> RankLoss:
+        """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
+
+        Raises:
+            DataError: the forwards are not in the order of the sequences, or do not run every chunk.
+        """
+        where = f"step {work.step}, rank {work.dp_rank}"
+        forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
+        if {action.chunk_id for action in forwards} != work.chunks.keys():
+            raise _broken("a chunk has no forward", where)
+        losses: dict[int, Tensor] = {}
+        with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
+            for action in forwards:
+                chunk_id, tensors = action.chunk_id, work.tensors[action.chunk_id]
+                self.doing = f"evaluation, {where}, waiting for chunk {chunk_id} from the stage before"
+                if not self._model.is_first:
+                    self._inputs[chunk_id] = self._connected.receive_input(chunk_id)
+                self.doing = f"evaluation, {where}, in the forward of chunk {chunk_id}"
+                hidden = self._forward(work, chunk_id)
+                self._inputs.pop(chunk_id, None)
+                if self._model.is_last:
+                    losses[chunk_id] = token_losses(self._model.head, hidden, tensors.labels, self._model.vocab_size)
+                else:
+                    self._connected.send_output(hidden)
+                for span in tensors.spans:
+                    if span.is_split and span.end == span.length:
+                        self.store.drop(span)
+        return _collect(work, losses, num_target_tokens)
+
+    @property
+    def _connected(self) -> Links:
+        assert self._links is not None, "a stage of several has links"
+        return self._links
+
+    def _opened(self, work: RankWork, *, with_gradients: bool) -> AbstractContextManager[object]:
+        """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
+        page_tokens = max(1, _PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
+        if self._memory is None:
+            self._memory = HostMemory(self._model.device) if self._kv_offload else DeviceMemory()
+        self.store = StateStore(page_tokens, self._memory)
+        self._inputs, self._in_flight = {}, {}
+        if self._links is None:
+            return nullcontext()
+        if isinstance(self._memory, HostMemory):
+            spans = {chunk_id: each.spans for chunk_id, each in work.tensors.items()}
+            model = self._model
+            of_all = windows(model.config)
+            own = [of_all[layer] for layer in model.own_layers]
+            needs = page_needs(work.actions, spans, page_tokens, own, with_gradients=with_gradients)
+            self._memory.reserve(needs, *model.kv_shape, model.dtype)
+        return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
+
+    def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
+        """Hidden states [num_tokens, hidden_size]."""
+        tensors = work.tensors[chunk_id]
+        for span in tensors.spans:
+            if span.is_split:
+                self.store.start_forward(span)
+        device = self._model.device
+        seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return self._model.hidden_states(tensors, self.store, self._inputs.get(chunk_id), seed)
+
+    def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
+        """What a backward needs of hidden states: the last stage themselves, others only where they came from."""
+        if self._model.is_last:
+            return hidden
+        return get_gradient_edge(hidden) if hidden.requires_grad else None
+
+    def _backward(self, work: RankWork, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
+        """On the last stage, losses [num_tokens], computed only now; `gradient` is that from the stage behind."""
+        tensors = work.tensors[chunk_id]
+        split = [span for span in tensors.spans if span.is_split]
+        for span in split:
+            self.store.start_backward(span)
+        begin = self._in_flight.pop(chunk_id)
+        losses = None
+        if isinstance(begin, Tensor):
+            model = self._model
+            losses, gradient = losses_and_gradient(model.head, begin, tensors.labels, model.vocab_size, scale)
+            if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
+                use_head(model.head, begin, model.vocab_size)
+            if not begin.requires_grad:  # all that is trained is the head
+                begin = None
+        if begin is not None:
+            assert gradient is not None
+            torch.autograd.backward(begin, gradient)
+        for span in split:
+            self.store.finish_backward(span)
+        if not self._model.is_first:
+            inputs = self._inputs.pop(chunk_id)
+            assert inputs.grad is not None
+            self._connected.send_input_gradient(inputs.grad)
+        return losses
+
+
+def _collect(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) -> RankLoss:
+    """Sum token losses by sequence; they come from the device at once."""
+    order = [chunk_id for chunk_id in sorted(losses) if work.chunks[chunk_id].segments]
+    if not order:
+        return RankLoss(0.0, [])
+    by_token = torch.cat([losses[chunk_id] for chunk_id in order]).double().cpu().numpy()
+    is_target = torch.cat([work.tensors[chunk_id].labels for chunk_id in order]).numpy() != NO_TARGET
+    spans = [span for chunk_id in order for span in work.tensors[chunk_id].spans]
+    lengths = np.array([span.end - span.start for span in spans])
+    starts = np.cumsum(lengths) - lengths
+    sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)
+    sums = np.bincount(which, np.add.reduceat(by_token, starts))
+    counts = np.bincount(which, np.add.reduceat(is_target.astype(np.int64), starts)).astype(np.int64)
+    sequences = [
+        SequenceLoss(*values) for values in zip(sequence_ids.tolist(), sums.tolist(), counts.tolist(), strict=True)
+    ]
+    return RankLoss(float(by_token.sum()) / max(num_target_tokens, 1), sequences)
+
+
+def _check(action: Action, done: dict[int, str | None], where: str) -> None:
+    if action.op not in _BEFORE or action.virtual_stage != 0:
+        what = action.op if action.op not in _BEFORE else f"virtual stage {action.virtual_stage}"
+        raise UsageError(
+            f"{what} is not supported by this runtime", where=where, hint="build the plan with `--schedule 1f1b`"
+        )
+    if action.chunk_id not in done:
+        raise _broken(f"{action.op} of chunk {action.chunk_id}, which does not exist", where)
+    before = done[action.chunk_id]
+    if before not in _BEFORE[action.op]:
+        raise _broken(f"{action.op} of chunk {action.chunk_id} after {before or 'nothing'}", where)
+
+
+def _broken(message: str, where: str) -> DataError:
+    return DataError(message, where=where, hint=VALIDATE_HINT)

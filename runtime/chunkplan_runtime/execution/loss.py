@@ -1,0 +1,74 @@
+"""The loss: cross-entropy of target tokens, without ever holding the logits of a chunk.
+
+Loss and gradient are computed together, a block of positions at a time, when a chunk runs backward: the head runs once
+forward and once backward, and what a chunk in flight keeps of its loss is its final hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.models.model import Head
+
+#: Logits alive at once, in numbers: 0.5 GB of float32, as much again for their gradient.
+_LOGITS = 2**27
+
+
+def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """The cross-entropy of every position [num_tokens], 0 without a target, in at least float32; no gradients.
+
+    labels [num_tokens] lie on the CPU, so that nobody waits for a GPU to count them.
+    """
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
+    with torch.no_grad():
+        for rows, targets in _blocks(labels, vocab_size, hidden.device):
+            losses[rows] = _cross_entropy(head, hidden[rows], targets)
+    return losses
+
+
+def losses_and_gradient(
+    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
+
+    Gradients of the head's own parameters are added to their `.grad`.
+    """
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
+    gradient = torch.zeros_like(hidden)
+    for rows, targets in _blocks(labels, vocab_size, hidden.device):
+        block = hidden[rows].detach().requires_grad_()
+        block_losses = _cross_entropy(head, block, targets)
+        torch.autograd.backward(block_losses.sum() * scale)
+        losses[rows] = block_losses.detach()
+        assert block.grad is not None
+        gradient[rows] = block.grad
+    return losses, gradient
+
+
+def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
+    """Give the head's parameters a gradient of zero, where no chunk of a step has a target that would give them one.
+
+    What chunks leave to sharded weights is summed in float32, and what the padding at the end of a step leaves is
+    narrower: FSDP2 does not reduce both together, so no weight may have its first gradient there. `hidden` are hidden
+    states like those that the head gets.
+    """
+    row, label = torch.zeros_like(hidden[:1]), torch.zeros(1, dtype=torch.int32)
+    losses_and_gradient(head, row, label, vocab_size, scale=0.0)
+
+
+def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
+    rows = torch.nonzero(labels != NO_TARGET).flatten()
+    for block in torch.split(rows, max(1, _LOGITS // vocab_size)) if len(rows) else ():
+        yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
+
+
+def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = head(hidden)
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none")

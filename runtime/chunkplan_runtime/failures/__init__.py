@@ -1,0 +1,1 @@
+"""Who died, hangs or is suspended, and how all end with one message."""

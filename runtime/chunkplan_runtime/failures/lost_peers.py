@@ -1,0 +1,32 @@
+"""What torch.distributed raises when another process is gone, as an error of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.failures.watch import Watch
+
+
+@contextmanager
+def lost_peers(watch: Watch) -> Iterator[None]:
+    """Around what waits for other processes: if one vanishes, leave it to `watch` to name it and to end this process.
+
+    Raises:
+        ChunkplanError: a connection broke, or nothing came over it in time, and yet nobody died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors, with the place in its source
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        watch.await_end()
+        first_line = str(error).partition("\n")[0]
+        raise ChunkplanError(
+            f"the connection to another process broke: {first_line}",
+            hint="check the network between the machines; --resume goes on from the last checkpoint",
+        ) from error

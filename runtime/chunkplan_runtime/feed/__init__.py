@@ -1,0 +1,1 @@
+"""A plan's steps and their tokens, read ahead of the work."""

@@ -1,0 +1,277 @@
+"""Joins a plan with the tokens of its analysis: for every step and rank, the actions and what their chunks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_plan, load_same_analysis
+from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
+from chunkplan_runtime.device_waits import pinned
+from chunkplan_runtime.feed.gather import TokenGather
+from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.feed.read_ahead import ReadAhead
+from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.spans import Span
+
+
+@dataclass(frozen=True)
+class ChunkTensors:
+    """A chunk as the model takes it: input_ids and position_ids int32 [1, num_tokens], labels int32 [num_tokens].
+
+    Labels are shifted already: entry i is the token that position i predicts, or `NO_TARGET`. A zero-loss chunk is one
+    padding token that predicts nothing.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
+
+    step: int
+    dp_rank: int
+    actions: list[Action]
+    chunks: dict[int, Chunk]
+    tensors: dict[int, ChunkTensors]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One optimizer step: its row of the plan, and the work of data-parallel ranks in order of dp_rank."""
+
+    step: PlanStep
+    ranks: list[RankWork]
+
+
+def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1) -> tuple[Plan, Analysis]:
+    """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
+
+    Raises:
+        UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
+        DataError: one is damaged, or the analysis is not the plan's.
+    """
+    opened = load_plan(plan)
+    check_runnable(opened)
+    if opened.config.pp != pp:
+        raise UsageError(
+            f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
+            where=str(opened.path),
+            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config.pp}`",
+        )
+    return opened, load_same_analysis(opened, analysis)
+
+
+class PlanStream(IterableDataset[StepWork]):
+    """The steps of a plan with their tokens: iterate over it, or give it to a `DataLoader(stream, batch_size=None)`.
+
+    An iteration begins at the stream's position and moves it: `state_dict` is for a checkpoint, `load_state_dict` goes
+    on from there, after the last step there is nothing more. A thread makes up to `prefetch` steps ahead; with 0 there
+    is none. With `pin_memory` tensors lie in page-locked memory where there is CUDA. In a DataLoader with workers one
+    of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`.
+
+    `layout`: of several processes each has a stream of its own, of the work of its stage and data-parallel ranks.
+
+    Raises:
+        UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
+            `max_positions` (None: any may be).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        analysis: Analysis,
+        *,
+        vocab_size: int,
+        max_positions: int | None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
+        if prefetch < 0:
+            raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
+        check_fits(analysis, vocab_size, max_positions)
+        self._plan = plan
+        self._analysis = analysis
+        self._vocab_size = vocab_size
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._stage = layout.stage if layout else 0
+        self._dp_ranks = layout.dp_ranks(plan.config.dp) if layout else range(plan.config.dp)
+        self._next = 0
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the plan has."""
+        num_steps: int = self._plan.manifest["totals"]["num_steps"]
+        return num_steps
+
+    def __len__(self) -> int:
+        """How many steps are left, of `num_steps`."""
+        return self.num_steps - self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the plan's content hash, and the step after the last one that was handed out."""
+        return {"plan": self._plan.content_hash, "step": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position that `state_dict` gave.
+
+        Raises:
+            UsageError: it is of another plan, or not a position.
+        """
+        plan, step = state.get("plan"), state.get("step")
+        if plan != self._plan.content_hash:
+            raise UsageError(
+                f"the position is of plan {str(plan)[:12]}, this is plan {self._plan.content_hash[:12]}",
+                where=str(self._plan.path),
+                hint="go on with the plan that the run began with, or begin a run of its own with this one",
+            )
+        if type(step) is not int or not 0 <= step <= self.num_steps:
+            raise UsageError(
+                f"the position is step {step!r}, the plan has {self.num_steps} steps",
+                where=str(self._plan.path),
+                hint="give what `state_dict` returned",
+            )
+        self._next = step
+
+    def __iter__(self) -> Iterator[StepWork]:
+        """The steps from the position on.
+
+        Raises:
+            DataError: plan or analysis are damaged, or do not belong together.
+            UsageError: a token is not in the model's vocabulary.
+        """
+        worker = get_worker_info()
+        if worker is not None and worker.id > 0:
+            return
+        pin_memory = self._pin_memory and worker is None
+        if not self._prefetch:
+            yield from self._handed_out(self._read(), pin_memory)
+            return
+        ahead = ReadAhead(self._read(), self._prefetch)
+        try:
+            yield from self._handed_out(ahead, pin_memory)
+        finally:
+            ahead.close()
+
+    def _handed_out(self, steps: Iterator[StepWork], pin_memory: bool) -> Iterator[StepWork]:
+        for work in steps:
+            self._next = work.step.step + 1
+            # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
+            yield replace(work, ranks=[_pinned(rank) for rank in work.ranks]) if pin_memory else work
+
+    def _read(self) -> Iterator[StepWork]:
+        gather = TokenGather(self._plan, self._analysis, self._vocab_size)
+        for step in self._plan.iter_steps(self._next):
+            ranks = [dp_rank for dp_rank in self._dp_ranks if dp_rank in step.chunks or (dp_rank, 0) in step.actions]
+            for dp_rank in ranks:
+                _check_links(step, dp_rank, self._plan.config.pp)
+            yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather) for dp_rank in ranks])
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse a plan for what the runtime does not do.
+
+    Raises:
+        UsageError: naming it.
+    """
+    config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
+    for found, what, hint in (
+        (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
+        (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
+        (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
+    ):
+        if found:
+            raise UsageError(f"the plan is for {what}, which the runtime does not do", where=str(plan.path), hint=hint)
+
+
+def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -> None:
+    """Refuse an analysis that a model cannot be trained on.
+
+    Raises:
+        UsageError: it has no tokens, a token is not in the vocabulary, or a sequence is longer than `max_positions`.
+    """
+    analysis.tokens()
+    largest = analysis.manifest["max_token_id"]
+    if largest is not None and largest >= vocab_size:
+        raise UsageError(
+            f"the data has token id {largest:,}, the model's vocabulary has {vocab_size:,}",
+            where=str(analysis.path),
+            hint="analyze with the tokenizer that belongs to the model",
+        )
+    longest = int(analysis.num_tokens.argmax())
+    if max_positions is not None and analysis.num_tokens[longest] > max_positions:
+        raise UsageError(
+            f"sequence {longest} has {analysis.num_tokens[longest]:,} tokens, "
+            f"the model takes {max_positions:,} positions (max_position_embeddings and rope scaling)",
+            where=analysis.place(longest),
+            hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
+            f"--max-length {max_positions}",
+        )
+
+
+def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
+    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
+    for ops, what in ((("forward", "forward_kv"), "activations"), (("backward",), "gradients")):
+        stages = [step.actions.get((dp_rank, stage), []) for stage in range(pp)]
+        orders = [[action.chunk_id for action in actions if action.op in ops] for actions in stages]
+        for stage, (order, after) in enumerate(pairwise(orders)):
+            if order != after:
+                raise DataError(
+                    f"stages {stage} and {stage + 1} exchange {what} in different orders",
+                    where=f"step {step.step}, rank {dp_rank}",
+                    hint="`chunkplan validate` names what is wrong with the plan; build it again",
+                )
+
+
+def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather) -> RankWork:
+    chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
+    filled = [chunk for chunk in chunks.values() if chunk.segments]
+    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks.values() if not chunk.segments}
+    if filled:
+        gathered = gather(filled)
+        # Each chunk's tensors are views of one for all chunks of the rank.
+        flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
+        input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
+        parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
+        tensors |= {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
+    return RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, tensors)
+
+
+def _pinned(work: RankWork) -> RankWork:
+    """The same, with tensors in page-locked memory: again views of one for all chunks."""
+    if not work.tensors:
+        return work
+    chunks = work.tensors.values()
+    sizes = [len(each.labels) for each in chunks]
+
+    def moved(column: list[Tensor]) -> Sequence[Tensor]:
+        return torch.split(pinned(torch.cat(column, -1)), sizes, -1)
+
+    input_ids, position_ids = moved([each.input_ids for each in chunks]), moved([each.position_ids for each in chunks])
+    labels, spans = moved([each.labels for each in chunks]), [each.spans for each in chunks]
+    parts = zip(input_ids, position_ids, labels, spans, strict=True)
+    return replace(
+        work, tensors={chunk_id: ChunkTensors(*part) for chunk_id, part in zip(work.tensors, parts, strict=True)}
+    )
+
+
+def padding_tensors() -> ChunkTensors:
+    """Those of a zero-loss chunk."""
+    token = torch.zeros(1, 1, dtype=torch.int32)
+    label = torch.tensor([NO_TARGET], dtype=torch.int32)
+    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, first=0),))

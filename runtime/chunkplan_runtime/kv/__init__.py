@@ -1,0 +1,1 @@
+"""Keys, values and their gradients of split sequences: what outlives a chunk."""

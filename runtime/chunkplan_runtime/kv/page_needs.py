@@ -1,0 +1,113 @@
+"""How many pages a step needs at once, found by doing its actions on a store whose pages hold nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chunkplan.planfile.plan import Action
+from chunkplan_runtime.kv.pages import Block, Page, Piece
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.spans import Span
+
+
+@dataclass
+class PageNeeds:
+    """The most pages there are at once, and the most of them with gradients, by how many tokens they have room for.
+
+    `largest`: the capacity of the largest page.
+    """
+
+    pages: Counter[int] = field(default_factory=Counter)
+    gradients: Counter[int] = field(default_factory=Counter)
+    largest: int = 0
+
+
+def room(capacity: int) -> int:
+    """How many tokens the memory of a page has room for: the next power of two, so that other pages can have it after.
+
+    torch takes page-locked memory in powers of two anyway.
+    """
+    return 1 << (capacity - 1).bit_length()
+
+
+def page_needs(
+    actions: Sequence[Action],
+    spans: dict[int, tuple[Span, ...]],
+    page_tokens: int,
+    windows: Sequence[int | None],
+    *,
+    with_gradients: bool,
+) -> PageNeeds:
+    """What the layers with these sliding windows need for `actions` on chunks of `spans`; None is full attention.
+
+    Without gradients a sequence is dropped after the forward of its last part.
+
+    Raises:
+        DataError: the actions are not in an order that gives exact gradients.
+    """
+    needs = PageNeeds()
+    for window, num_layers in Counter(windows).items():
+        counting = _Counting()
+        store = StateStore(page_tokens, counting)
+        for action in actions:
+            for span in spans.get(action.chunk_id, ()):
+                if span.is_split:
+                    _do(action, span, store, window, with_gradients=with_gradients)
+        for most, total in ((counting.most_pages, needs.pages), (counting.most_gradients, needs.gradients)):
+            for tokens, count in most.items():
+                total[tokens] += num_layers * count
+        needs.largest = max(needs.largest, counting.largest)
+    return needs
+
+
+_NOTHING = torch.empty(0)
+
+
+def _do(action: Action, span: Span, store: StateStore, window: int | None, *, with_gradients: bool) -> None:
+    """As executor and attention do with the part of a sequence."""
+    if action.op != "backward":
+        store.start_forward(span)
+        store.write(span, 0, _NOTHING, _NOTHING)
+        if not with_gradients and span.end == span.length:
+            store.drop(span)
+    else:
+        store.start_backward(span)
+        store.blocks(span, 0, _NOTHING, _NOTHING, span.first_seen(window), with_gradients=True)
+        store.finish_backward(span)
+
+
+class _Counting:
+    """See `pages.Memory`: it counts pages and has no memory for them."""
+
+    def __init__(self) -> None:
+        self._pages: Counter[int] = Counter()
+        self._gradients: Counter[int] = Counter()
+        self.most_pages: Counter[int] = Counter()
+        self.most_gradients: Counter[int] = Counter()
+        self.largest = 0
+
+    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+        self._pages[room(capacity)] += 1
+        self.most_pages |= self._pages  # the larger of each two counts
+        self.largest = max(self.largest, capacity)
+        return Page(start, capacity, key, value)
+
+    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+        pass
+
+    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
+        for piece in pieces:
+            if with_gradients and piece.page.grad_key is None:
+                piece.page.grad_key = _NOTHING
+                self._gradients[room(piece.page.capacity)] += 1
+        self.most_gradients |= self._gradients
+        return iter(())
+
+    def give_back(self, page: Page) -> None:
+        self._pages[room(page.capacity)] -= 1
+        self._gradients[room(page.capacity)] -= page.grad_key is not None

@@ -1,0 +1,124 @@
+"""Where keys, values and their gradients of split sequences are kept between the chunks that use them.
+
+A sequence is kept in pages of whole parts, each preallocated: a part is written to its slice, a later part reads pages
+as they are, and a page is given back as soon as the last of its parts has done its backward. Pages bound what a kernel
+call reads at once, and with it what expanding KV heads or fetching from host memory costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from chunkplan_runtime.dtypes import wide
+
+
+@dataclass
+class Page:
+    """Tokens from `start` on of one sequence in one layer, room for `capacity`: [capacity, kv_heads, head_dim] each.
+
+    Tokens come first, so that those of a part lie together. The gradients are there after the first backward.
+    """
+
+    start: int
+    capacity: int
+    key: Tensor
+    value: Tensor
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its tensors."""
+        tensors = (self.key, self.value, self.grad_key, self.grad_value)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens [start, end) of a sequence, on the device, for one kernel call: [kv_heads, end - start, head_dim] each.
+
+    The gradients are there to be added to, in at least float32. Good until the next block is asked for.
+    """
+
+    start: int
+    end: int
+    key: Tensor
+    value: Tensor
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, end) of the sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
+
+    page: Page
+    start: int
+    end: int
+    own_start: int
+
+    @property
+    def tokens(self) -> slice:
+        """Where they lie in the page."""
+        return slice(self.start - self.page.start, self.end - self.page.start)
+
+
+class Memory(Protocol):
+    """Holds pages; hands out blocks of them."""
+
+    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+        """An empty page for KV like [kv_heads, num_tokens, head_dim]."""
+        ...
+
+    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+        """Write the KV [kv_heads, num_tokens, head_dim] of the tokens from `start` on of the sequence."""
+        ...
+
+    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
+        """A block for every piece. key, value [kv_heads, num_tokens, head_dim]: those of the asking part."""
+        ...
+
+    def give_back(self, page: Page) -> None:
+        """Nobody will ask for the page again."""
+        ...
+
+
+class DeviceMemory:
+    """Pages lie on the device; blocks are views of them."""
+
+    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+        """See `Memory.new_page`."""
+        return Page(start, capacity, *(_empty(tensor, capacity) for tensor in (key, value)))
+
+    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+        """See `Memory.write`."""
+        tokens = slice(start - page.start, start - page.start + key.shape[1])
+        page.key[tokens] = key.transpose(0, 1)
+        page.value[tokens] = value.transpose(0, 1)
+
+    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
+        """See `Memory.blocks`."""
+        for piece in pieces:
+            page, tokens = piece.page, piece.tokens
+            if with_gradients and page.grad_key is None:
+                page.grad_key, page.grad_value = (zeros_wide(tensor) for tensor in (page.key, page.value))
+            tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if with_gradients else ()))
+            views = (tensor[tokens].transpose(0, 1) for tensor in tensors if tensor is not None)
+            yield Block(piece.start, piece.end, *views)
+
+    def give_back(self, page: Page) -> None:
+        """See `Memory.give_back`: its memory is free as soon as nobody holds it."""
+
+
+def zeros_wide(tensor: Tensor) -> Tensor:
+    """Zeros in at least float32: bfloat16 would lose what many small contributions add up to."""
+    return torch.zeros_like(tensor, dtype=wide(tensor.dtype))
+
+
+def _empty(tensor: Tensor, capacity: int) -> Tensor:
+    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])

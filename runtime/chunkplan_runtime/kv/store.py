@@ -1,0 +1,120 @@
+"""What outlives a chunk: keys, values and their gradients of the split sequences in flight.
+
+A sequence takes pages as its parts run forward and gives them back as they have done their backward; one that occurs
+twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
+then recompute) changes nothing. The gradient of a part's KV is the sum of what all later parts sent to it: it is
+complete when, and only when, backwards run in descending order, which is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from chunkplan.errors import DataError
+from chunkplan_runtime.kv.pages import Block, DeviceMemory, Memory, Page, Piece
+from chunkplan_runtime.spans import Span
+
+
+@dataclass
+class _Sequence:
+    length: int
+    layers: dict[int, list[Page]] = field(default_factory=dict)
+    forwarded: int = 0  # tokens [0, forwarded) have their KV here
+    complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
+
+
+class StateStore:
+    """KV and dKV by occurrence of a sequence and layer. Only split sequences enter it.
+
+    `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own.
+    """
+
+    def __init__(self, page_tokens: int, memory: Memory | None = None) -> None:
+        self._page_tokens = page_tokens
+        self._memory = DeviceMemory() if memory is None else memory
+        self._sequences: dict[tuple[int, int | None], _Sequence] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is in flight."""
+        return not self._sequences
+
+    def num_bytes(self) -> int:
+        """Bytes of all pages held."""
+        layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
+        return sum(page.num_bytes for pages in layers for page in pages)
+
+    def start_forward(self, span: Span) -> None:
+        """Say that a part is about to run forward.
+
+        Raises:
+            DataError: an earlier part has not.
+        """
+        sequence = self._sequences.setdefault(span.occurrence, _Sequence(span.length, complete_from=span.length))
+        if span.start > sequence.forwarded:
+            raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
+        sequence.forwarded = max(sequence.forwarded, span.end)
+
+    def start_backward(self, span: Span) -> None:
+        """Say that a part is about to run backward.
+
+        Raises:
+            DataError: a later part has not, or this one has already.
+        """
+        sequence = self._sequences.get(span.occurrence)
+        if sequence is None or span.end != sequence.complete_from:
+            raise _out_of_order(span, "backward", "a later part has none yet, or this one had its own")
+        sequence.complete_from = span.start
+
+    def finish_backward(self, span: Span) -> None:
+        """Say that a part has run backward; pages that no earlier part is in are given back."""
+        sequence = self._sequences[span.occurrence]
+        for pages in sequence.layers.values():
+            while pages and pages[-1].start >= span.start:
+                self._memory.give_back(pages.pop())
+        if span.start == 0:
+            del self._sequences[span.occurrence]
+
+    def drop(self, span: Span) -> None:
+        """Give back all pages of a sequence, where no backward will follow."""
+        for pages in self._sequences.pop(span.occurrence).layers.values():
+            for page in pages:
+                self._memory.give_back(page)
+
+    def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep the KV of a part: [kv_heads, num_tokens, head_dim] each."""
+        sequence = self._sequences[span.occurrence]
+        pages = sequence.layers.setdefault(layer, [])
+        page = next((page for page in reversed(pages) if page.start <= span.start), None)
+        if page is None or page.start + page.capacity < span.end:  # parts ascend: nothing is there from `start` on
+            capacity = min(max(self._page_tokens, span.end - span.start), sequence.length - span.start)
+            page = self._memory.new_page(span.start, capacity, key, value)
+            pages.append(page)
+        self._memory.write(page, span.start, key, value)
+
+    def blocks(
+        self, span: Span, layer: int, key: Tensor, value: Tensor, first: int, with_gradients: bool = False
+    ) -> Iterator[Block]:
+        """The tokens [first, end) that a part attends to, in blocks: that with the part itself, then all before it.
+
+        key, value [kv_heads, num_tokens, head_dim] are the part's own, as they were written.
+        """
+        pages = self._sequences[span.occurrence].layers[layer]
+        borders = [*(page.start for page in pages[1:]), span.length]
+        pieces = [
+            Piece(page, max(page.start, first), min(end, span.end), span.start)
+            for page, end in zip(pages, borders, strict=True)
+            if page.start < span.end and end > first
+        ]
+        return self._memory.blocks([pieces[-1], *pieces[:-1]], key, value, with_gradients)
+
+
+def _out_of_order(span: Span, what: str, why: str) -> DataError:
+    return DataError(
+        f"the {what} of tokens {span.start} to {span.end} of sequence {span.sequence_id} is out of order: {why}",
+        where="schedule.parquet",
+        hint="`chunkplan validate` names what is wrong with the plan; build it again",
+    )

@@ -1,0 +1,1 @@
+"""Models of transformers as stages of a pipeline, and what is refused of them."""

@@ -1,0 +1,76 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: only they are trained, and only they are saved."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.models.dropout import seed_layers
+from chunkplan_runtime.models.model import CausalLM
+
+#: Stands for every linear layer but the head.
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Adapters of `rank`, scaled by alpha / rank, on the layers whose names end with one of `targets`.
+
+    `seed`: of the random weights they begin with.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise _is("rank", self.rank, "a whole number from 1", "16")
+        if not self.alpha > 0:
+            raise _is("alpha", self.alpha, "a number above 0", "32")
+        if not 0 <= self.dropout < 1:
+            raise _is("dropout", self.dropout, "a number from 0 to below 1", "0.05")
+        if not self.targets:
+            raise UsageError("no layers for the adapters are named", hint=f"give {ALL_LINEAR}, or names such as q_proj")
+
+
+def _is(name: str, value: float, expected: str, example: str) -> UsageError:
+    return UsageError(f"the {name} of the adapters is {value}, expected {expected}", hint=f"for example {example}")
+
+
+def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
+    """The model with adapters, in the dtype of its weights, which are frozen.
+
+    Raises:
+        UsageError: peft is not installed, or no layer has one of the names.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UsageError(f"adapters need peft ({error})", hint="pip install 'chunkplan[lora]'") from error
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
+        lora_dropout=options.dropout,
+        target_modules=ALL_LINEAR if options.targets == (ALL_LINEAR,) else list(options.targets),
+    )
+    torch.manual_seed(options.seed)
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's, about transformers' names
+            adapted = get_peft_model(model.model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UsageError(
+            f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
+        ) from error
+    model = replace(model, model=adapted)
+    seed_layers(model.model)
+    return model

@@ -1,0 +1,329 @@
+"""Models from transformers as the executor sees them: made or loaded, checked, and put on a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan.cost.model_config import config_file
+from chunkplan.errors import DataError, UsageError
+from chunkplan.files.json_file import read_json
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.feed.stream import ChunkTensors
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.checks import (
+    check_config,
+    check_model_type,
+    final_softcap,
+    is_bidirectional,
+    windows,
+)
+from chunkplan_runtime.models.dropout import seed_layers
+
+#: What transformers raises for a config or a checkpoint that it cannot use.
+_REFUSALS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
+
+_CONFIG_HINT = "take the config.json that came with a model"
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
+
+#: Hidden states [n, hidden_size] -> logits [n, vocab_size].
+Head = Callable[[Tensor], Tensor]
+
+
+def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it."""
+    return do(*arguments)
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
+
+    `model` may be one with adapters of peft around it. Where it is one stage of a pipeline, only the first embeds
+    tokens (`is_first`) and only the last has final hidden states and a head (`is_last`). `call` runs everything that
+    uses weights; where these are sharded it gathers them. `compute_dtype`: of weights when they are used, if not their
+    own.
+    """
+
+    model: Any
+    kernels: Kernels = field(default_factory=Kernels)
+    is_first: bool = True
+    is_last: bool = True
+    call: Callable[..., Any] = call_directly
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def config(self) -> Any:
+        """The model's config of transformers."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = next(iter(self.model.parameters())).device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights when they are used, and of hidden states."""
+        dtype: torch.dtype = next(iter(self.model.parameters())).dtype
+        return self.compute_dtype or dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def own_layers(self) -> dict[int, nn.Module]:
+        """The layers that are here, by their index in the whole model."""
+        layers = enumerate(self.model.get_decoder().layers)
+        return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Of the keys, and of the values, of a token in a layer: how many heads, of how many numbers each."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_key_value_heads, head_dim
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see only those before them; others run unsplit."""
+        return not is_bidirectional(self.config)
+
+    @property
+    def head(self) -> Head:
+        """Hidden states [n, hidden_size] -> logits [n, vocab_size]."""
+        head = partial(self.call, self.model.get_output_embeddings())
+        cap = final_softcap(self.config)
+        return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
+
+    def hidden_states(
+        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+    ) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
+
+        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`.
+
+        Raises:
+            UsageError: the model attends as something else does, which would leave out the prefix without a word.
+        """
+        if self.config._attn_implementation != ATTENTION:
+            raise UsageError(
+                f"the model's attention is {self.config._attn_implementation!r}, not {ATTENTION!r}",
+                hint="a model shares its config with those made from the same one; give each a copy",
+            )
+        context = ChunkContext(tensors.spans, store, self.kernels, self.is_causal, windows(self.config), seed)
+        hidden: Tensor = self.call(self._decode, tensors, context, inputs)
+        return hidden[0]
+
+    def _decode(self, tensors: ChunkTensors, context: ChunkContext, inputs: Tensor | None) -> Tensor:
+        device = self.device
+        if inputs is None:
+            tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
+        else:
+            tokens = {"inputs_embeds": inputs[None]}
+        hidden: Tensor = self.model.get_decoder()(
+            **tokens,
+            position_ids=tensors.position_ids.to(device, non_blocking=True),
+            use_cache=False,
+            chunk_context=context,
+        ).last_hidden_state
+        return hidden
+
+    def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:
+        """The kernel of each kind of layer, on `device` or where the weights are: "full", "sliding window" -> its name.
+
+        Raises:
+            UsageError: there is none for a kind.
+        """
+        config = self.config
+        _, head_dim = self.kv_shape
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        return {
+            "full" if window is None else "sliding window": self.kernels.choose(
+                device or self.device,
+                self.dtype,
+                (head_dim, head_dim),
+                Form(1.0, self.is_causal, reach=window, softcap=softcap),
+            ).name
+            for window in sorted({*windows(config)}, key=lambda window: window or 0)
+        }
+
+    def enable_checkpointing(self) -> None:
+        """Keep of a chunk in flight the inputs of its layers only, and compute the rest again in its backward."""
+        arguments = {"use_reentrant": False}
+        if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+        else:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def check_plan(model: CausalLM, plan: Plan) -> None:
+    """Refuse a plan that the model cannot be run with.
+
+    Raises:
+        UsageError: the plan splits sequences and the model looks both ways.
+    """
+    if model.is_causal:
+        return
+    groups = plan.chunks().column("group_id")
+    if groups.null_count < len(groups):
+        raise UsageError(
+            "the plan splits sequences, and in this model tokens see those that come after them",
+            where=str(plan.path),
+            hint="build the plan with `--no-split`, and a --chunk-size of the longest sequence",
+        )
+
+
+def read_config(path: Path) -> Any:
+    """The transformers config in a model's config.json, or its folder, checked for what chunked execution needs.
+
+    Raises:
+        UsageError: there is no such file, or the model is not one that gradients are exact for.
+        DataError: it is not the config of a model.
+    """
+    path = config_file(path)
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", hint="give the config.json of a model, or its folder")
+    document = read_json(path, hint="give the config.json of a model")
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
+    check_model_type(document, str(path))
+    try:
+        config = AutoConfig.for_model(**document)
+    except _REFUSALS as error:
+        raise DataError(
+            f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
+        ) from error
+    check_config(config, str(path))
+    return config
+
+
+def read_pretrained_config(name: str) -> Any:
+    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        UsageError: it is not there, the hub cannot be reached, or gradients are not exact for it.
+        DataError: the folder's config.json is not the config of a model.
+    """
+    if Path(name).is_dir():
+        return read_config(Path(name))
+    if name.startswith((".", "/", "~")):
+        raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except _REFUSALS as error:
+        raise UsageError(
+            f"cannot get model {name!r}: {_first_line(error)}",
+            hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
+        ) from error
+    check_config(config, name)
+    return config
+
+
+def new_model(
+    config: Any,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    attention: str = AUTO,
+    runs_on: torch.device | None = None,
+) -> CausalLM:
+    """A model with random weights, the same for the same seed and kind of device; it will run on another, `runs_on`.
+
+    Raises:
+        DataError: transformers cannot build it.
+        UsageError: the attention kernel of that name is not there, or cannot run the model.
+    """
+    register_attention()
+    kernels = Kernels(attention)
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device):
+            model = _AUTO_MODEL.from_config(copy.deepcopy(config), **_how(config, dtype))
+    except _REFUSALS as error:
+        raise DataError(
+            f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
+        ) from error
+    return _checked(CausalLM(model.train(), kernels), runs_on)
+
+
+def load_model(
+    name: str, config: Any, dtype: torch.dtype, *, attention: str = AUTO, runs_on: torch.device | None = None
+) -> CausalLM:
+    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
+
+    Raises:
+        UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
+        DataError: some of them are missing; transformers would have made them up.
+    """
+    register_attention()
+    kernels = Kernels(attention)
+    try:
+        model, report = _AUTO_MODEL.from_pretrained(
+            name,
+            config=copy.deepcopy(config),
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # other files of weights are pickles
+            **_how(config, dtype),
+        )
+    except (*_REFUSALS, SafetensorError) as error:
+        raise UsageError(
+            f"cannot load model {name!r}: {_first_line(error)}",
+            hint="give a saved model whose weights are whole and belong to its config.json",
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise DataError(
+            f"{len(missing)} weights are missing, the first is {missing[0]}",
+            where=name,
+            hint="the checkpoint is incomplete, or its config.json is not its own",
+        )
+    return _checked(CausalLM(model.train(), kernels), runs_on)
+
+
+def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    arguments = {"dtype": dtype, "attn_implementation": ATTENTION}
+    if getattr(config, "num_experts", None) and dtype == torch.float64:
+        arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
+    return arguments
+
+
+def _checked(model: CausalLM, device: torch.device | None) -> CausalLM:
+    model.attention_kernels(device)
+    seed_layers(model.model)
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,150 @@
+"""When each action of a step began and ended on this process, and what follows for all of them: work and waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from chunkplan.planfile.plan import Action
+from chunkplan_runtime.device_waits import synchronize
+from chunkplan_runtime.execution.executor import Around
+from chunkplan_runtime.layout import Layout
+
+
+class TimedAction(NamedTuple):
+    """An action of a data-parallel rank's row of the plan, in nanoseconds since the step began."""
+
+    dp_rank: int
+    op: str
+    chunk_id: int
+    start_ns: int
+    end_ns: int
+
+
+class Spent(NamedTuple):
+    """Seconds of a process in a step: in which actions ran, until the last one ended, and in the reduction after it."""
+
+    busy: float
+    end: float
+    reduce: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One process's actions of a step, in order, and how long the reduction of its gradients took after them."""
+
+    step: int
+    actions: list[TimedAction]
+    reduce_ns: int
+
+    @property
+    def spent(self) -> Spent:
+        """All of it in three numbers."""
+        busy = sum(action.end_ns - action.start_ns for action in self.actions)
+        end = max((action.end_ns for action in self.actions), default=0)
+        return Spent(busy / 1e9, end / 1e9, self.reduce_ns / 1e9)
+
+
+#: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
+_Mark = Any
+
+
+class ActionClock:
+    """Times what one process does in a step, again for every step.
+
+    On a GPU moments are those at which the device gets there, and nobody waits for it before `stop`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._step = 0
+        self._zero: _Mark = 0
+        self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
+        self._reductions: list[tuple[_Mark, _Mark]] = []
+
+    def start(self, step: int) -> None:
+        """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
+        self._step, self._actions, self._reductions = step, [], []
+        synchronize(self._device)
+        self._zero = self._mark()
+
+    def around(self, dp_rank: int) -> Around:
+        """For `Executor.run` of a data-parallel rank's work."""
+
+        @contextmanager
+        def timed(action: Action) -> Iterator[None]:
+            start = self._mark()
+            yield
+            self._actions.append((dp_rank, action, start, self._mark()))
+
+        return timed
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around the reduction of gradients."""
+        start = self._mark()
+        yield
+        self._reductions.append((start, self._mark()))
+
+    def stop(self) -> StepTimes:
+        """What was timed since `start`."""
+        synchronize(self._device)
+        actions = [
+            TimedAction(dp_rank, action.op, action.chunk_id, self._since_start(start), self._since_start(end))
+            for dp_rank, action, start, end in self._actions
+        ]
+        reduced = sum(self._since_start(end) - self._since_start(start) for start, end in self._reductions)
+        return StepTimes(self._step, actions, reduced)
+
+    def on_device(self) -> str | None:
+        """Which action the GPU is at, of those that it was given whole; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        for dp_rank, action, start, end in list(self._actions):
+            if not end.query():
+                at = "in" if start.query() else "before"
+                return f"its GPU is {at} the {action.op} of chunk {action.chunk_id} of rank {dp_rank}"
+        return "its GPU has done all actions that it was given"
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return perf_counter_ns()
+        event: _Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _since_start(self, mark: _Mark) -> int:
+        nanoseconds: int = mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6)
+        return nanoseconds
+
+
+def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:
+    """What each process did and waited for in a step, in order of rank, each a row of JSON.
+
+    What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
+    idle from then on until the last pipeline is done, when gradients can be reduced.
+    """
+    rows = []
+    last = max(own.end for own in spent)
+    for rank, own in enumerate(spent):
+        place = replace(layout, rank=rank)
+        span = max(spent[layout.rank_of(stage, place.copy)].end for stage in range(layout.pp))
+        wait = span - own.busy
+        rows.append(
+            {
+                "process": rank,
+                "stage": place.stage,
+                "pipeline": place.copy,
+                "busy_seconds": own.busy,
+                "wait_seconds": wait,
+                "bubble": wait / span if span else 0.0,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+            }
+        )
+    return rows
