@@ -71,6 +71,7 @@ class Watch:
 
         # what the watch has found
         self._rounds = 0
+        self._looked = time.monotonic()  # when the last of them was done
         self._beats: dict[int, tuple[str, int]] = {}  # the last word and step of the others, and of this process
         self._place = Place.of_this_process()
         self._places: dict[int, Place] = {}  # of the others
@@ -105,6 +106,11 @@ class Watch:
         When the job ends it does not come back: one that was suspended is awake again by then, and all could go on.
         """
         self._step = step
+        looked = self._looked
+        if time.monotonic() - looked > self._dead_after / 2:  # suspended meanwhile, perhaps: what became of the job?
+            self._wake.set()
+            while self._beating.is_alive() and self._looked == looked and not self._settled.is_set():
+                self._settled.wait(self._interval / 10)
         if self._settled.is_set():
             self.await_end()
 
@@ -186,6 +192,7 @@ class Watch:
                 self._over.set()
         else:
             self._judge(beats)
+        self._looked = time.monotonic()
 
     def _judge(self, beats: list[bytes]) -> None:
         """End the job if this process fails, another one died, or some were stopped."""

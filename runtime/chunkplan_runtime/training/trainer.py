@@ -148,6 +148,7 @@ class Run:
             report = self._largest.report(self._data.plan, self._folder.timeline, self._job, planned=planned)
             for line in [*report, f"timeline  {self._folder.timeline}"] if report else ():
                 say(line)
+        self._job.at_step(self._num_steps - 1)  # a job that ends leaves no model that looks whole
         save_final(self._learner, self._config, self._data.model_config, self._tokenizer, self._folder.final, self._job)
         say(f"saved     {self._folder.final}")
         say(f"metrics   {self._folder.metrics}")
