@@ -216,6 +216,14 @@ def test_a_call_that_the_template_leaves_out_is_named(command: Run, tmp_path: Pa
     assert "tools.jsonl:1: the chat template leaves out the call of `look_up` that `messages[1]` makes" in ran.err
 
 
+def test_a_call_that_is_left_out_is_named_though_the_tool_is_named_elsewhere() -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {}}}]
+    messages = [TOOL_USE[0], {**TOOL_USE[1], "content": "Let me see."}, *TOOL_USE[2:]]
+    assert _transformers("lfm2", messages, tools).count("look_up") == 1
+    with pytest.raises(RecordError, match="leaves out the call of `look_up`"):
+        _template("lfm2").render(_parse({"messages": messages, "tools": tools}))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("qwen3_5_think_training", {"x": None}), ("gemma4", {"x": ["p", {"y": None}]})],
@@ -254,6 +262,7 @@ JOINED = " a b"
     [
         ("idefics3", "assistant", True),  # would render nothing of a string
         ("gemma3", "user", True),
+        ("gemma4_v2", "developer", False),  # reads them of a developer that speaks later
         ("gemma3", "system", False),  # would render the first part alone
         ("qwen2_5_vl", "assistant", True),
         ("glm4moe", "user", True),
@@ -269,7 +278,7 @@ def test_parts_are_given_to_templates_that_read_them_and_joined_for_others(name:
         match role:
             case "user":
                 return [said]
-            case "system":
+            case "system" | "developer":
                 return [said, TOOL_USE[0]]
             case "tool":
                 return [*TOOL_USE[:2], said]

@@ -27,7 +27,7 @@ from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
 
 #: Goes into every key: a change of what a piece becomes needs a new number.
-_VERSION = 2
+_VERSION = 3
 
 _LONGEST = np.iinfo(np.int32).max
 

@@ -103,7 +103,7 @@ class ChatTemplate:
         full, spans = self._render_all(conversation, messages, conversation.tools)
         if "None" in full and any("None" in full[start:end] for start, end in spans):
             self._refuse_printed_nulls(conversation, messages)
-        refuse_missing_calls(conversation, full)
+        refuse_missing_calls(conversation, "".join(full[start:end] for start, end in spans))
         return full, spans
 
     def _shown(self, message: Message) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def reads_parts(render: Callable[[list[dict[str, Any]]], str], role: str, num_pa
     match role:
         case "user":
             messages = [message]
-        case "system":
+        case "system" | "developer":  # as they begin a conversation
             messages = [message, _USER]
         case "tool":
             messages = [_USER, _CALL, message]

@@ -32,14 +32,17 @@ def message_span(conversation: Conversation, beginnings: Beginnings, index: int)
     return min(start, end), end  # the template may leave the message out
 
 
-def refuse_missing_calls(conversation: Conversation, full: str) -> None:
-    """Raises RecordError where `full`, the rendering, lacks a call of a tool that counts: silence would be trained."""
+def refuse_missing_calls(conversation: Conversation, counted: str) -> None:
+    """Raises RecordError where `counted`, the text that counts, lacks a call of a tool: silence would be trained.
+
+    The rest of a rendering may name the tool as well, in a list of tools or in a question.
+    """
     for index, message in enumerate(conversation.messages):
         calls = message.fields.get("tool_calls") if message.fields and message.counts_in_loss else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function", call) if isinstance(call, dict) else None
             name = function.get("name") if isinstance(function, dict) else None
-            if isinstance(name, str) and name not in full:
+            if isinstance(name, str) and name not in counted:
                 raise RecordError(
                     f"the chat template leaves out the call of `{name}` that `messages[{index}]` makes",
                     reason="template",
