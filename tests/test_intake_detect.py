@@ -55,6 +55,9 @@ def test_the_evidence_says_what_was_found() -> None:
     assert some.evidence == "`text` in 2 of the first 3 records"
     mapped = detect([{"q": "a", "answer": "b"}], columns={"question": "q"})
     assert mapped.evidence == "`q` (question) and `answer` in the first record"
+    labelled = {"question": "a", "answer": "b"}
+    assert "`label`" in detect([{**labelled, "label": False}]).evidence
+    assert "`label`" not in detect([{**labelled, "label": 1}]).evidence  # which is not read
     assert detect([{"text": "a"}], schema="text").evidence == "--format text: `text` in the first record"
 
 

@@ -76,6 +76,18 @@ def test_bad_answers_stop_the_run_by_name_or_are_dropped_and_counted(tmp_path: P
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_labels_of_either_name_are_seen_wherever_they_begin(tmp_path: Path, name: str) -> None:
+    said = ANSWERS["conversations"]
+    records = [{**said, "kto_tag": None if n < 150 else n % 2 == 0, "label": None} for n in range(160)]
+    file = _write(tmp_path / name, [*records, {**said, "kto_tag": None, "label": False}])
+    with pytest.raises(DataError, match="`kto_tag` is false"):
+        analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+    analysis = analyze(file, tmp_path / "out", DROP, tokenizer=TOKENIZER)
+    assert analysis.manifest["rejected"] == {"undesirable": 6}
+    assert analysis.manifest["sources"][0]["unread_keys"] == {}
+
+
 def test_only_schemas_with_an_answer_have_labels() -> None:
     assert {name for name in SCHEMAS if "label" in SCHEMAS[name].roles} == ANSWERS.keys()
 

@@ -9,24 +9,25 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsupported, wrong
 
 #: Optional roles of these schemas.
-BESIDE = {"system": ("system",), "history": ("history",), "label": ("label",)}
+BESIDE = {"system": ("system",), "history": ("history",), "label": ("label", "kto_tag")}
 
-#: The key that other programs use for other labels too, such as numbers of classes.
-_LABEL = "label"
+#: Keys that other programs use for other labels too, such as numbers of classes.
+_LABELS = BESIDE["label"]
 
 
 def refuse_answer(record: dict[str, Any], columns: dict[str, str]) -> None:
     """Raises RecordError where the answer of `record` is labelled as a bad one, or exchanges come before it."""
-    key = columns["label"]
-    label = record.get(key)
-    if label is False:
-        raise RecordError(
-            f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
-            reason="undesirable",
-            hint=f"--undesirable drop leaves such records out, counted; remove `{key}` if it means another thing",
-        )
-    if label is not None and key != _LABEL:  # a key that the user has named
-        typed(label, bool, key)
+    named = columns["label"]
+    for key in _LABELS if named in _LABELS else (named,):
+        label = record.get(key)
+        if label is False:
+            raise RecordError(
+                f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
+                reason="undesirable",
+                hint=f"--undesirable drop leaves such records out, counted; remove `{key}` if it means another thing",
+            )
+        if label is not None and key not in _LABELS:  # a key that the user has named
+            typed(label, bool, key)
     key = columns["history"]
     if record.get(key):
         unsupported(
@@ -37,7 +38,7 @@ def refuse_answer(record: dict[str, Any], columns: dict[str, str]) -> None:
 
 def is_label(value: object, key: str) -> bool:
     """Whether `value`, found under `key` of the role `label`, is one; anything but a boolean is of no concern."""
-    return isinstance(value, bool) or key != _LABEL
+    return isinstance(value, bool) or key not in _LABELS
 
 
 def begin_with_system(

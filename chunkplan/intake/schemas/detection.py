@@ -8,6 +8,7 @@ from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.beside import is_label
 from chunkplan.intake.schemas.fields import quoted
 from chunkplan.intake.schemas.layout import Layout, Schema
 from chunkplan.intake.schemas.refused import refuse
@@ -134,11 +135,17 @@ def _evidence(name: str, columns: dict[str, str], records: list[dict[str, Any]])
     where = "the first record" if len(records) == 1 else f"{number} of the first {len(records)} records"
     keys = [f"`{columns[role]}`{'' if columns[role] in usual else f' ({role})'}" for role, usual in required.items()]
     text = f": {' and '.join(keys)} in {where}"
-    others = [columns[role] for role in optional if any(record.get(columns[role]) for record in records)]
+    others = [columns[role] for role in optional if any(_is_said(role, columns[role], record) for record in records)]
     if others:
         text += f", some with {quoted(others)}"
     speakers = _speakers([record.get(columns[role]) for record in records for role in required])
     return text + (f"; roles {', '.join(speakers)}" if speakers else "")
+
+
+def _is_said(role: str, key: str, record: dict[str, Any]) -> bool:
+    """Whether `record` says something for an optional role; a label that is false does."""
+    value = record.get(key)
+    return value is not None and is_label(value, key) if role == "label" else bool(value)
 
 
 def _speakers(values: list[Any]) -> list[str]:
