@@ -122,6 +122,8 @@ def test_a_link_that_leads_nowhere_stops_the_run_or_is_counted(tmp_path: Path) -
     skip = IntakeOptions(on_error="skip")
     for argument, names in (
         (tmp_path / "d", ["a.jsonl", "c.json", "part"]),
+        (tmp_path / "d/*", ["a.jsonl", "c.json", "part"]),
+        (tmp_path / "d/**", ["a.jsonl", "c.json", "part"]),
         (tmp_path / "d/*.j*", ["a.jsonl", "c.json"]),
     ):
         with pytest.raises(DataError, match="a link that leads nowhere") as caught:

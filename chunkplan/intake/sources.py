@@ -184,7 +184,7 @@ def _of_pattern(files: Files, pattern: str) -> list[SourceFile]:
         if "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
             found[links[-1]] = None  # the outermost
         elif not files.is_folder(path):
-            found |= {path: None} if _is_data(path) and not any(map(is_ours, folders)) else {}
+            found |= {path: None} if _is_source(files, path) and not any(map(is_ours, folders)) else {}
         elif "**" not in pattern:
             found |= dict.fromkeys(_below(files, path))
     return _check_any([_found(files, path) for path in found], f"no data matches {pattern}")
@@ -217,15 +217,17 @@ def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
-    for file in inside:
-        is_bare = "." not in name_of(file)  # a link to a folder that is gone may have such a name
-        if _is_data(file) or (is_bare and files.damage(file)):
-            yield file, False
+    yield from ((file, False) for file in inside if _is_source(files, file))
     for child in folders:
         if files.is_folder_link(child):
             yield child, False
         else:
             yield from _walk(files, child)
+
+
+def _is_source(files: Files, path: str) -> bool:
+    """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare."""
+    return _is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
 
 
 def _is_data(path: str) -> bool:
