@@ -189,6 +189,17 @@ def test_a_source_that_is_mostly_blank_is_warned_of(command: Run) -> None:
     assert "most-4.jsonl and 2 more\n" in ran.err
 
 
+def test_text_files_are_mostly_blank_together(command: Run) -> None:
+    """An empty file among others is nothing to warn of."""
+    Path("package").mkdir()
+    for number in range(6):
+        Path(f"package/{number}.txt").write_text("a b c" if number > 2 else "")
+    assert "warning: mostly blank" not in command("analyze", "package", "--tokenizer", TOKENIZER).err
+    Path("package/5.txt").write_text(" \n")
+    ran = command("analyze", "package", "--tokenizer", TOKENIZER)
+    assert "\nwarning: mostly blank: 4 of 6 records in text files\n" in ran.err
+
+
 def test_what_was_dropped_is_on_the_screen_and_in_the_document(command: Run) -> None:
     _write(Path("kto.jsonl"), [{**ANSWERS["messages"], "label": number % 2 == 0} for number in range(6)])
     stopped = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER)

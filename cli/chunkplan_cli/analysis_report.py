@@ -138,11 +138,15 @@ def _say_what_was_not_read(sources: list[dict[str, Any]], words: str) -> None:
 
 def _warn_of_sources(sources: list[dict[str, Any]]) -> None:
     """What is most likely not meant: sources that are mostly blank, and links that lead to data."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for source in sources:  # a text file is one record: together they are a corpus
+        groups.setdefault("text files" if source["format"] == "text" else _name(source), []).append(source)
     blank = []
-    for source in sources:
-        count, number = source["reasons"].get("empty", 0), source["records"] - source["not_sampled"]
+    for name, group in groups.items():
+        count = sum(source["reasons"].get("empty", 0) for source in group)
+        number = sum(source["records"] - source["not_sampled"] for source in group)
         if 2 * count > number:
-            blank.append(f"{count:,} of {counted(number, 'record')} in {_name(source)}")
+            blank.append(f"{count:,} of {counted(number, 'record')} in {name}")
     if blank:
         warn(f"mostly blank: {_several(blank[:_NAMED], len(blank))}")
     if links := [source["path"] for source in sources if source["format"] == "link"]:
