@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BuiltPlan:
-    """A plan\'s manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments.
+    """A plan's manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments.
 
     `moments` int64 [pp, 3]: what each stage holds when that takes most memory of all steps and ranks, see
     `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
