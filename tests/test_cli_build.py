@@ -75,12 +75,20 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
         ((), "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp"),
         (("--pp", "8", "--chunk-size", "65536"), "a smaller --chunk-size or --k, or --checkpointing full"),
         (("--pp", "8", "--checkpointing", "full"), "train with --kv-offload, which keeps keys and values (KV)"),
+        (
+            ("--dp", "8", "--chunk-size", "8192", "--k", "4"),
+            "a smaller --chunk-size or --k, or --checkpointing full; and train with --kv-offload",
+        ),
+        (
+            ("--dp", "8", "--chunk-size", "65536", "--checkpointing", "full"),
+            "a smaller --chunk-size or --k; and train with --kv-offload",
+        ),
     ],
-    ids=["states", "activations", "keys and values"],
+    ids=["states", "activations", "keys and values", "both", "both, with checkpoints"],
 )
 def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tuple[str, ...], helps: str) -> None:
     """The command that the hint names runs as it is and finds something that fits."""
-    longest = 2_600_000 if "full" in options else 300_000
+    longest = 2_600_000 if "--pp" in options and "full" in options else 300_000
     np.save(tmp_path / "lengths.npy", np.array([longest, *[300] * 40], np.int32))
     words = options if "--chunk-size" in options else ("--chunk-size", "2048", *options)
     document, said = built(tmp_path, "--k", "1", *words)
@@ -88,6 +96,7 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tupl
     assert not document["memory"]["fits"] and total > document["memory"]["gpu_bytes"]
     assert f"warning: Qwen2.5-7B takes {total / 2**30:,.1f} GiB a GPU in step 0, h100 has 79.0 GiB: " in said
     assert f"hint: {helps}" in said
+    assert "`chunkplan tune ANALYSIS --gpus N`" in " ".join(run(tmp_path, "inspect").stdout.split())
     assert ": does not fit" in run(tmp_path, "build", "lengths.npy", "--k", "1", *words, columns=120).stdout
     tune = re.search("`(chunkplan tune .*)` finds what fits", said)
     assert tune
@@ -116,6 +125,7 @@ def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
     options = ("--model-config", ".", "--k", "4")
     _, said = built(data, *options, "--chunk-size", "1048576")
     assert "warning: ChunkSize 1,048,576 is larger than any sequence (the longest has 9,000 tokens)" in said
+    assert "`chunkplan tune lengths.npy --model-config . --gpus 8` chooses one" in said
     for others in (("--chunk-size", "9000"), ("--chunk-size", "9001", "--no-split")):
         assert "larger than any sequence" not in built(data, *options, *others)[1]
 

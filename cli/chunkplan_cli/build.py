@@ -94,12 +94,18 @@ def build(
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     memory = memory_at(plans[target].moments, plans[target].ranks, settings, cost, **held_by)
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
+    place_words = [*([str(analysis)] if analysis else []), *(["--workspace", str(workspace)] if workspace else [])]
+    machine_words = [
+        word
+        for given in (machine, tuning)
+        for name in given
+        if name in _OF_TUNE
+        for word in (_OF_TUNE[name], given.typed[name])
+    ]
+    tune = ["chunkplan", "tune", *place_words, *machine_words]
     if not auto and settings.split != "none":
-        warn_of_chunk_size(settings.chunk_size, plans[target].manifest["totals"]["longest_sequence"])
-    tune = [*([str(analysis)] if analysis else []), *(["--workspace", str(workspace)] if workspace else [])]
-    for given in (machine, tuning):
-        tune += [word for name in given if name in _OF_TUNE for word in (_OF_TUNE[name], given.typed[name])]
-    warn_of_memory(memory, cost, settings, None if from_file else ["chunkplan", "tune", *tune])
+        warn_of_chunk_size(settings.chunk_size, plans[target].manifest["totals"]["longest_sequence"], tune)
+    warn_of_memory(memory, cost, settings, None if from_file else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
     if not dry_run:

@@ -112,5 +112,5 @@ def _memory(memory: PlanMemory | None) -> Text:
     words = ", ".join(f"{name} {gibibytes(num_bytes).removesuffix(' GiB')}" for name, num_bytes in parts)
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
-    fits = "" if memory.fits else ", does not fit; `chunkplan tune` finds what does"
+    fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
     return Text.assemble(("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), f"\n{words}")

@@ -34,22 +34,35 @@ def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune
     if held.weights + held.gradients + held.optimizer + held.reserved > memory.gpu_bytes:
         helps = "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp"
         gpus = max(8, 2 * gpus)
-    elif held.kv + held.kv_gradients > held.activations + held.stage_inputs:
-        helps = "train with --kv-offload, which keeps keys and values (KV) in host memory; or more --pp"
     else:
-        helps = "a smaller --chunk-size or --k, or --checkpointing full"
+        helps = "; and ".join(_what_helps(memory, cost))
     command = "chunkplan tune" if tune is None else shlex.join([*tune, "--gpus", str(gpus)])
     note(f"hint: {helps}; `{command}` finds what fits")
 
 
-def warn_of_chunk_size(chunk_size: int, longest: int) -> None:
-    """Where no sequence is as long as a chunk may be."""
+def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
+    """Against the larger of what chunks and what keys and values take, or against both if neither alone would do."""
+    held = memory.memory
+    of_chunks = held.activations + held.stage_inputs
+    of_kv = held.kv + held.kv_gradients
+    room = memory.gpu_bytes - (held.total - of_chunks - of_kv)
+    helps = []
+    if of_chunks > room or of_chunks >= of_kv:
+        full = "" if cost.checkpointing == "full" else ", or --checkpointing full"
+        helps.append(f"a smaller --chunk-size or --k{full}")
+    if of_kv > room or of_kv > of_chunks:
+        helps.append("train with --kv-offload, which keeps keys and values (KV) in host memory, or more --pp")
+    return helps
+
+
+def warn_of_chunk_size(chunk_size: int, longest: int, tune: list[str]) -> None:
+    """Where no sequence is as long as a chunk may be. `tune`: the command that tunes for the same data and model."""
     if chunk_size > longest:
         warn(
             f"ChunkSize {chunk_size:,} is larger than any sequence (the longest has {counted(longest, 'token')}): "
             "nothing is split, chunks are packed with whole sequences"
         )
-        note("hint: a smaller --chunk-size takes less memory; `chunkplan tune` chooses one")
+        note(f"hint: a smaller --chunk-size takes less memory; `{shlex.join([*tune, '--gpus', '8'])}` chooses one")
 
 
 def warn_of_positions(positions: Positions | None, model: str) -> None:
