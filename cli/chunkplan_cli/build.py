@@ -94,15 +94,7 @@ def build(
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     memory = memory_at(plans[target].moments, plans[target].ranks, settings, cost, **held_by)
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
-    place_words = [*([str(analysis)] if analysis else []), *(["--workspace", str(workspace)] if workspace else [])]
-    machine_words = [
-        word
-        for given in (machine, tuning)
-        for name in given
-        if name in _OF_TUNE
-        for word in (_OF_TUNE[name], given.typed[name])
-    ]
-    tune = ["chunkplan", "tune", *place_words, *machine_words]
+    tune = _tune_command(analysis, workspace, machine, tuning)
     if not auto and settings.split != "none":
         warn_of_chunk_size(settings.chunk_size, plans[target].manifest["totals"]["longest_sequence"], tune)
     warn_of_memory(memory, cost, settings, None if from_file else tune)
@@ -117,6 +109,15 @@ def build(
 _OF_TUNE = {
     name: options_of(TuneOptions)[name].flag for name in ("shape", "hardware", "gpu_memory", "precision", "sharding")
 }
+
+
+def _tune_command(analysis: Path | None, workspace: Path | None, machine: Given, tuning: Given) -> list[str]:
+    """The words of `chunkplan tune` for the same data, model and GPUs."""
+    words = [str(analysis)] if analysis else []
+    words += ["--workspace", str(workspace)] if workspace else []
+    for given in (machine, tuning):
+        words += [word for name in given if name in _OF_TUNE for word in (_OF_TUNE[name], given.typed[name])]
+    return ["chunkplan", "tune", *words]
 
 
 def _show(
