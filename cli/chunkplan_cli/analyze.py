@@ -118,7 +118,7 @@ def analyze(
         if headline and is_given:
             raise UsageError(
                 f"--headline and {other} exclude each other",
-                hint="leave it out; `chunkplan tune --json` predicts for your model and GPUs",
+                hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
             )
     place = Workspace.find(workspace)
     options = IntakeOptions(**_with_length_column(intake, how.length_column))

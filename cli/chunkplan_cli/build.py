@@ -96,7 +96,8 @@ def build(
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, machine, tuning)
     if not auto and settings.split != "none":
-        warn_of_chunk_size(settings.chunk_size, plans[target].manifest["totals"]["longest_sequence"], tune)
+        totals = plans[target].manifest["totals"]
+        warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
     warn_of_memory(memory, cost, settings, None if from_file else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)

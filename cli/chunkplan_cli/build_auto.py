@@ -82,6 +82,12 @@ def _compare(analysis: Analysis, found: Tuned, config: Any) -> None:
             f"the lengths have drifted: {percent(drift.moved)} of the tokens are in other length classes than when "
             f"tuned, the longest sequence has {drift.longest_now:,} tokens (then {drift.longest_before:,}); tune again"
         )
+    if not drift.fits and drift.longest_now <= drift.longest_before:
+        raise UsageError(
+            f"with these options it would take {gibibytes(drift.memory.total)} a GPU, tuned for "
+            f"{gibibytes(drift.gpu_memory)}",
+            hint="leave out the options that were not tuned, or run `chunkplan tune` again with them",
+        )
     if not drift.fits:
         raise UsageError(
             f"with these lengths it would take {gibibytes(drift.memory.total)} a GPU, tuned for "

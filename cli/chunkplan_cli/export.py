@@ -96,7 +96,7 @@ def export(
     from chunkplan_cli.compilation import note_compilation
 
     place = Workspace.find(workspace)
-    source = find_plan(path, place, "run `chunkplan build --chunk-size 8192 --k 4`, or give a PLAN or an ANALYSIS")
+    source = find_plan(path, place, "a PLAN or an ANALYSIS")
     target = output or place.root / f"export-{to}"
     with note_compilation(), progress("exporting", "M tokens", 1_000_000) as report_progress:
         written = run(

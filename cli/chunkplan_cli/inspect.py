@@ -11,6 +11,7 @@ import typer
 from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import JsonOption, WorkspaceOption
 from chunkplan_cli.page import write_page
+from chunkplan_cli.places import find_plan
 from chunkplan_cli.terminal import print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -67,12 +68,7 @@ def inspect(
     from chunkplan.workspace import Workspace
 
     place = Workspace.find(workspace)
-    if path is None and not place.plan.exists():
-        raise UsageError(
-            f"there is no plan in the workspace {place.root}",
-            hint="run `chunkplan build --chunk-size 8192 --k 4`, or give a PLAN or an ANALYSIS",
-        )
-    path = path or place.plan
+    path = find_plan(path, place, "a PLAN or an ANALYSIS")
     given: dict[str, object] = {"step": step, "rank": rank, "chunk": chunk}
     given |= {"text": text or None, "tokenizer": tokenizer, "analysis": analysis}
     if tuning is not None and html is None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chunkplan.errors import UsageError
-
-if TYPE_CHECKING:
-    from chunkplan.workspace import Workspace
+from chunkplan.workspace import Workspace
 
 
 def find_analysis(given: Path | None, place: Workspace) -> Path:
@@ -20,12 +18,16 @@ def find_analysis(given: Path | None, place: Workspace) -> Path:
     return given or place.analysis
 
 
-def find_plan(given: Path | None, place: Workspace, hint: str) -> Path:
+def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
     """The plan, or whatever else was given in its place, or the plan of the workspace.
 
     Raises:
-        UsageError: there is none; `hint` says what to do.
+        UsageError: there is none; `others` is what may be given, as in "PLAN".
     """
     if given is None and not place.plan.exists():
-        raise UsageError(f"there is no plan in the workspace {place.root}", hint=hint)
+        command = ["chunkplan", "build", "--auto", "--gpus", "8"]
+        command += [] if place == Workspace.find() else ["--workspace", str(place.root)]
+        raise UsageError(
+            f"there is no plan in the workspace {place.root}", hint=f"run `{shlex.join(command)}`, or give {others}"
+        )
     return given or place.plan

@@ -55,12 +55,16 @@ def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
     return helps
 
 
-def warn_of_chunk_size(chunk_size: int, longest: int, tune: list[str]) -> None:
-    """Where no sequence is as long as a chunk may be. `tune`: the command that tunes for the same data and model."""
-    if chunk_size > longest:
+def warn_of_chunk_size(chunk_size: int, totals: dict[str, int], dp: int, *, fits: bool, tune: list[str]) -> None:
+    """Where no sequence is as long as a chunk may be, and that is of no use: nothing fills one, or it does not fit.
+
+    `totals`: those of the plan's manifest. `tune`: the command that tunes for the same data and model.
+    """
+    longest, rank_tokens = totals["longest_sequence"], totals["num_tokens"] // (totals["num_steps"] * dp)
+    if chunk_size > longest and (chunk_size > rank_tokens or not fits):
         warn(
             f"ChunkSize {chunk_size:,} is larger than any sequence (the longest has {counted(longest, 'token')}): "
-            "nothing is split, chunks are packed with whole sequences"
+            f"nothing is split. A rank's step has {counted(rank_tokens, 'token')} on average"
         )
         note(f"hint: a smaller --chunk-size takes less memory; `{shlex.join([*tune, '--gpus', '8'])}` chooses one")
 

@@ -170,7 +170,7 @@ def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:
     from chunkplan.workspace import Workspace
     from chunkplan_cli.places import find_plan
 
-    plan = load_plan(find_plan(path, Workspace.find(workspace), "run `chunkplan build`, or give PLAN or --lengths"))
+    plan = load_plan(find_plan(path, Workspace.find(workspace), "PLAN or --lengths"))
     if pp not in (None, plan.config.pp):
         raise UsageError(
             f"the plan is for {plan.config.pp} pipeline stages, --pp is {pp}",
