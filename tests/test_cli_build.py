@@ -127,7 +127,11 @@ def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
     assert "warning: ChunkSize 1,048,576 is larger than any sequence (the longest has 9,000 tokens)" in said
     assert "`chunkplan tune lengths.npy --model-config . --gpus 8` chooses one" in said
     assert "A rank's step has " in said
-    for others in (("--chunk-size", "9000"), ("--chunk-size", "9001"), ("--chunk-size", "9001", "--no-split")):
+    for others in (
+        ("--chunk-size", "9000"),
+        ("--chunk-size", "9001", "--global-batch", "900"),
+        ("--chunk-size", "9001", "--no-split"),
+    ):
         assert "larger than any sequence" not in built(data, *options, *others)[1]
 
 
