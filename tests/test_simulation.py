@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,34 @@ EXAMPLE = [1024, 1024, 2048, 4096]
 
 def example(chunk_size: int | None, k: int | None, schedule: str, **options: Any) -> Simulation:
     return simulate_lengths(EXAMPLE, chunk_size=chunk_size, k=k, pp=4, schedule=schedule, cost="unit", **options)
+
+
+def drawn(simulation: Simulation, unit: int) -> str:
+    """What each stage does in each unit of time: a chunk's letter, small in a backward, w in the half of weights."""
+    width = round(simulation.makespan / unit)
+    rows = [["."] * width for _ in range(simulation.pp)]
+    for action in simulation.to_dict()["actions"]:
+        letter = chr(ord("A") + action["chunk_id"])
+        mark = {"backward": letter.lower(), "backward_input": letter.lower(), "backward_weight": "w"}
+        for moment in range(round(action["start"] / unit), round(action["end"] / unit)):
+            rows[action["stage"]][moment] = mark.get(action["op"], letter)
+    return "\n".join(f"    s{stage} |{''.join(row)}|" for stage, row in enumerate(rows))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "module", "k", "pp", "unit"),
+    [
+        ("algorithm2", "algorithm2", 1, 1, 1024),
+        ("1f1b", "state_aware_1f1b", 2, 4, 1024),
+        ("interleaved", "interleaved", 2, 4, 512),
+        ("zero-bubble", "zero_bubble", 2, 4, 1024),
+        ("search", "search", 2, 4, 1024),
+    ],
+)
+def test_a_schedule_does_what_its_docstring_draws(schedule: str, module: str, k: int, pp: int, unit: int) -> None:
+    found = simulate_lengths(EXAMPLE, chunk_size=2048, k=k, pp=pp, schedule=schedule, cost="unit")
+    words = import_module(f"chunkplan.schedule.{module}").__doc__
+    assert words is not None and drawn(found, unit) in words
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,11 @@
 Two errata of the pseudocode in circulation are mended: the *last* K chunks of a group keep their activations, and
 backward (with its recompute) goes in *descending* order, because a chunk's KV gradient is complete only after all
 later chunks have sent theirs.
+
+Chunks A and B are standalone, C and D the parts of one sequence; K = 1. Capitals are forwards, small letters backwards;
+C is forwarded first without keeping activations, and again before its backward:
+
+    s0 |AAaaaaBBbbbbCCDDddddCCcccc|
 """
 
 from __future__ import annotations

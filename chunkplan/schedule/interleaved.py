@@ -2,6 +2,14 @@
 
 The interleaved schedule of Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2), over chunks as micro-batches
 and with ChunkFlow's (arXiv 2503.02356, section 4.3) order of backwards: descending within a group.
+
+Chunks A and B are standalone, C and D the parts of one sequence; K = 2, two model parts a stage, time goes right.
+Capitals are forwards, small letters backwards:
+
+    s0 |AABBCCDDAABBCCDD............aaaa..bbbb....ddddccccaaaabbbbddddcccc|
+    s1 |..AABBCCDDAABBCCDD......aaaa..bbbb....ddddccccaaaabbbbddddcccc....|
+    s2 |....AABBCCDDAABBCC..aaaaDDbbbb....ddddccccaaaabbbbddddcccc........|
+    s3 |......AABBCCDDAAaaaaBBbbbbCCDDddddccccaaaabbbbddddcccc............|
 """
 
 from __future__ import annotations

@@ -2,6 +2,14 @@
 
 1F1B over chunks as micro-batches, with the order of backwards that dependent chunks ask for: descending within a
 group. On whole sequences it is plain 1F1B.
+
+Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards, small
+letters backwards; the stages warm up, alternate, and drain:
+
+    s0 |AABBCCDD............aaaa..bbbb........ddddcccc|
+    s1 |..AABBCC........aaaaDDbbbb........ddddcccc....|
+    s2 |....AABB....aaaaCCbbbbDD......ddddcccc........|
+    s3 |......AAaaaaBBbbbbCC....DDddddcccc............|
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241) on the chunks of 
 gradients of inputs are on the way from stage to stage; those of weights fill what would be bubbles, and the end. Groups
 backward in descending order and hold no more chunks than they keep; a chunk's activations are held until its weight
 half.
+
+Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards, small
+letters the halves of backwards that the stage before waits for, w those of weights:
+
+    s0 |AABBCCDD......aawwbbww..ddccwwww|
+    s1 |..AABBCCDD..aawwbbww..ddccwwww..|
+    s2 |....AABBCCaaDDbbwwwwddccwwww....|
+    s3 |......AAaaBBbbCCDDddccwwwwwwww..|
 """
 
 from __future__ import annotations
