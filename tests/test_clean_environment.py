@@ -21,8 +21,8 @@ MODEL = ("--model-config", "sample_data/model/config.json")
 WORK = [
     ("analyze", "sample_data/chat.jsonl", "sample_data/math.jsonl", *TOKENIZER),
     ("tune", "--gpus", "8", "--chunk-sizes", "512,1024", "--ks", "1,2"),
-    ("build", "--chunk-size", "512", "--k", "2", "--global-batch", "64"),
-    ("build", "--chunk-size", "512", "--k", "1", "--global-batch", "64", "--output", "other"),
+    ("build", "--chunk-size", "512", "--k", "2", "--global-batch", "64", *MODEL),
+    ("build", "--chunk-size", "512", "--k", "1", "--global-batch", "64", *MODEL, "--output", "other"),
     ("inspect",),
     ("inspect", "--step", "0"),
     ("validate",),
