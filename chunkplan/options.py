@@ -207,6 +207,8 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
 def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
     """Values by field, of a file whose entries are the flags of a configuration without the dashes before them.
 
+    What no flag says is no entry either; where a flag says several fields, each of these is one.
+
     Raises:
         UsageError: the file cannot be read.
         DataError: it is not TOML, or an entry is unknown or not what it may be.
@@ -216,8 +218,10 @@ def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}", hint="give a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"not TOML: {error}", where=str(path), hint=f"lines such as {_EXAMPLE_LINE}") from error
-    declared = {name.replace("_", "-"): one for name, one in options_of(config).items()}
+        raise DataError(f"not TOML: {error}", where=str(path), hint="lines such as seed = 0") from error
+    options = options_of(config).values()
+    typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
+    declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
     values = {}
     for entry, value in entries.items():
         found = declared.get(entry.replace("_", "-"))
@@ -232,6 +236,3 @@ def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
             )
         values[found.name] = loaded
     return values
-
-
-_EXAMPLE_LINE = "chunk-size = 8192"
