@@ -26,7 +26,7 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 pytest pytest-xdist hypothesis \
 		--editable '.[hf,lora]'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not soak' \
-		tests/test_runtime*.py tests/test_distributed*.py
+		tests/runtime
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

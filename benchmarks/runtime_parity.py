@@ -29,8 +29,8 @@ from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import TOLERANCE, compare_plan, write_random_analysis
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from test_runtime_parity import MODELS
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.runtime.test_parity import MODELS
 
 Row = dict[str, Any]
 

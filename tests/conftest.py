@@ -20,7 +20,8 @@ from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
-from tests.command_line import Ran, Run
+from tests.support.command_line import Ran, Run
+from tests.support.places import ROOT
 
 # Workers of pytest-xdist ignore it, and so does what is started in the background of a script; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,8 +38,9 @@ typer.main.get_command = cache(typer.main.get_command)
 
 #: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
 LONGEST = (
-    *("test_docs", "test_distributed_train", "test_distributed_gradients", "test_runtime_train_resume"),
-    *("test_runtime_chunk_trainer", "test_cli_tune", "test_tuning", "test_distributed_watch", "test_clean_environment"),
+    *("docs/test_docs", "runtime/distributed/test_train", "runtime/distributed/test_gradients"),
+    *("runtime/training/test_resume", "runtime/hf/test_chunk_trainer", "cli/test_tune", "tuning/test_tuning"),
+    *("runtime/failures/test_watch", "test_clean_environment"),
 )
 
 #: (sequence_id, start, end)
@@ -77,7 +79,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files, not what is in them."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    place = {ROOT / "tests" / f"{name}.py": at for at, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in place)
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

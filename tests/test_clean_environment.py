@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.packages import PROJECT, ROOT, build_copy
+from tests.support.packages import PROJECT, ROOT, build_copy
 
 pytestmark = pytest.mark.soak
 

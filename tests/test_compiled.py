@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
 
 #: Packs two items, then has the patience of commands end; says what came out, and whether something was compiled.
 PACK = """

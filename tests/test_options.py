@@ -19,7 +19,7 @@ from chunkplan.options import UNSET, entries_of, options_of, read_toml
 from chunkplan.planfile.manifest_entries import PLAN
 from chunkplan_cli.main import app
 from chunkplan_runtime.training.config import TrainConfig
-from tests.command_line import Run
+from tests.support.command_line import Run
 
 CONFIGS = [IntakeOptions, PlanConfig, CostModel, TuneOptions, TrainConfig]
 

@@ -6,12 +6,12 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
+
 LICENCES = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
 LISTED = runpy.run_path(str(ROOT / "docs" / "list_licences.py"))
 

@@ -12,8 +12,7 @@ import pytest
 
 from chunkplan import analyze, load_analysis
 from chunkplan.errors import ChunkplanError
-
-ROOT = Path(__file__).parents[1]
+from tests.support.places import ROOT
 
 #: Modules that run what they read, and calls that do, unless they are given the arguments named.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}

@@ -19,12 +19,13 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.screen import Screen
-from tests.long_tail import write_long_tail
-from tests.training_checks import hidden_files, lines
+from tests.support.long_tail import write_long_tail
+from tests.support.places import ROOT
+from tests.support.training_checks import hidden_files, lines
 
 pytestmark = pytest.mark.soak
 
-SAMPLES = Path(__file__).parents[1] / "sample_data"
+SAMPLES = ROOT / "sample_data"
 CHUNK_SIZE = 128
 
 #: 12 MB of 600, twice of what comes and goes; over 140 steps 90 KB each.

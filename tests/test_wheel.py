@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import Built, build_copy, build_in
+from tests.support.packages import Built, build_copy, build_in
+from tests.support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("chunkplan", "chunkplan_runtime", "chunkplan_cli")
 SOURCES = ("chunkplan", "runtime/chunkplan_runtime", "cli/chunkplan_cli")
 

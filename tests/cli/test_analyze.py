@@ -1,0 +1,414 @@
+"""`chunkplan analyze` and `chunkplan merge` from their options to what is on the screen and in the files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from chunkplan.config.intake import MAX_RECORD_BYTES, IntakeOptions
+from chunkplan.lengths import length_report
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_analysis
+from chunkplan_cli import progress
+from chunkplan_cli.length_report import print_length_report
+from tests.support.command_line import Run
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+
+
+@pytest.fixture
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in a folder with `dataset.jsonl` in it."""
+    write("dataset.jsonl", *({"text": "word " * 3**power} for power in range(10)))
+    return command
+
+
+def write(name: str, *records: Any) -> None:
+    """Records as JSON lines; strings are written as they are."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    Path(name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def analyzed(run: Run, *arguments: object) -> Analysis:
+    """The analysis that `chunkplan analyze ARGUMENTS` with the sample tokenizer leaves in the workspace."""
+    ran = run("analyze", *arguments, "--tokenizer", TOKENIZER)
+    assert ran.code == 0, ran.err
+    return load_analysis(Path("chunkplan-out/analysis"))
+
+
+def test_a_bare_dataset_is_estimated_and_says_so_loudly(run: Run) -> None:
+    ran = run("analyze", "dataset.jsonl")
+    assert ran.out.startswith("ESTIMATED from bytes, no tokenizer:")
+    for title in ("Lengths (estimated)", "Histogram (estimated)", "The tail (estimated)"):
+        assert title in ran.out
+    assert "warning: no tokenizer" in ran.err
+    assert "hint: give --tokenizer FILE" in ran.err
+    assert "next: chunkplan tune --gpus 8 --output tune.json\n" in ran.err
+    assert not load_analysis(Path("chunkplan-out/analysis")).is_exact
+
+
+def test_with_a_tokenizer_nothing_is_estimated(run: Run) -> None:
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--workspace", "ws", "--max-length", "100")
+    assert "estimated" not in (ran.out + ran.err).lower()
+    assert "read dataset.jsonl: text, 10 records (`text` in 10 of the first 10 records)\n" in ran.err
+    assert "analysis in ws/analysis\n" in ran.err
+    assert "next: chunkplan tune --workspace ws --gpus 8 --output tune.json\n" in ran.err
+    assert " cut by " in ran.out
+    assert load_analysis(Path("ws/analysis")).num_tokens.max() == 100
+
+
+def test_the_tokenizer_of_the_workspace_is_used(run: Run) -> None:
+    Path("ws").mkdir()
+    Path("ws/workspace.toml").write_text(f"tokenizer = {json.dumps(str(TOKENIZER))}\n")
+    assert "ESTIMATED" not in run("analyze", "dataset.jsonl", "--workspace", "ws").out
+
+
+def test_a_second_run_says_what_it_replaced(run: Run) -> None:
+    first = run("analyze", "dataset.jsonl", "--output", "there").err
+    assert "replaced" not in first
+    assert "next: chunkplan tune there --gpus 8 --output tune.json\n" in first
+    second = run("analyze", "dataset.jsonl", "--output", "there").err
+    assert "analysis in there (replaced the analysis of dataset.jsonl, 10 sequences)" in second
+    Path("there/manifest.json").write_text('{"kind": "analysis", "schem')
+    assert "replaced something that is no analysis" in run("analyze", "dataset.jsonl", "--output", "there").err
+
+
+def test_json_is_one_document_with_the_report_and_all_of_the_manifest_that_tells_what_was_read(run: Run) -> None:
+    write("bad.jsonl", {"text": "fine"}, {"text": ""})
+    ran = run("analyze", "dataset.jsonl", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip", "--json")
+    document = json.loads(ran.out)
+    analysis = load_analysis(Path("chunkplan-out/analysis"))
+    assert document.pop("analysis") == "chunkplan-out/analysis"
+    assert document.pop("report") == json.loads(json.dumps(length_report(analysis).to_dict()))
+    assert document == {name: analysis.manifest[name] for name in document}
+    told = {"kind", "schema_version", "tool_version", "content_hashes", "totals", "max_token_id", "tokens"}
+    assert analysis.manifest.keys() - document.keys() == told
+    assert document["rejected"] == {"empty": 1}
+    assert document["options"]["on_error"] == "skip"
+    assert "2 records, 1 rejected" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--format", "text"), {"schema": "text"}),
+        (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
+        (("--length-column", "n"), {"columns": {"length": "n"}}),
+        (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
+        (("--on-error", "skip"), {"on_error": "skip"}),
+        (("--undesirable", "drop"), {"undesirable": "drop"}),
+        (("--no-tokens",), {"tokens": False}),
+        (("--sample", "0.25"), {"sample": 0.25}),
+        (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
+        ((), {}),
+    ],
+)
+def test_every_option_of_the_intake_is_one_of_the_command_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    """...and without any, they are those of Python."""
+    asked: list[IntakeOptions] = []
+
+    def note_options(paths: object, output: object, options: IntakeOptions, **rest: object) -> None:
+        asked.append(options)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("chunkplan.intake.analyze.analyze", note_options)
+    run("analyze", "dataset.jsonl", *options)
+    assert asked == [IntakeOptions(**expected)]
+    named = {"schema", "columns", "max_length", "long", "on_error", "undesirable"}
+    named |= {"tokens", "sample", "max_record_bytes"}
+    assert {field.name for field in fields(IntakeOptions)} == named
+
+
+def test_records_are_read_as_the_user_says(run: Run) -> None:
+    write("odd.jsonl", {"body": "one two " * 5, "n": 7, "text": "t t"}, {"body": "three " * 9, "n": 9, "text": "t t"})
+    by_text = analyzed(run, "odd.jsonl").num_tokens
+    assert (analyzed(run, "odd.jsonl", "--column", "text=body").num_tokens > by_text).all()
+    assert list(analyzed(run, "odd.jsonl", "--length-column", "n").num_tokens) == [7, 9]
+    assert analyzed(run, "odd.jsonl", "--format", "text").manifest["sources"][0]["evidence"].startswith("--format text")
+    write("chat.jsonl", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]})
+    Path("plain.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    by_template = analyzed(run, "chat.jsonl", "--chat-template", "plain.jinja").num_tokens
+    assert by_template < analyzed(run, "chat.jsonl").num_tokens
+
+
+def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> None:
+    everything = analyzed(run, "dataset.jsonl")
+    num_long = int((everything.num_tokens > 100).sum())
+    assert 0 < num_long < everything.num_sequences
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "drop")
+    assert f"{num_long} rejected: too-long" in ran.out
+    assert f"10 records = {10 - num_long} sequences + {num_long} rejected\n" in ran.err
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "error")
+    assert ran.code == 3
+    assert re.search(r"dataset\.jsonl:6: \d+ tokens, more than 100\nhint: raise --max-length, or say --long", ran.err)
+
+
+def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
+    write("bad.jsonl", {"text": "fine"}, {"text": " "}, "[1]", {"text": 3}, "{", {"text": "also fine"})
+    stopped = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER)
+    assert stopped.code == 3
+    assert stopped.err == (
+        "error: bad.jsonl:3: found a list, expected one JSON object a line\n"
+        "hint: JSONL has one JSON object a line; an array is read from files named .json; --on-error skip counts such "
+        "records and goes on\n"
+    )
+    assert not Path("chunkplan-out/analysis").exists()
+    ran = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip")
+    assert ran.code == 0
+    assert "4 rejected: 1 empty, 1 not-an-object, 1 not-json, 1 schema" in " ".join(ran.out.split())
+    assert "6 records = 2 sequences + 4 rejected\n" in ran.err
+    assert "rejected records are listed in chunkplan-out/analysis/rejected.jsonl\n" in ran.err
+    listed = [json.loads(line) for line in Path("chunkplan-out/analysis/rejected.jsonl").read_text().splitlines()]
+    assert [(one["file"], one["line"], one["reason"]) for one in listed] == [
+        ("bad.jsonl", 2, "empty"),
+        ("bad.jsonl", 3, "not-an-object"),
+        ("bad.jsonl", 4, "schema"),
+        ("bad.jsonl", 5, "not-json"),
+    ]
+
+
+def test_a_record_over_the_limit_is_refused_by_its_size(run: Run) -> None:
+    assert f"Default: {MAX_RECORD_BYTES / 1e6:g}." in run("analyze", "--help").out
+    refused = run("analyze", "dataset.jsonl", "--max-record-mb", 0.001)
+    assert refused.code == 3
+    assert "dataset.jsonl:6: " in refused.err
+
+
+def test_lengths_alone_are_enough_to_plan_and_nothing_is_said_of_targets(run: Run) -> None:
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-tokens")
+    assert "warning: lengths only, no tokens are stored: enough to plan but not to train" in ran.err
+    assert "target tokens" not in ran.out
+    assert not load_analysis(Path("chunkplan-out/analysis")).has_tokens
+    assert run("build", "--chunk-size", 512, "--k", 2).code == 0
+    assert "target tokens" in run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER).out
+
+
+def test_a_sample_says_that_it_is_one_everywhere_with_ranges(run: Run) -> None:
+    lengths = np.random.default_rng(1).geometric(0.01, 5000)
+    write("lengths.jsonl", *({"length": int(length)} for length in lengths))
+    ran = run("analyze", "lengths.jsonl", "--sample", "0.1")
+    assert ran.code == 0
+    assert ran.out.startswith("A SAMPLE of 10% of the records; ranges hold in 95 of 100 samples.\n")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "…" not in ran.out
+    [count, whole, low, high] = re.findall(r"^sequences +(\d+) +in all ([\d,]+) \(([\d,]+)-([\d,]+)\)", ran.out, re.M)[
+        0
+    ]
+    assert int(low.replace(",", "")) <= 5000 <= int(high.replace(",", ""))
+    assert int(whole.replace(",", "")) == pytest.approx(10 * int(count), abs=1)
+    assert f"5,000 records = {count} sequences + {5000 - int(count):,} left out of the sample\n" in ran.err
+    assert "warning: a sample of 10%: enough to plan roughly, nothing of it can be trained" in ran.err
+    between = re.findall(r"^ +50% +(\d+) +(\d+)-(\d+) ", ran.out, re.M)
+    [(median, least, most)] = [tuple(map(int, found)) for found in between]
+    assert least <= median <= most
+    assert least <= np.median(lengths) <= most
+    built = run("build", "--chunk-size", 512, "--k", 2)
+    assert built.code == 0
+    assert "sample" in built.err
+
+
+def test_shards_are_merged_into_what_one_machine_makes(run: Run) -> None:
+    """With the command that the hint names, as a shell expands it."""
+    write("more.jsonl", *({"text": f"number {number}"} for number in range(30)))
+    data = ("dataset.jsonl", "more.jsonl", "--tokenizer", TOKENIZER)
+    whole = analyzed(run, *data[:2])
+    for index in (1, 2, 3):
+        ran = run("analyze", *data, "--shard", f"{index}/3", "--workspace", "my ws")
+        assert (ran.code, ran.out) == (0, "")
+        assert f"shard {index} of 3 in my ws/shard-{index}-of-3\n" in ran.err
+    [hint] = re.findall(r"^next, once all 3 are done: chunkplan (merge .*)$", ran.err, re.M)
+    expanded = subprocess.run(["bash", "-c", f"printf '%s\\n' {hint}"], capture_output=True, text=True, check=True)
+    merged = run(*expanded.stdout.splitlines())
+    assert merged.code == 0, merged.err
+    assert "read more.jsonl: text, 30 records" in merged.err
+    assert "analysis in my ws/analysis\n" in merged.err
+    assert load_analysis(Path("my ws/analysis")).content_hash == whole.content_hash
+    assert merged.out == run("inspect", "my ws/analysis").out
+    document = json.loads(run("merge", *expanded.stdout.splitlines()[1:], "--json").out)
+    assert document["content_hash"] == whole.content_hash
+    missing = run("merge", "my ws/shard-1-of-3", "my ws/shard-3-of-3", "--workspace", "my ws")
+    assert missing.code == 2
+    assert "shard 2 of 3 is missing" in missing.err
+
+
+def test_the_standard_input_is_read_as_lines(tmp_path: Path) -> None:
+    lines = '{"text": "one"}\n{"text": 2}\n{"text": "two"}\n'
+    command = [sys.executable, "-m", "chunkplan_cli.main", "analyze", "-", "--tokenizer", str(TOKENIZER)]
+    ran = subprocess.run(
+        [*command, "--on-error", "skip"], cwd=tmp_path, input=lines, capture_output=True, text=True, check=True
+    )
+    assert "read the standard input: text, 3 records, 1 rejected" in ran.stderr
+    analysis = load_analysis(tmp_path / "chunkplan-out" / "analysis")
+    assert (analysis.num_sequences, list(analysis.record)) == (2, [0, 2])
+    failed = subprocess.run(command, cwd=tmp_path, input=lines, capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (3, "")
+    assert "error: -:2: `text` is a number" in failed.stderr
+
+
+def test_work_is_done_again_only_where_it_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = analyzed(run, "dataset.jsonl")
+    monkeypatch.setattr("chunkplan.intake.process.read", None)  # what is not in the cache fails
+    assert analyzed(run, "dataset.jsonl", "--workers", 1).content_hash == first.content_hash
+    with pytest.raises(AssertionError, match="Traceback"):
+        run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-cache")
+
+
+def test_what_was_read_is_told_in_lines_that_fit(run: Run) -> None:
+    """The evidence stands below where it does not fit beside; of many sources the first are listed."""
+    Path("folder").mkdir()
+    roles = ({"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "assistant"))
+    record = {"messages": list(roles)}
+    for number in range(23):
+        write(f"folder/part-{number:02}.jsonl", *[record] * 3)
+    err = run("analyze", "folder", "dataset.jsonl").err
+    assert max(len(line) for line in err.splitlines() if line.startswith(("read", " "))) <= 80
+    assert (
+        "read folder/part-00.jsonl: messages, 3 records\n     (`messages` in 3 of the first 3 records; roles system"
+        in err
+    )
+    assert "read folder/part-19.jsonl" in err
+    assert "part-20" not in err
+    assert "read 4 more sources; --json lists them all" in err
+
+
+def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reading: " not in run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER).err
+    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-cache")
+    lines = re.findall(r"^reading: .*$", ran.err, re.M)
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s, \d+ s left", line)
+    assert "(100%)" in lines[-1]
+    assert ran.out == run("inspect", "chunkplan-out/analysis").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("missing.jsonl",), 2, "there is no file missing.jsonl"),
+        (("dataset.jsonl", "data.csv"), 2, "data.csv has a suffix that is not known"),
+        (("*.arrow",), 2, "no data matches *.arrow"),
+        (("-", "-"), 2, "the standard input can be read once"),
+        (("nowhere://bucket/a.jsonl",), 2, "is no address"),
+        (("pairs.jsonl",), 3, "a preference pair (`chosen` and `rejected`)"),
+        (("unknown.jsonl",), 3, "no schema fits the keys of the records: `foo` in 1 of 1"),
+        (("empty.jsonl",), 3, "empty.jsonl: "),
+        (("torn.parquet",), 3, "torn.parquet: "),
+        (("cut.jsonl.gz",), 3, "cut.jsonl.gz: "),
+        (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
+        (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
+        (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
+        (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
+        (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects: messages (`messages`)"),
+        (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
+        (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
+        (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
+        (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
+        (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
+        (
+            ("dataset.jsonl", "--max-length", "5", "--long", "cut"),
+            2,
+            "--long is 'cut', expected error or drop or truncate",
+        ),
+        (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error is 'ignore', expected stop or skip"),
+        (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
+        (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable is 'keep', expected error or drop"),
+        (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
+        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
+        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
+        (("dataset.jsonl", "--workers", "0"), 2, "--workers is 0, expected a whole number from 1"),
+        (("dataset.jsonl", "--workers", "two"), 2, "--workers is 'two', expected a whole number from 1"),
+        (("dataset.jsonl", "--shard", "0/2"), 2, "--shard is '0/2', expected I/N"),
+        (("dataset.jsonl", "--shard", "half"), 2, "--shard is 'half', expected I/N"),
+        (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
+        (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
+        ((), 2, "Missing argument"),
+    ],
+)
+def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    write("data.csv", "a,b")
+    write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
+    write("unknown.jsonl", {"foo": 1})
+    for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):
+        Path(name).write_bytes(content)
+    ran = run("analyze", *arguments)
+    assert (ran.code, ran.out) == (code, ""), ran.err
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert "\nhint: " in ran.err
+    assert not Path("chunkplan-out/analysis").exists()
+
+
+def test_a_mistake_of_merge_gets_a_message_too(run: Run) -> None:
+    for arguments, message in (
+        (("nothing",), "nothing is no shard of an analysis"),
+        (("chunkplan-out/analysis",), "is of kind analysis"),
+        ((), "Missing argument"),
+    ):
+        analyzed(run, "dataset.jsonl")
+        ran = run("merge", *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert message in ran.err
+        assert "hint: " in ran.err
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_has_every_option_whole_and_ends_with_an_example(
+    run: Run, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command, example in (
+        ("analyze", "analyze train.jsonl --tokenizer Qwen2.5-7B/"),
+        ("merge", "merge chunkplan-out/"),
+    ):
+        out = run(command, "--help").out
+        assert f"Example: chunkplan {example}" in out
+        assert "…" not in out
+        assert max(map(len, out.splitlines())) <= width
+        assert re.search(r"--workspace +DIR +Default: CHUNKPLAN_WORKSPACE", out)
+    analyze = run("analyze", "--help").out
+    for name in asdict(IntakeOptions()):
+        named = {"schema": "format", "columns": "column", "tokens": "no-tokens", "max_record_bytes": "max-record-mb"}
+        assert f"--{named.get(name, name.replace('_', '-'))} " in analyze
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("most", [1, 50, 2**31 - 1])
+def test_the_report_fits_the_screen_and_is_whole(tmp_path: Path, width: int, most: int) -> None:
+    lengths = np.unique(np.geomspace(1, most, 500).astype(np.int64)).repeat(3)
+    np.save(tmp_path / "lengths.npy", lengths)
+    report = length_report(load_analysis(tmp_path / "lengths.npy"))
+    manifest = {
+        "rejected": {"empty": 10**9, "not-json": 10**9, "duplicate-keys": 10**9, "too-long": 10**9},
+        "truncated": {"num_sequences": 10**9, "num_tokens": 10**12},
+        "tokens": [{}],
+    }
+    for encoding in ("utf-8", "ascii"):
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+        print_length_report(Console(file=file, width=width), report, manifest)
+        file.seek(0)
+        lines = file.read().splitlines()
+        assert max(map(len, lines)) <= width
+        text = "\n".join(lines)
+        assert "…" not in text
+        assert f"{report.num_tokens:,}" in text
+        assert f"{report.longest:,}" in text
+        assert text.count("#" if encoding == "ascii" else "█") >= len(report.histogram)

@@ -1,0 +1,157 @@
+"""`chunkplan build` on GPUs and models that a plan may not fit: what it says of memory and of positions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.command_line import run_here as run
+
+#: A model of half a billion weights.
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lengths, 9,000 short ones and two long ones, and with the configuration of a small model."""
+    folder = tmp_path_factory.mktemp("data")
+    lengths = np.random.default_rng(0).integers(1, 50, 9000).astype(np.int32)
+    lengths[[17, 8500]] = 4097, 9000
+    np.save(folder / "lengths.npy", lengths)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def built(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """The document and the messages of `build`."""
+    ran = run(folder, "build", "lengths.npy", *words, "--json")
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout), ran.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--global-batch", "1"),  # in two blocks of steps
+        ("--dp", "2", "--epochs", "2", "--holdout", "0.1"),
+        ("--pp", "3", "--dp", "2", "--k", "3", "--tp", "2"),
+        ("--pp", "2", "--schedule", "interleaved", "--checkpointing", "full"),
+    ],
+    ids=" ".join,
+)
+def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, options: tuple[str, ...]) -> None:
+    """...of the same step, rank and stage; a dry run knows it too."""
+    words = ("--model-config", ".", "--chunk-size", "512", *(() if "--k" in options else ("--k", "1")), *options)
+    document, _ = built(data, *words)
+    inspected = json.loads(run(data, "inspect", "--json").stdout)
+    assert document["memory"] == inspected["memory"]
+    assert document["memory"]["memory"]["kv"] > 0
+    assert built(data, *words, "--dry-run")[0]["memory"] == document["memory"]
+    total = document["memory"]["memory"]["total"] / 2**30
+    row = f"GPU memory .*{total:.1f} GiB of 79.0 GiB at the fullest moment"
+    for command in (("build", "lengths.npy", *words), ("inspect",)):
+        assert re.search(row, run(data, *command).stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "helps"),
+    [
+        ((), "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp"),
+        (("--pp", "8", "--chunk-size", "65536"), "a smaller --chunk-size or --k, or --checkpointing full"),
+        (("--pp", "8", "--checkpointing", "full"), "train with --kv-offload, which keeps keys and values (KV)"),
+        (
+            ("--dp", "8", "--chunk-size", "8192", "--k", "4"),
+            "a smaller --chunk-size or --k, or --checkpointing full; and train with --kv-offload",
+        ),
+        (
+            ("--dp", "8", "--chunk-size", "65536", "--checkpointing", "full"),
+            "a smaller --chunk-size or --k; and train with --kv-offload",
+        ),
+    ],
+    ids=["states", "activations", "keys and values", "both", "both, with checkpoints"],
+)
+def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tuple[str, ...], helps: str) -> None:
+    """The command that the hint names runs as it is and finds something that fits."""
+    longest = 2_600_000 if "--pp" in options and "full" in options else 300_000
+    np.save(tmp_path / "lengths.npy", np.array([longest, *[300] * 40], np.int32))
+    words = options if "--chunk-size" in options else ("--chunk-size", "2048", *options)
+    document, said = built(tmp_path, "--k", "1", *words)
+    total = document["memory"]["memory"]["total"]
+    assert not document["memory"]["fits"] and total > document["memory"]["gpu_bytes"]
+    assert f"warning: Qwen2.5-7B takes {total / 2**30:,.1f} GiB a GPU in step 0, h100 has 79.0 GiB: " in said
+    assert f"hint: {helps}" in said
+    assert "`chunkplan tune ANALYSIS --gpus N`" in " ".join(run(tmp_path, "inspect").stdout.split())
+    assert ": does not fit" in run(tmp_path, "build", "lengths.npy", "--k", "1", *words, columns=120).stdout
+    tune = re.search("`(chunkplan tune .*)` finds what fits", said)
+    assert tune
+    ran = run(tmp_path, *shlex.split(tune[1])[1:], "--chunk-sizes", "2048,8192", "--ks", "1")
+    assert "Recommended: " in ran.stdout, ran.stderr
+
+
+def test_a_plan_that_fits_is_no_cause_for_a_warning(data: Path) -> None:
+    document, said = built(data, "--model-config", "config.json", "--chunk-size", "512", "--k", "1", "--dry-run")
+    assert document["memory"]["fits"]
+    assert "a GPU in step" not in said and "larger than any sequence" not in said
+
+
+def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> None:
+    """...with --auto; what is given beside it may take more."""
+    options = ("--auto", "--model-config", ".", "--gpus", "2", "--gpu-memory", "24GiB")
+    document, said = built(data, *options)
+    assert document["memory"]["gpu_bytes"] == 24 << 30
+    assert document["memory"]["fits"] and "warning: qwen2 0.5B takes" not in said
+    tuned = run(data, "tune", "lengths.npy", *options[1:], "--output", "tune.json")
+    assert tuned.returncode == 0, tuned.stderr
+    assert built(data, "--auto", "--from", "tune.json")[0]["memory"] == document["memory"]
+
+
+def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
+    options = ("--model-config", ".", "--k", "4")
+    _, said = built(data, *options, "--chunk-size", "1048576")
+    assert "warning: ChunkSize 1,048,576 is larger than any sequence (the longest has 9,000 tokens)" in said
+    assert "`chunkplan tune lengths.npy --model-config . --gpus 8` chooses one" in said
+    assert "A rank's step has " in said
+    for others in (
+        ("--chunk-size", "9000"),
+        ("--chunk-size", "9001", "--global-batch", "900"),
+        ("--chunk-size", "9001", "--no-split"),
+    ):
+        assert "larger than any sequence" not in built(data, *options, *others)[1]
+
+
+@pytest.mark.parametrize("command", [("build", "--chunk-size", "512", "--k", "1"), ("tune", "--chunk-sizes", "512")])
+def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, command: tuple[str, ...]) -> None:
+    """Before anybody rents a GPU for a trainer that refuses them. Of a model nobody names, nothing is known."""
+    name, *options = command
+    words = (name, "lengths.npy", *options, "--model-config", ".", "--json")
+    ran = run(data, *words)
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    positions = (document if name == "build" else document["data"])["positions"]
+    assert positions == {"max_positions": 4096, "num_sequences": 9000, "num_over": 2, "longest": 9000}
+    assert "warning: 2 of 9,000 sequences have more than the 4,096 tokens that qwen2 0.5B takes" in ran.stderr
+    assert "--max-length 4096 --long truncate" in ran.stderr
+    stretched = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}
+    (data / "stretched.json").write_text(json.dumps(CONFIG | stretched))
+    ran = run(data, *words[:-2], "stretched.json", "--json")
+    assert ran.returncode == 0 and "tokens that" not in ran.stderr
+    assert '"max_positions": 16384' in ran.stdout and '"num_over": 0' in ran.stdout
+    unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ()), "--json")
+    assert unnamed.returncode == 0, unnamed.stderr
+    assert '"positions": null' in unnamed.stdout and "tokens that" not in unnamed.stderr

@@ -1,0 +1,469 @@
+"""The command line as people type it: real files, real exit codes, stdout for data and stderr for the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import chunkplan
+from tests.support.command_line import Run
+from tests.support.places import ROOT
+
+SAMPLE = ROOT / "sample_data"
+
+
+@pytest.fixture
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in an empty folder."""
+    return command
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """`dataset.jsonl` in the current folder: 40 short texts and one of 3,000 words."""
+    path = tmp_path / "dataset.jsonl"
+    lines = [json.dumps({"text": f"a short text, number {number} of many " * (number % 5 + 1)}) for number in range(40)]
+    lines.append(json.dumps({"text": "word " * 3000}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_planner_never_imports_torch(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5, 600]))
+    code = (
+        "import sys; from chunkplan_cli.main import main\n"
+        "for words in (['build', 'lengths.npy', '--chunk-size', '128', '--k', '1'], ['inspect'], ['validate']):\n"
+        "    sys.argv = ['chunkplan', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
+    """Without a tokenizer lengths are estimated, loudly; build and inspect take the latest; each names the next."""
+    analyzed = run("analyze", "dataset.jsonl")
+    assert analyzed.code == 0
+    assert "ESTIMATED" in analyzed.out
+    assert "next: chunkplan tune --gpus 8 --output tune.json" in analyzed.err
+    built = run("build", "--chunk-size", 8192, "--k", 4)
+    assert built.code == 0
+    assert "ESTIMATED" in built.out
+    assert "estimated from bytes" in built.err
+    assert "ESTIMATED" in run("inspect", "--step", 0).out
+    assert json.loads(run("inspect", "--step", 0, "--json").out)["exact"] is False
+    assert "estimated" in run("validate").err
+    assert "next: chunkplan inspect" in built.err
+    assert "plan in chunkplan-out/plan" in built.err
+    inspected = run("inspect")
+    assert inspected.out.startswith(built.out)
+    assert run("validate").code == 0
+
+
+def test_every_report_fits_80_columns(run: Run, dataset: Path) -> None:
+    run("analyze", dataset, "--tokenizer", SAMPLE / "tokenizer")
+    for words in (
+        ("build", "--chunk-size", 512, "--k", 2, "--dp", 2, "--pp", 2, "--global-batch", 16),
+        ("inspect",),
+        ("inspect", "--step", 0),
+        ("inspect", "chunkplan-out/analysis"),
+        ("validate",),
+    ):
+        ran = run(*words)
+        assert ran.code == 0, ran.err
+        assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_a_step_shows_its_chunks_and_actions(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    shown = run("inspect", "--step", 0).out
+    assert "part 1/3 kv" in shown
+    assert "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1" in shown
+    document = json.loads(run("inspect", "--step", 0, "--json").out)
+    assert [chunk["chunk_id"] for chunk in document["chunks"]] == [0, 1, 2, 3]
+    assert document["schedule"][0]["actions"][2] == {"op": "forward_kv", "chunk_id": 1, "virtual_stage": 0}
+    assert document["num_sequences"] == 3
+
+
+def test_json_is_one_document_with_the_numbers_of_the_report(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    built = json.loads(run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--json").out)
+    inspected = json.loads(run("inspect", "--json").out)
+    assert built["summary"] == inspected["summary"]
+    assert built["manifest"] == inspected["manifest"]
+    summary = built["summary"]
+    assert (summary["num_standalone"], summary["num_dependent"], summary["num_groups"]) == (1, 3, 1)
+    assert summary["token_fill"] == pytest.approx(427 / (4 * 128))
+    assert summary["peak_retained_tokens"] == 128
+    validated = json.loads(run("validate", "--json").out)
+    assert validated["ok"] is True
+    assert validated["content_hash"] == built["manifest"]["content_hash"]
+
+
+def test_a_config_file_gives_options_and_flags_win(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    (tmp_path / "plan.toml").write_text('chunk-size = 64\nk = 3\ndp = 2\nlast-batch = "keep"\n')
+    built = json.loads(run("build", "lengths.npy", "--config", "plan.toml", "--k", 1, "--json").out)
+    config = built["manifest"]["config"]
+    assert (config["chunk_size"], config["k"], config["dp"], config["global_batch"]) == (64, 1, 2, 256)
+
+
+def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    ran = run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--dry-run")
+    assert ran.code == 0
+    assert "nothing was written" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npy"]
+
+
+def test_a_replaced_plan_is_named(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    again = run("build", "lengths.npy", "--chunk-size", 64, "--k", 2)
+    assert "replaced a plan with ChunkSize 128, K 1, dp 1, pp 1" in again.err
+    assert [path.name for path in (tmp_path / "chunkplan-out").iterdir()] == ["plan"], "no temporary folder stays"
+
+
+def test_validate_names_the_place_and_exits_with_4(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    manifest = tmp_path / "chunkplan-out" / "plan" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"chunk_size": 128', '"chunk_size": 127'))
+    ran = run("validate")
+    assert ran.code == 4
+    assert "BROKEN  chunk-size: step 0, rank 0, chunk 1: " in ran.out
+
+
+def test_a_plan_beside_a_new_analysis_is_not_called_damaged(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 28, 5]))
+    ran = run("validate")
+    assert ran.code == 4
+    assert [line for line in ran.out.splitlines() if "BROKEN" in line] == [
+        f"BROKEN  content-hash: the plan was built from another analysis than {tmp_path}/lengths.npy"
+    ]
+    assert "not checked  batch-sizes" in ran.out and "1 invariant broken" in ran.out
+    assert "hint: say where the plan's own analysis is with --analysis" in ran.err
+    assert "damaged" not in ran.err
+
+
+def test_of_one_thing_nothing_speaks_as_of_several(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([1]))
+    screens = [run("build", "lengths.npy", "--chunk-size", 8, "--k", 1)]
+    screens += [run("inspect", *words) for words in ((), ("--step", 0), ("--step", 0, "--chunk", 0), ("lengths.npy",))]
+    screens += [run("simulate"), run("simulate", "--compare", "algorithm2"), run("validate")]
+    for ran in screens:
+        assert ran.code == 0
+        assert not re.search(r"(?<![\d,.])\b1 (sequence|token|target|chunk|step|stage|record|GPU|rank)s\b", ran.out)
+    assert "1, of 1 sequence " in screens[0].out, "not of the 256 that a step may have"
+    assert "1, of up to 1 sequence," in chunkplan.load_plan(tmp_path / "chunkplan-out" / "plan")._repr_html_()
+
+
+def test_a_lengths_file_can_be_inspected_and_validated(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    assert "sequences" in run("inspect", "lengths.npy").out
+    assert run("validate", "lengths.npy").code == 0
+
+
+def write(path: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).write_text(content, encoding="utf-8") and None
+
+
+def newer_plan(folder: Path) -> None:
+    plan = folder / "chunkplan-out" / "plan"
+    plan.mkdir(parents=True)
+    (plan / "manifest.json").write_text('{"kind": "plan", "schema_version": 99, "tool_version": "9.0"}')
+
+
+def something_else(folder: Path) -> None:
+    np.save(folder / "lengths.npy", np.array([3]))
+    (folder / "photos").mkdir()
+    (folder / "photos" / "one.jpg").write_text("")
+
+
+def good_text(folder: Path) -> None:
+    (folder / "good.jsonl").write_text('{"text": "a"}\n')
+
+
+BUILD = ("build", "lengths.npy", "--chunk-size", 8, "--k", 1)
+MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str]] = {
+    "missing file": (lambda folder: None, ("analyze", "nothing.jsonl"), 2, "nothing.jsonl"),
+    "unreadable line": (
+        write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
+        ("analyze", "bad.jsonl"),
+        3,
+        "bad.jsonl:2",
+    ),
+    "unknown schema": (write("odd.jsonl", '{"body": "a"}\n'), ("analyze", "odd.jsonl"), 3, "body"),
+    "empty dataset": (write("none.jsonl", ""), ("analyze", "none.jsonl"), 3, "none.jsonl"),
+    "tokenizer missing": (good_text, ("analyze", "good.jsonl", "--tokenizer", "./nowhere"), 2, "nowhere"),
+    "no analysis yet": (lambda folder: None, ("build", "--chunk-size", 8, "--k", 1), 2, "there is no analysis"),
+    "no plan yet": (lambda folder: None, ("inspect",), 2, "there is no plan"),
+    "no plan to validate": (lambda folder: None, ("validate",), 2, "there is no plan"),
+    "chunk size below 1": (something_else, ("build", "lengths.npy", "--chunk-size", 0, "--k", 1), 2, "chunk-size is 0"),
+    "K below 1": (something_else, ("build", "lengths.npy", "--chunk-size", 8, "--k", 0), 2, "k is 0"),
+    "chunk size not given": (something_else, ("build", "lengths.npy", "--k", 1), 2, "--chunk-size is missing"),
+    "newer schema": (newer_plan, ("inspect",), 3, "schema version 99"),
+    "unknown key in a config": (
+        lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks = 3\n")),
+        (*BUILD, "--config", "c.toml"),
+        3,
+        "c.toml: unknown entry `chunks`",
+    ),
+    "config that is not TOML": (
+        lambda folder: (something_else(folder), (folder / "c.toml").write_text("chunks ==\n")),
+        (*BUILD, "--config", "c.toml"),
+        3,
+        "not TOML",
+    ),
+    "output holds something else": (
+        something_else,
+        (*BUILD, "--output", "photos"),
+        2,
+        "is not just a plan",
+    ),
+    "data that was not analyzed": (good_text, ("build", "good.jsonl", "--chunk-size", 8, "--k", 1), 2, "neither an"),
+    "an option of the wrong type": (
+        something_else,
+        (*BUILD, "--seed", "x"),
+        2,
+        "--seed is 'x', expected a whole number from 0",
+    ),
+    "a command that is none": (lambda folder: None, ("plan",), 2, "No such command"),
+    "a seed below 0": (
+        lambda folder: None,
+        ("parity", "--lengths", "9,8", "--chunk-size", 8, "--k", 1, "--seed", -1),
+        2,
+        "--seed is -1, expected a whole number from 0",
+    ),
+    "a cluster beyond reason": (something_else, (*BUILD, "--dp", 10**8), 2, "dp is 100000000"),
+    "an output within a file": (something_else, (*BUILD, "--output", "lengths.npy/plan"), 2, "Not a directory"),
+    "lengths that are none": (write("x.npy", "no"), ("build", "x.npy", "--chunk-size", 8, "--k", 1), 3, "x.npy"),
+    "parity of no numbers": (
+        lambda folder: None,
+        ("parity", "--lengths", "a,b", "--chunk-size", 8, "--k", 1),
+        2,
+        "--lengths is 'a,b', expected a number of tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(run: Run, tmp_path: Path, mistake: str) -> None:
+    prepare, words, code, message = MISTAKES[mistake]
+    prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ran = run(*words)
+    assert ran.code == code
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert "\nhint: " in ran.err
+    left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path not in before and path.is_file()}
+    cache = Path("chunkplan-out/cache")
+    assert left <= {cache / "CACHEDIR.TAG", cache / "lock"}  # an empty cache at most
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
+    run(*BUILD)
+    ran = run("inspect", "--step", 7)
+    assert (ran.code, ran.out) == (2, "")
+    assert "hint: the plan has steps 0 to 0" in ran.err
+
+
+@pytest.mark.parametrize("error", ["ModuleNotFoundError('no torch')", "OSError('libtorch_cpu.so is missing')"])
+def test_parity_without_torch_names_the_extra(tmp_path: Path, error: str) -> None:
+    """A folder with a `torch` that cannot be imported, first on the path, stands for an environment without it."""
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chunkplan_cli.main import main; main()"
+    words = ["parity", "--lengths", "9,8", "--chunk-size", "4", "--k", "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "error: torch and transformers are needed" in ran.stderr
+    assert "hint: pip install 'chunkplan[runtime]'" in ran.stderr
+
+
+def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("parity", "--lengths", "70,13,9", "--chunk-size", 16, "--k", 2)
+    document = json.loads(run(*words, "--json").out)
+    assert 0 <= document["max_relative_error"] <= 1e-12
+    assert (document["chunks"]["dependent"], document["chunks"]["mixed"]) == (4, 1)
+    shown = run(*words)
+    assert shown.code == 0
+    assert "exact: worst relative error" in shown.out
+    monkeypatch.setattr("chunkplan_runtime.parity.TOLERANCE", 1e-30)
+    assert run(*words).code == 1
+
+
+def test_readme_commands_exist() -> None:
+    """Every `chunkplan` command and option in the README is one the command line has; its table has them all."""
+    import typer
+
+    from chunkplan_cli.main import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
+    lines = [line.split("#")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    typed = [line.removeprefix("$ ").split() for line in lines if re.match(r"(\$ )?chunkplan ", line)]
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", readme, re.M))))
+    assert {words[1] for words in typed} <= set(commands) <= listed
+    for words in typed:
+        known = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_console_script_is_installed_and_knows_its_version() -> None:
+    script = Path(sys.executable).with_name("chunkplan")
+    assert script.exists(), shutil.which("chunkplan")
+    shown = subprocess.run([str(script), "--version"], check=True, capture_output=True, text=True).stdout
+    assert re.fullmatch(r"chunkplan \d+\.\d+\.\d+\n", shown)
+
+
+@pytest.fixture
+def sources(run: Run, tmp_path: Path) -> Path:
+    """An analysis of two files of ten texts each in the workspace; returns the first file."""
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} {number} " * (number + 5)}) for number in range(10)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert run("analyze", "a.jsonl", "b.jsonl", "--tokenizer", SAMPLE / "tokenizer").code == 0
+    return tmp_path / "a.jsonl"
+
+
+def test_what_is_held_out_gets_a_plan_and_the_trained_plan_says_so(run: Run, sources: Path) -> None:
+    built = run("build", *BUILD_OPTIONS, "--holdout", 4)
+    assert built.code == 0, built.err
+    assert "held out" in built.out
+    assert "4 of 20 sequences" in built.out
+    assert "plan of the 4 sequences held out in chunkplan-out/plan-eval" in built.err
+    assert run("validate").code == run("validate", "chunkplan-out/plan-eval").code == 0
+    assert "4 of 20 sequences: these" in run("inspect", "chunkplan-out/plan-eval").out
+    again = run("build", *BUILD_OPTIONS)
+    assert "chunkplan-out/plan-eval is of an earlier build" in again.err
+
+
+def test_a_mix_is_named_by_file_and_shown(run: Run, sources: Path) -> None:
+    built = run("build", *BUILD_OPTIONS, "--mix", "a.jsonl=2", "--mix", "b.jsonl=0.3", "--json")
+    assert built.code == 0, built.err
+    document = json.loads(built.out)
+    assert document["manifest"]["totals"]["num_sequences"] == 23
+    assert list(document["manifest"]["config"]["mix"].values()) == [2, 0.3]
+    assert "a.jsonl x 2" in run("inspect").out
+    (sources.parent / "plan.toml").write_text("chunk-size = 64\nk = 1\nholdout = 0.5\nmix = { 'b.jsonl' = 3 }\n")
+    from_file = json.loads(run("build", "--config", "plan.toml", "--json").out)["manifest"]
+    assert from_file["config"]["holdout"] == 0.5
+    assert list(from_file["config"]["mix"].values()) == [3]
+
+
+def test_packing_only_names_the_sequence_that_is_too_long(run: Run, sources: Path) -> None:
+    refused = run("build", "--chunk-size", 16, "--k", 1, "--no-split")
+    assert refused.code == 3
+    assert re.search(r"a\.jsonl:\d+", refused.err)
+    assert "nothing may be split" in refused.err
+    assert run("build", "--chunk-size", 512, "--k", 1, "--no-split").code == 0
+
+
+def test_the_kinds_of_plans_are_built_and_valid(run: Run, sources: Path) -> None:
+    for options in (
+        ("--split", "even", "--equal-chunks", "--dp", 3),
+        ("--split", "cost", "--no-tail-sharing", "--packing", "mbs"),
+        ("--balance", "search", "--dp", 2, "--workers", 1),
+    ):
+        assert run("build", *BUILD_OPTIONS, *options).code == 0
+        assert run("validate").code == 0
+
+
+def test_a_build_that_holds_out_replaces_no_plan_of_another_kind(run: Run, sources: Path) -> None:
+    """...and says so before it plans; nor is such a plan taken for one of held-out sequences."""
+    assert run("build", *BUILD_OPTIONS, "--output", "plan-eval").code == 0
+    refused = run("build", *BUILD_OPTIONS, "--output", "plan", "--holdout", 0.2)
+    assert refused.code == 2
+    assert "plan-eval is not the plan of held-out sequences" in refused.err
+    assert "earlier build" not in run("build", *BUILD_OPTIONS, "--output", "plan").err
+    (sources.parent / "other-eval").mkdir()
+    (sources.parent / "other-eval" / "notes.txt").write_text("mine")
+    refused = run("build", *BUILD_OPTIONS, "--output", "other", "--holdout", 0.2)
+    assert refused.code == 2
+    assert not (sources.parent / "other").exists()
+
+
+def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
+    """As of a shell variable that is not set: nothing would be held out."""
+    assert run("build", *BUILD_OPTIONS, "--holdout", "").code == 2
+    (sources.parent / "plan.toml").write_text("mix = 'a.jsonl=2'\n")
+    refused = run("build", *BUILD_OPTIONS, "--config", "plan.toml")
+    assert refused.code == 3
+    assert "plan.toml: mix: found 'a.jsonl=2', expected weights by source" in refused.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--packing", "exact", "--global-batch", "16"),
+        ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"),
+        pytest.param(("--packing", "exact", "--global-batch", "32"), marks=pytest.mark.soak),
+        pytest.param(("--balance", "search", "--dp", "8", "--global-batch", "32"), marks=pytest.mark.soak),
+    ],
+)
+def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """SIGINT in the middle of second looks by solvers: exit code 130, soon, and no half-written plan.
+
+    Of larger global batches a single look takes long, and is not interrupted.
+    """
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
+    words = ["build", "lengths.npy", "--chunk-size", "8192", "--k", "1", *options]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "chunkplan_cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    while not list(tmp_path.glob("chunkplan-out/.plan.tmp-*")):
+        time.sleep(0.05)
+    time.sleep(2)
+    assert running.poll() is None, "this build takes far longer"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=200)
+    assert running.returncode == 130, said
+    assert "interrupted" in said
+    assert list((tmp_path / "chunkplan-out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--holdout", "some"), "--holdout is 'some', expected a share"),
+        (("--holdout", "1.0"), "holdout is 1.0, expected a share between 0 and 1"),
+        (("--holdout", "20"), "hold"),
+        (("--mix", "a.jsonl"), "expected SOURCE=X"),
+        (("--mix", "c.jsonl=1"), "c.jsonl"),
+        (("--mix", "a.jsonl=-1"), "the weight of a.jsonl is -1.0, expected a number from 0"),
+        (("--split", "even", "--no-split"), "exclude each other"),
+        (("--packing", "ffd"), "packing is 'ffd', expected"),
+        (("--workers", "0"), "--workers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    run: Run, sources: Path, options: tuple[str, ...], message: str
+) -> None:
+    refused = run("build", *BUILD_OPTIONS, *options)
+    assert refused.code == 2, refused.err
+    assert message in refused.err
+    assert "hint: " in refused.err
+    assert not (sources.parent / "chunkplan-out" / "plan").exists()
+
+
+BUILD_OPTIONS = ("--chunk-size", 64, "--k", 1, "--global-batch", 8)

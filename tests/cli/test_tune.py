@@ -1,0 +1,234 @@
+"""`chunkplan tune` and `build --auto` as they are typed: what they print, write, and refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chunkplan import load_plan, validate
+from chunkplan.cost.model import CostModel
+from tests.support.command_line import run_here as run
+
+GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--global-batch", "32")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lengths of a long tail, and the configuration of a small model."""
+    folder = tmp_path_factory.mktemp("data")
+    tokens = np.random.default_rng(0).lognormal(6.3, 1.5, 4000)
+    np.save(folder / "lengths.npy", np.clip(tokens, 1, 150_000).astype(np.int32))
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tuning_begins_with_today_and_ends_with_a_recommendation(data: Path) -> None:
+    """On one GPU and on several. Every line fits the terminal."""
+    for gpus, columns in itertools.product(("1", "4"), (80, 120)):
+        ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--gpus", gpus, columns=columns)
+        assert ran.returncode == 0, ran.stderr
+        assert (
+            ran.stdout.index("What people run today") < ran.stdout.index("Chunked") < ran.stdout.index("Recommended:")
+        )
+        assert "x as fast as one sequence a micro-batch" in " ".join(ran.stdout.split())
+        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
+
+
+def test_what_is_faster_but_plan_only_stands_beside_the_recommendation(data: Path) -> None:
+    options = ("--model-config", ".", "--pp", "4", "--global-batch", "8")
+    ran = run(data, "tune", "lengths.npy", *options, "--chunk-sizes", "8192", "--ks", "1,4", columns=120)
+    rows = [line for line in ran.stdout.splitlines() if re.search("(zero-bubble|1f1b) .* GiB", line)]
+    assert [("zero-bubble" in row, "plan only" in row) for row in rows] == [(True, True)] * 2 + [(False, False)] * 2
+    assert rows[2].startswith(">*")
+    shown = " ".join(ran.stdout.split())
+    assert "Faster, plan only: " in shown
+    assert "The runtime cannot run split backwards yet." in shown
+
+
+def test_one_json_document_says_all_of_it(data: Path) -> None:
+    ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--json")
+    document = json.loads(ran.stdout)
+    assert document["recommended"] is True
+    assert len(document["baselines"]) >= 4
+    assert [choice["step_seconds"] for choice in document["choices"] if choice["fits"]] == sorted(
+        choice["step_seconds"] for choice in document["choices"] if choice["fits"]
+    )
+    assert document["choices"][document["pareto"][0]]["step_seconds"] == document["choices"][0]["step_seconds"]
+    for name in ("tokens_per_second", "mfu", "bubble", "recompute_share", "memory", "plan_only"):
+        assert name in document["chosen"]
+
+
+def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path: Path) -> None:
+    """The same plan either way, of the model and the hardware it was tuned for."""
+    lengths = str(data / "lengths.npy")
+    machine = ("--model-config", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
+    at_once = run(tmp_path, "build", lengths, "--auto", *machine, "--global-batch", "32", "--output", "one")
+    assert at_once.returncode == 0, at_once.stderr
+    assert "plan only: the runtime cannot run tensor parallelism" in at_once.stderr
+    ran = run(tmp_path, "tune", lengths, *machine, "--global-batch", "32", "--output", "tune.json")
+    assert f"next: chunkplan build {lengths} --auto --from tune.json" in ran.stderr
+    from_file = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--output", "other")
+    assert from_file.returncode == 0, from_file.stderr
+    assert "drifted" not in from_file.stderr
+    one, other = load_plan(tmp_path / "one"), load_plan(tmp_path / "other")
+    assert one.content_hash == other.content_hash
+    chosen = json.loads((tmp_path / "tune.json").read_text())["chosen"]
+    assert {name: getattr(one.config, name) for name in ("chunk_size", "k", "pp", "schedule")} == {
+        name: chosen[name] for name in ("chunk_size", "k", "pp", "schedule")
+    }
+    cost = CostModel.from_dict(one.manifest["predictions"]["cost_model"], where="plan")
+    assert (cost.hardware.name, cost.tp, cost.shape.num_layers) == ("a100", 2, 24)
+    assert validate(one.path).ok
+
+
+def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, tmp_path: Path) -> None:
+    """Or are told what it cannot run: of what was asked for here, and not of what was tuned."""
+    lengths = str(data / "lengths.npy")
+    shared = ("--model-config", str(data), "--dp", "4", "--sharding", "weights", *GRID)
+    ran = run(tmp_path, "tune", lengths, *shared, "--output", "tune.json")
+    assert "Recommended: " in ran.stdout, ran.stderr
+    ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json")
+    assert ran.returncode == 0, ran.stderr
+    assert "plan only" not in ran.stderr
+    plan = load_plan(tmp_path / "chunkplan-out" / "plan")
+    assert (plan.config.k, plan.config.equal_chunks) == (1, True)
+    assert validate(plan.path).ok
+    ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--k", "2", "--dry-run", columns=200)
+    assert "plan only: the runtime cannot run sharded weights with K above 1 yet" in ran.stderr
+
+
+def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
+    lengths = str(data / "lengths.npy")
+    ran = run(tmp_path, "build", lengths, "--auto", "--model-config", str(data), "--chunk-size", "3000", "--k", "3")
+    assert ran.returncode == 0, ran.stderr
+    config = load_plan(tmp_path / "chunkplan-out" / "plan").config
+    assert (config.chunk_size, config.k) == (3000, 3)
+
+
+def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
+    tuned = run(
+        data, "tune", "lengths.npy", "--model-config", ".", "--gpu-memory", "80GiB", *GRID,
+        "--output", str(tmp_path / "tune.json"),
+    )  # fmt: skip
+    assert tuned.returncode == 0, tuned.stderr
+    before = np.load(data / "lengths.npy")
+    np.save(tmp_path / "shorter.npy", np.minimum(before, 500))
+    ran = run(tmp_path, "build", "shorter.npy", "--auto", "--from", "tune.json")
+    assert ran.returncode == 0, ran.stderr
+    assert "the lengths have drifted: " in ran.stderr
+    np.save(tmp_path / "longer.npy", np.append(before, np.int32(30_000_000)).astype(np.int32))
+    ran = run(tmp_path, "build", "longer.npy", "--auto", "--from", "tune.json", "--output", "none")
+    assert ran.returncode == 2
+    assert "the longest sequence has 30,000,000 tokens" in ran.stderr
+    assert "hint: run `chunkplan tune` again" in ran.stderr
+    assert not (tmp_path / "none").exists()
+
+
+REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no memory": (("tune", "lengths.npy", "--gpu-memory", "6GiB"), "nothing fits 6.0 GiB a GPU"),
+    "no size": (("tune", "lengths.npy", "--gpu-memory", "80"), "--gpu-memory is '80', expected a size of memory"),
+    "no hardware": (("tune", "lengths.npy", "--hardware", "h900"), "h900"),
+    "no model": (("tune", "lengths.npy", "--model-config", "none.json"), "none.json"),
+    "no lengths": (("tune", "none.npy"), "none.npy"),
+    "no workspace": (("tune",), "there is no analysis in the workspace"),
+    "no numbers": (("tune", "lengths.npy", "--ks", "1,x"), "--ks is '1,x'"),
+    "gpus and stages": (("tune", "lengths.npy", "--gpus", "8", "--pp", "2"), "exclude each other"),
+    "heads": (("tune", "lengths.npy", "--tp", "8"), "tensor parallelism 8 does not divide"),
+    "stages": (("tune", "lengths.npy", "--pp", "40"), "28 layers, too few for 40 stages"),
+    "schedule of one stage": (("tune", "lengths.npy", "--schedules", "1f1b"), "schedules are for pipelines"),
+    "schedule": (
+        ("tune", "lengths.npy", "--pp", "2", "--schedules", "best"),
+        "--schedules is 'best', expected algorithm2 or 1f1b",
+    ),
+    "from without auto": (("build", "lengths.npy", "--from", "x.json"), "--from is for --auto"),
+    "gpus without auto": (("build", "lengths.npy", "--gpus", "8"), "--gpus is for --auto"),
+    "from and hardware": (("build", "lengths.npy", "--auto", "--from", "x.json", "--hardware", "h100"), "exclude"),
+    "no file": (("build", "lengths.npy", "--auto", "--from", "x.json"), "there is no file x.json"),
+    "k": (("build", "lengths.npy", "--chunk-size", "8", "--k", "4,5"), "expected a number, or also TOKENS:K"),
+    "checkpointing": (("build", "lengths.npy", "--auto", "--checkpointing", "full"), "--auto chooses it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_is_refused_in_words(data: Path, case: str) -> None:
+    words, message = REFUSALS[case]
+    ran = run(data, *words, columns=500)
+    assert ran.returncode in (2, 3), ran.stderr
+    assert message in ran.stderr
+    assert "hint: " in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (data / "chunkplan-out").exists()
+
+
+def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
+    """...to the plan, whose steps fit the GPUs."""
+    records = [{"text": "word " * count} for count in (5, 9, 4000, 90_000)] * 9
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    said = run(tmp_path, "analyze", "data.jsonl", "--workspace", "a place").stderr
+    for command in ("tune", "build", "inspect"):
+        found = re.search(f"^next: chunkplan ({command} .*)$", said, re.MULTILINE)
+        assert found, said
+        ran = run(tmp_path, *shlex.split(found[1]))
+        assert ran.returncode == 0, ran.stderr
+        said = ran.stderr
+        assert " a GPU in step " not in said
+    assert load_plan(tmp_path / "a place" / "plan").config.global_batch == 256
+
+
+def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
+    """Over what fits and loses nothing; where nothing of today does, that is said. It costs nobody else a second."""
+    np.save(tmp_path / "some.npy", np.array([5, 9, 4000, 90_000] * 9))
+    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 900_000]))
+    assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
+    shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
+    gain = re.search(r"Qwen2\.5-7B on 16 x h100 \(tp 4, pp 4\), by prediction: a step takes .*x as fast as (.*)", shown)
+    assert gain and gain[1].endswith(", the fastest way of today that fits and loses no token.")
+    shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
+    assert "; no way of today fits 79.0 GiB without cutting sequences: one sequence a micro-batch would need " in shown
+    assert "as fast as" not in shown
+    np.save(tmp_path / "endless.npy", np.array([90_000_000]))
+    ran = run(tmp_path, "analyze", "endless.npy", "--headline")
+    assert ran.returncode == 0 and "warning: what chunks would gain is not known: nothing fits" in ran.stderr
+    for other in (("--json",), ("--shard", "1/2")):
+        ran = run(tmp_path, "analyze", "some.npy", "--headline", *other)
+        assert ran.returncode == 2 and f"--headline and {other[0]} exclude each other" in ran.stderr
+
+
+def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
+    """...nor loads what would: the report is there at once, as a document too."""
+    np.save(tmp_path / "lengths.npy", np.array([5, 90_000]))
+    code = (
+        "import sys; from chunkplan_cli.main import main\n"
+        "for words in ([], ['--json']):\n"
+        "    sys.argv = ['chunkplan', 'analyze', 'lengths.npy', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert not {'numba', 'ortools', 'chunkplan.tuning.tune'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
+    """The line about chunks must not stand in its way."""
+    (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
+    ran = run(tmp_path, "analyze", "data.jsonl", "--headline")
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,281 @@
+"""Shapes of models, read from the config.json that they were published with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.errors import ChunkplanError, DataError, UsageError
+from tests.support.places import ROOT
+
+
+def dense(model_type: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int, **more: Any) -> Any:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+QWEN2_5_CONFIG = dense("qwen2", 3584, 28, 28, 4, 18944, 152064, sliding_window=131072, use_sliding_window=False)
+
+#: Name -> config, parameters and active parameters as published, in billions.
+PUBLISHED = {
+    "Qwen2.5-0.5B": (dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), 0.494, 0.494),
+    "Qwen2.5-7B": (QWEN2_5_CONFIG, 7.62, 7.62),
+    "Qwen2.5-72B": (dense("qwen2", 8192, 80, 64, 8, 29568, 152064), 72.7, 72.7),
+    "Llama-3-8B": (dense("llama", 4096, 32, 32, 8, 14336, 128256), 8.03, 8.03),
+    "Llama-3.2-1B": (
+        dense("llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+        1.24,
+        1.24,
+    ),
+    "Llama-3-70B": (dense("llama", 8192, 80, 64, 8, 28672, 128256), 70.6, 70.6),
+    "Mistral-7B-v0.3": (dense("mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None), 7.25, 7.25),
+    "Qwen3-8B": (dense("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.19, 8.19),
+    "Qwen3-0.6B": (
+        dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+        0.596,
+        0.596,
+    ),
+    "Qwen3-30B-A3B": (
+        dense(
+            "qwen3_moe",
+            2048,
+            48,
+            32,
+            4,
+            6144,
+            151936,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        30.5,
+        3.34,
+    ),
+    "Qwen2-57B-A14B": (
+        dense(
+            "qwen2_moe",
+            3584,
+            28,
+            28,
+            4,
+            18944,
+            151936,
+            num_experts=64,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2560,
+            shared_expert_intermediate_size=20480,
+        ),
+        57.4,
+        14.2,
+    ),
+    "Mixtral-8x7B": (
+        dense("mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
+        46.7,
+        12.9,
+    ),
+}
+
+
+def written(tmp_path: Path, config: Any) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_within_two_percent_of_the_published(name: str, tmp_path: Path) -> None:
+    config, published, active = PUBLISHED[name]
+    shape = read_model_config(written(tmp_path, config))
+    assert shape.num_parameters == pytest.approx(published * 1e9, rel=0.02)
+    assert shape.num_active_parameters == pytest.approx(active * 1e9, rel=0.02)
+
+
+def test_a_folder_and_its_file_are_the_same_model_and_the_default_is_it(tmp_path: Path) -> None:
+    """The name tells family and size, and not where the file lies."""
+    path = written(tmp_path, QWEN2_5_CONFIG)
+    shape = read_model_config(path)
+    assert shape == read_model_config(str(tmp_path))
+    assert shape.name == "qwen2 7.6B"
+    assert shape == type(shape)(**{**vars(QWEN2_5_7B), "name": "qwen2 7.6B"})
+
+
+def test_the_sample_model_is_read() -> None:
+    shape = read_model_config(ROOT / "sample_data" / "model")
+    assert (shape.num_layers, shape.query_width, shape.kv_width, shape.tied_embeddings) == (2, 64, 32, True)
+
+
+def test_heads_are_as_wide_as_the_config_says_where_it_says_so(tmp_path: Path) -> None:
+    config = dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128)
+    shape = read_model_config(written(tmp_path, config))
+    assert (shape.query_width, shape.kv_width) == (2048, 1024)
+
+
+def test_newer_names_of_experts_are_known(tmp_path: Path) -> None:
+    config = dict(PUBLISHED["Qwen3-30B-A3B"][0])
+    before = read_model_config(written(tmp_path, config))
+    config["num_local_experts"] = config.pop("num_experts")
+    assert read_model_config(written(tmp_path, config)) == before
+
+
+REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "gpt2": lambda config: config | {"model_type": "gpt2"},
+    "sees a window": lambda config: config | {"use_sliding_window": True},
+    "attention that sees": lambda config: config | {"layer_types": ["full_attention", "sliding_attention"]},
+    "some are not": lambda config: PUBLISHED["Qwen3-30B-A3B"][0] | {"mlp_only_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_models_whose_cost_is_not_modelled_are_refused_by_name(words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        read_model_config(written(tmp_path, REFUSED[words](QWEN2_5_CONFIG)))
+    assert caught.value.hint
+
+
+def test_the_refusal_of_a_type_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_model_config(written(tmp_path, {"model_type": "gpt2"}))
+    assert caught.value.message == "the times and the memory of a 'gpt2' model are not known"
+    assert "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe" in caught.value.hint
+
+
+def test_a_path_without_a_config_is_a_usage_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json", "bad\0path"):
+        with pytest.raises(UsageError, match=r"no config\.json"):
+            read_model_config(path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+#: What a config says of positions -> how many tokens the model takes, for the planner and for the trainer.
+POSITIONS: list[tuple[dict[str, Any], int | None]] = [
+    ({"max_position_embeddings": 32768}, 32768),
+    ({"max_position_embeddings": 32768, "rope_scaling": None}, 32768),
+    ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
+    ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 2}}, 65536),
+    ({"max_position_embeddings": 131072, "rope_scaling": YARN}, 131072),  # with what it is stretched to
+    ({"max_position_embeddings": 200000, "rope_parameters": {**YARN, "rope_theta": 1e6}}, 200000),
+    ({"max_position_embeddings": 16384, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 16384),
+    ({"max_position_embeddings": 16384, "use_sliding_window": False, "sliding_window": 4096}, 16384),
+]
+
+
+@pytest.mark.parametrize(("says", "positions"), [*POSITIONS, ({}, None), ({"max_position_embeddings": None}, None)])
+def test_a_model_takes_the_positions_that_its_config_says(says: Any, positions: int | None, tmp_path: Path) -> None:
+    assert read_model_config(written(tmp_path, QWEN2_5_CONFIG | says)).max_positions == positions
+
+
+def test_the_trainer_goes_by_the_same_positions(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the trainer needs it")
+    from chunkplan_runtime.models.checks import max_positions
+    from chunkplan_runtime.models.model import read_config
+
+    for says, positions in POSITIONS:
+        assert max_positions(read_config(written(tmp_path, QWEN2_5_CONFIG | says))) == positions
+
+
+STRANGE = [None, "28", -1, 0, 1.5, float("nan"), float("inf"), True, [28], {"a": 1}, 10**30, 2**31]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        *({"max_position_embeddings": value} for value in STRANGE if value is not None),
+        *({"rope_scaling": value} for value in ("yarn", [YARN], 3)),
+        *({"rope_parameters": YARN | {"factor": value}} for value in STRANGE if value not in (None, 1.5, {"a": 1})),
+        {"rope_scaling": YARN | {"original_max_position_embeddings": "32768"}},
+        {"rope_parameters": {"full_attention": YARN | {"factor": "4"}}},
+    ],
+    ids=repr,
+)
+def test_strange_positions_are_named_with_their_file(says: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, QWEN2_5_CONFIG | {"max_position_embeddings": 32768} | says)
+    with pytest.raises(DataError, match=f"`{next(iter(says))}` is") as caught:
+        read_model_config(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("entry", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_strange_entries_are_named_with_their_file(entry: str, value: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, QWEN2_5_CONFIG | {entry: value})
+    with pytest.raises(DataError, match=f"`{entry}` is") as caught:
+        read_model_config(path)
+    assert caught.value.where == str(path)
+
+
+OPTIONAL = {
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "sliding_window",
+    "use_sliding_window",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+}
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2-57B-A14B", "Mixtral-8x7B"])
+def test_an_entry_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    config = PUBLISHED[name][0]
+    mixture = {"intermediate_size", "head_dim"} if name.startswith("Qwen") and "num_experts" in config else set()
+    for entry in config.keys() - OPTIONAL - mixture - {"model_type"}:
+        path = written(tmp_path, {key: config[key] for key in config.keys() - {entry}})
+        with pytest.raises(DataError, match=f"`{entry}` is missing"):
+            read_model_config(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_whatever_an_entry_holds_it_is_read_or_refused_with_its_file(name: str, tmp_path: Path) -> None:
+    config = PUBLISHED[name][0]
+    refused = 0
+    for entry in config:
+        for value in STRANGE:
+            path = written(tmp_path, config | {entry: value})
+            try:
+                read_model_config(path)
+            except ChunkplanError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused > 5 * len(STRANGE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1, 2]", '"qwen2"', "NaN", '{"model_type": 3}', "[" * 100_000, "9" * 5000, "\ud800"]
+)
+def test_a_file_that_is_no_config_is_a_data_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(DataError) as caught:
+        read_model_config(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("num_attention_heads", 27), ("num_key_value_heads", 5), ("num_key_value_heads", 29)]
+)
+def test_heads_that_do_not_fit_together_are_refused(entry: str, value: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"`{entry}` is {value}, expected a divisor of"):
+        read_model_config(written(tmp_path, QWEN2_5_CONFIG | {entry: value}))
+
+
+def test_a_token_goes_to_no_more_experts_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="`num_experts_per_tok` is 9"):
+        read_model_config(written(tmp_path, PUBLISHED["Mixtral-8x7B"][0] | {"num_experts_per_tok": 9}))

@@ -1,0 +1,70 @@
+"""The page about ChunkTrainer and its example run as written, and the page names what is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan import PlanConfig, build
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan_runtime import ChunkTrainer
+from chunkplan_runtime.hf.arguments import _ARGUMENTS, _SETTINGS
+from tests.support.places import ROOT
+
+PAGE = (ROOT / "docs" / "chunk-trainer.md").read_text(encoding="utf-8")
+EXAMPLE = ROOT / "examples" / "chunk_trainer.py"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, tiny_config, random_sequences):
+    """An empty folder but for a model and a plan, under the names that the page calls them by."""
+    (tmp_path / "chunkplan-out" / "analysis").mkdir(parents=True)
+    writer = AnalysisWriter(tmp_path / "chunkplan-out" / "analysis")
+    for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 5, 9, 17])):
+        writer.add(0, record, ids.astype(np.int32), target)
+    writer.finish(exact=True, sources=[])
+    config = PlanConfig(chunk_size=8, k=2, global_batch=3, holdout=1)
+    build(tmp_path / "chunkplan-out" / "analysis", tmp_path / "chunkplan-out" / "plan", config)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config())).save_pretrained(tmp_path / "path/to/model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+def test_the_code_of_the_page_runs_as_written(workspace, monkeypatch, capsys):
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        # transformers computes in bfloat16 without a GPU when it is told that there is none.
+        exec(block.replace("save_steps=100", "save_steps=1").replace("bf16=True", "bf16=True, use_cpu=True"), names)
+    assert float(re.findall(r"^(\d+\.\d+)$", capsys.readouterr().out, re.M)[0]) > 0
+    assert names["trainer"].state.global_step == 2
+    assert (workspace / "run" / "final" / "model.safetensors").exists()
+    assert (workspace / "adapters" / "final" / "adapter_model.safetensors").exists()
+
+
+def test_the_example_runs_and_goes_on(workspace, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), "path/to/model", "chunkplan-out/plan", "run"])
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        assert "'eval_loss'" in capsys.readouterr().out
+    assert (workspace / "run" / "final" / "model.safetensors").exists()
+    assert (workspace / "run" / "checkpoint-2").exists()
+
+
+def test_the_page_names_every_argument_and_all_that_is_refused():
+    parameters = inspect.signature(ChunkTrainer.__init__).parameters
+    for name in (*parameters.keys() - {"self", "others"}, *_ARGUMENTS, *_SETTINGS):
+        assert f"`{name}`" in PAGE, name

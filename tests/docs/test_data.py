@@ -1,0 +1,105 @@
+"""What docs/data.md says is so: its records become what it shows, its commands print its screens."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+import chunkplan
+from chunkplan.intake.backends import BACKENDS
+from chunkplan.intake.rejection import REASONS
+from chunkplan.intake.schemas import SCHEMAS
+from chunkplan.intake.sources import COMPRESSIONS, describe
+from tests.support.places import ROOT
+
+DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+SCRIPTS = Path(sys.executable).parent
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the sample data and the document's `bad.jsonl`."""
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    [bad] = re.findall(r"Take this `bad.jsonl`:\n\n```text\n(.*?)```", DATA, re.S)
+    (tmp_path / "bad.jsonl").write_text(bad, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("needing", ["bad.jsonl|rejected.jsonl", pytest.param("", marks=pytest.mark.soak)])
+def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
+    """Commands in order, in one folder, those of `bad.jsonl` or all; a line `...` stands for any lines."""
+    screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
+    commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
+    assert len(commands) == 9
+    environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
+    for command, screen in commands:
+        if not re.search(needing, command):
+            continue
+        ran = subprocess.run(
+            ["bash", "-c", command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == (3 if screen.startswith("error: ") else 0), ran.stdout
+        printed = "".join(f"{line.rstrip()}\n" for line in ran.stdout.splitlines())
+        pattern = re.escape(screen).replace(re.escape("...\n"), r"(?:.*\n)*")
+        assert re.fullmatch(pattern, printed), f"{command}\n{printed}"
+
+
+def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
+    [block] = re.findall(r"⏎ is a line end:\n\n```text\n(.*?)```", DATA, re.S)
+    shown: dict[str, str] = {}
+    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    for record, line in (example.split("\n") for example in block.strip().split("\n\n")):
+        json.loads(record)
+        (tmp_path / "data.jsonl").write_text(record + "\n", encoding="utf-8")
+        analysis = chunkplan.analyze([tmp_path / "data.jsonl"], tmp_path / "analysis", tokenizer=TOKENIZER)
+        schema, _, sequence = line.partition(": ")
+        assert analysis.manifest["sources"][0]["schema"] == schema
+        shown[schema] = sequence
+        if not analysis.has_tokens:
+            assert sequence == f"{analysis.num_tokens[0]:,} tokens"
+            continue
+        parts = groupby(zip(*map(list, analysis.tokens()(0)), strict=True), key=lambda pair: pair[1])
+        texts = [(counts, tokenizer.decode([int(token) for token, _ in run], False)) for counts, run in parts]
+        assert sequence == "".join(f"⟦{text}⟧" if counts else text for counts, text in texts).replace("\n", "⏎")
+    assert shown.keys() == SCHEMAS.keys()
+    for name in SCHEMAS:
+        assert f"**{name}**" in DATA
+
+
+def test_the_tables_are_complete() -> None:
+    reasons = dict(re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \|$", DATA.split("| reason |")[1].split("\n\n")[0], re.M))
+    assert reasons == REASONS
+    table = DATA.split("| name | what it is")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        names, _, compressed = (cell.strip() for cell in row.strip("|").split("|"))
+        for suffix in re.findall(r"`(\.\w+)`", names):
+            assert describe(f"data{suffix}"), suffix
+            with_compression = [end for end in COMPRESSIONS if describe(f"data{suffix}{end}")]
+            assert re.findall(r"`(\.\w+)`", compressed) == with_compression
+    known = ("jsonl", "ndjson", "json", "txt", "parquet", "arrow", "npy")
+    assert re.findall(r"`\.(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:])) == list(known)
+    backends = DATA.split("| `--tokenizer` |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(backends) == len(BACKENDS)
+
+
+def test_its_python_runs_as_written(here: Path) -> None:
+    names: dict[str, Any] = {}
+    [block] = re.findall(r"```python\n(.*?)```", DATA, re.S)
+    exec(block, names)
+    assert names["analysis"].manifest["rejected"]["too-long"] > 0
+    assert len(names["input_ids"]) == len(names["target"])

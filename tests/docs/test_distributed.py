@@ -1,0 +1,185 @@
+"""What docs/distributed.md says is so: its commands run, by torchrun, and leave what it says.
+
+Training runs as written, but on two of the plan's four processes, which takes half the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser, parse_args
+
+from chunkplan import PlanConfig, load_plan
+from chunkplan.errors import UsageError
+from chunkplan.options import options_of
+from chunkplan_cli.main import main
+from chunkplan_runtime.distributed.launch import TIMEOUT
+from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.failures.fate import Fate, Place, lost
+from chunkplan_runtime.failures.watch import DEAD_AFTER
+from chunkplan_runtime.layout import Layout, choose_layout
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.options import read_options
+from tests.support.places import ROOT
+from tests.support.training_checks import lines
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCRIPTS = Path(sys.executable).parent
+
+#: What is another where there are two processes in place of four.
+ON_TWO = {
+    "4 processes (2 data parallel x 2 pipeline stages)": "2 processes (2 pipeline stages)",
+    ", pipeline 1, the slowest of 2": "",
+    "pipelines were done after 0.57 to 0.64 s\n": "",
+    "x86_64": platform.machine(),
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """An empty folder beside the sample data, after the commands of the page; also what training said."""
+    folder = tmp_path_factory.mktemp("documented")
+    (folder / "sample_data").symlink_to(ROOT / "sample_data")
+    [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
+    *first, training = block.replace("\\\n", " ").splitlines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in first:
+            patch.setattr("sys.argv", shlex.split(command))
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert not end.value.code, command
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program, *arguments = shlex.split(training.replace("--nproc-per-node 4", "--nproc-per-node 2"))
+    done = subprocess.run(
+        [str(SCRIPTS / program), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PET_MASTER_PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr
+
+
+def without_times(screen: str) -> list[str]:
+    """Its lines, from the first step on with N for numbers."""
+    head, step, rest = screen.partition("\nstep ")
+    rest = re.sub(r" +", " ", re.sub(r"\d[\d,.]*", "N", rest))
+    return (head + step + rest).splitlines()
+
+
+def test_the_commands_say_what_is_said(ran):
+    folder, said = ran
+    screen = SCREEN
+    for four, two in ON_TWO.items():
+        assert four in screen
+        screen = screen.replace(four, two)
+    assert without_times(said) == without_times(screen)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", SCREEN)]
+    assert [row["loss"] for row in lines(folder / "run" / "metrics.jsonl")] == pytest.approx(losses, rel=1e-3)
+
+
+def test_the_run_leaves_what_is_said(ran):
+    output = ran[0] / "run"
+    [table] = re.findall(r"`processes`, a row for each:\n\n(.*?)\n\n", PAGE, re.S)
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", cell)}
+    for row in lines(output / "metrics.jsonl"):
+        assert [set(process) for process in row["processes"]] == [named] * 2
+        assert [(each["stage"], each["pipeline"]) for each in row["processes"]] == [(0, 0), (1, 0)]
+    events = json.loads((output / "timeline.json").read_text())["traceEvents"]
+    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert re.findall("measured|replayed|planned", " ".join(titles)) == ["measured", "replayed"], (
+        "the plan is for an H100"
+    )
+    for name in ("weights", "optimizer"):
+        assert len(list((output / "checkpoints" / "step-00000002" / name).glob("*.safetensors"))) == 2
+    assert (output / "final" / "model.safetensors").exists() and (output / "final" / "tokenizer.json").exists()
+
+
+def test_numbers_of_processes_are_those_that_are_said(ran):
+    plan = load_plan(ran[0] / "chunkplan-out" / "plan")
+    assert [choose_layout(plan, size, 0).dp for size in (2, 4)] == [1, 2]
+    for size in (1, 3, 8):
+        with pytest.raises(UsageError, match="2 or 4 processes"):
+            choose_layout(plan, size, 0)
+
+
+def test_what_is_said_of_faults_is_what_processes_print():
+    for fate, screen in {Fate.GONE: DIED, Fate.SUSPENDED: SUSPENDED}.items():
+        heard, place = f"nothing heard of it for {DEAD_AFTER:g} s", Place("", 4711, "")
+        error = lost(fate, Layout(2, 2, 3).describe(), "at step 1", heard, place)
+        assert f"error: {error}\nhint: {error.hint}\n" == screen
+    assert timedelta(hours=1) == TIMEOUT
+
+
+def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monkeypatch) -> None:
+    """But for how long it takes."""
+    place = WARNING.partition("5.0 min: ")[2].strip()
+    assert stuck.STUCK_AFTER == 300
+    monkeypatch.setattr(stuck, "STUCK_AFTER", 0.05)
+    told = ""
+    with stuck.told_if_stuck(Layout(1, 2, 1).describe(), lambda: place, lambda: None):
+        for _ in range(1000):
+            if "hint:" not in told:
+                time.sleep(0.01)
+                told += capsys.readouterr().err
+    assert told.splitlines()[0] == WARNING.strip().replace("5.0 min", "50.0 ms")
+
+
+def test_the_options_that_are_named_are_there():
+    known = {one.flag for config in (TrainConfig, PlanConfig) for one in options_of(config).values()}
+    known |= {name for action in get_args_parser()._actions for name in action.option_strings}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE))
+    assert len(named) > 20
+    assert named - {"--gpus", "--hardware", "--nodes"} <= known  # of `chunkplan tune` and `build`, and of sbatch
+
+
+def test_the_files_that_are_named_exist():
+    paths = re.findall(r"^\| `([\w/]+\.py)` \|", PAGE, re.M)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / "tests" / path).exists()] == []
+
+
+def test_the_command_for_several_machines_is_one_that_torchrun_and_the_trainer_take():
+    _, *arguments = shlex.split(SEVERAL_MACHINES.replace("\\\n", " "))
+    launched = parse_args(arguments)
+    assert (launched.nnodes, launched.training_script) == ("2", "chunkplan_runtime.train")
+    assert read_options(launched.training_script_args, lambda error: pytest.fail(str(error))).model == "NAME"
+
+
+def test_the_script_for_slurm_starts_a_torchrun_on_each_machine(tmp_path):
+    commands = {"scontrol": 'printf "%s\\n" node1 node2', "srun": 'printf "%s\\n" "$@"'}
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"JOB_ID": "7", "JOB_NODELIST": "node[1-2]", "NNODES": "2", "GPUS_ON_NODE": "8", "CPUS_PER_TASK": "32"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "train.slurm"), "the plan", "model", "output", "--lr", "1e-5"],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin", **{f"SLURM_{name}": value for name, value in slurm.items()}},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *srun, torchrun = (part.splitlines() for part in done.stdout.partition("torchrun\n"))
+    assert "--kill-on-bad-exit=1" in srun[0]
+    launched = parse_args(torchrun)
+    assert (launched.nnodes, launched.nproc_per_node, launched.rdzv_endpoint) == ("2", "8", "node1:29500")
+    config = read_options(launched.training_script_args, lambda error: pytest.fail(str(error)))
+    assert (str(config.plan), config.model, config.resume, config.lr) == ("the plan", "model", True, 1e-5)

@@ -1,0 +1,344 @@
+"""What the documents say is so: commands run, paths exist, contracts are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pytest
+
+import chunkplan
+from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.shape import ModelShape
+from chunkplan.errors import UsageError
+from chunkplan.operations import OPS
+from chunkplan.options import options_of as declared_by
+from chunkplan.packing import PACKERS
+from chunkplan.planfile import schema
+from chunkplan.tuning.document import tuning_document
+from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS
+from chunkplan.validation.validate import PLAN_INVARIANTS
+from chunkplan_runtime.training.config import TrainConfig
+from tests.support.places import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FORMAT = (ROOT / "docs" / "plan-format.md").read_text(encoding="utf-8")
+PLANNER = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+COST_MODEL = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
+PICTURES = sorted((ROOT / "docs").glob("*.svg"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = Path(sys.executable).parent
+
+#: Whose options documents name: those of `chunkplan`, and the trainer.
+PROGRAMS = (
+    *("analyze", "merge", "tune", "build", "inspect", "diff", "simulate", "validate", "parity", "calibrate", "export"),
+    "train",
+)
+
+#: Where an option in a document may be from, if it is not part of a whole command.
+COMMANDS = {
+    "data.md": ("analyze", "merge"),
+    "planner.md": ("build",),
+    "schedules.md": ("simulate", "build"),
+    "tuning.md": ("tune", "build"),
+    "cost-model.md": ("tune", "build", "calibrate"),
+    "export.md": ("export", "build"),
+    "concepts.md": ("build", "train"),
+    "guide.md": PROGRAMS,
+    "tutorial.md": PROGRAMS,
+    "errors.md": PROGRAMS,
+}
+
+
+def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
+    """Every command of that section, in order, in an empty folder beside the sample data; none touches the network."""
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    [block] = re.findall(r"## In five minutes\n.*?```sh\n(.*?)```", README, re.DOTALL)
+    commands = [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    assert len(commands) == 5
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        ran = subprocess.run(
+            [str(SCRIPTS / program), *arguments],
+            cwd=tmp_path,
+            env={"PATH": str(SCRIPTS), "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    assert (tmp_path / "chunkplan-out" / "run" / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_the_rooms_of_the_readme_are_those_of_the_repository() -> None:
+    [block] = re.findall(r"## The rooms\n.*?```\n(.*?)```", README, re.DOTALL)
+    folder = ROOT
+    for line in block.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = ROOT / name if name.endswith("/") else ROOT
+            assert (ROOT / name).exists(), name
+        else:
+            assert (folder / name).exists(), name
+    named = set(re.findall(r"^    (\S+)", block, re.MULTILINE))
+    rooms = {path.name + "/" for path in (ROOT / "chunkplan").iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= named
+
+
+def test_the_table_of_contents_has_every_page_once() -> None:
+    links = re.findall(r"^- \[(\S+)\]\(\1\): ", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(links) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"})
+
+
+def test_the_readme_names_every_command() -> None:
+    [table] = re.findall(r"^\| command \|.*?\n\n", README, re.M | re.S)
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])}
+    shown = subprocess.run([str(SCRIPTS / "chunkplan")], capture_output=True, text=True, check=True).stdout
+    assert named == {*re.findall(r"^│ ([a-z]+)  ", shown, re.M), "chunkplan_runtime.train"}
+
+
+def leaves(kind: pa.DataType) -> set[str]:
+    if pa.types.is_list(kind):
+        return leaves(kind.value_type)
+    if pa.types.is_struct(kind):
+        return {field.name for field in kind}
+    return set()
+
+
+def test_the_format_names_every_column_op_and_invariant() -> None:
+    for name in ("SEQUENCES", "TOKENS", "STEPS", "CHUNKS", "SCHEDULE"):
+        for field in getattr(schema, name):
+            assert f"`{field.name}`" in FORMAT, f"{name}.{field.name}"
+            for leaf in leaves(field.type):
+                assert leaf in FORMAT
+    for word in (*OPS, *PLAN_INVARIANTS, *ANALYSIS_INVARIANTS):
+        assert f"`{word}`" in FORMAT, word
+    assert f"Schema version {schema.SCHEMA_VERSION}." in FORMAT
+
+
+def test_the_format_names_every_entry_of_an_analysis(tmp_path: Path) -> None:
+    """Those of its manifest with all that is inside, and of a line of rejected.jsonl."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": ""}\n')
+    options = chunkplan.IntakeOptions(on_error="skip")
+    tokenizer = ROOT / "sample_data" / "tokenizer"
+    analysis = chunkplan.analyze([tmp_path / "a.jsonl"], tmp_path / "analysis", options, tokenizer=tokenizer)
+    text = FORMAT.split("## The analysis")[1].split("## The plan")[0]
+    manifest = analysis.manifest
+    inside = [manifest[name] for name in ("totals", "tokenizer", "options", "truncated", "content_hashes")]
+    [rejected] = map(json.loads, (analysis.path / "rejected.jsonl").read_text().splitlines())
+    for entry in (manifest, *inside, manifest["sources"][0], manifest["tokens"][0], rejected):
+        for name in entry:
+            assert f"`{name}`" in text, name
+
+
+def test_the_format_names_every_entry_of_a_configuration() -> None:
+    for field in dataclasses.fields(chunkplan.PlanConfig):
+        assert re.search(rf"^\|.*`{field.name}`.*\|.*\|.*\|$", FORMAT, re.M), field.name
+
+
+def test_the_format_names_every_entry_of_a_cost_model() -> None:
+    [table] = re.findall(r"^`predictions` has .*?\n\n(.*?)\n\n", FORMAT, re.M | re.S)
+    for kind in (chunkplan.CostModel, ModelShape, Hardware):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in table, field.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_prose_is_wrapped(document: Path) -> None:
+    """At 120 columns; what cannot be wrapped is code, screens, tables, pictures."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!["))] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", COMMANDS)
+def test_the_options_a_document_names_are_those_of_the_command_line(document: str) -> None:
+    """In a span or line that begins with `chunkplan COMMAND` those of that command, in other spans of `COMMANDS`."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
+    spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
+    known = {command: options_of(command) for command in PROGRAMS}
+    assert spans
+    for span in spans:
+        command = re.match(r"chunkplan (\w+)", span)
+        commands = (command[1],) if command else COMMANDS[document]
+        assert set(re.findall(OPTION, span)) <= set().union(*(known[name] for name in commands)), span
+
+
+OPTION = r"(?<!\S)--[a-z][a-z-]*"
+
+
+@cache
+def options_of(command: str) -> set[str]:
+    """What `--help` names; of the trainer also what torchrun is told."""
+    if command == "train":
+        return {*(one.flag for one in declared_by(TrainConfig).values()), "--nproc-per-node"}
+    ran = subprocess.run(
+        [str(SCRIPTS / "chunkplan"), command, "--help"],
+        env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(re.findall(OPTION, ran.stdout))
+
+
+def test_the_planner_names_the_packers_there_are() -> None:
+    [table] = re.findall(r"`--packing` takes a second\slook:\n\n(.*?)\n\n", PLANNER, re.S)
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == set(PACKERS)
+
+
+@pytest.mark.parametrize(("text", "least"), [(PLANNER, 20), (TUNING, 10)], ids=["planner", "tuning"])
+def test_the_files_a_document_names_exist(text: str, least: int) -> None:
+    paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", text)
+    assert len(paths) > least
+    for path in paths:
+        assert [*ROOT.glob(path), *(ROOT / "chunkplan").glob(path)], path
+
+
+def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block after another in an empty folder. The step is the one of the picture; the rows are as few as can be."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PLANNER, re.S):
+        exec(block, names)
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_planner.py"))
+    assert (names["lengths"], names["plan"].config.k) == (drawn["LENGTHS"], drawn["CONFIG"].k)
+    assert names["step"].optimal and names["rows"].is_optimal
+
+
+def test_the_python_and_the_screens_of_the_tuning_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the letter, at 100 columns. And its tables name every entry of the document that `--output` writes."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", TUNING, re.S):
+        exec(block, names)
+    assert names["plan"].config.chunk_size == names["best"].config.chunk_size
+    document = tuning_document(names["tuning"])
+    for entry in {*document, *document["options"], *document["data"], *document["baselines"][0], *document["chosen"]}:
+        assert f"`{entry}`" in TUNING.split("## tune.json")[1], entry
+    screens = re.findall(r"```console\n\$ chunkplan (.*?)\n(.*?)```", TUNING, re.S)
+    assert len(screens) == 2
+    for arguments, screen in screens:
+        ran = subprocess.run(
+            [str(SCRIPTS / "chunkplan"), *shlex.split(arguments)],
+            env={"PATH": "", "COLUMNS": "100", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        shown = ran.stdout if ran.returncode == 0 else ran.stderr
+        assert [line.rstrip() for line in shown.splitlines()] == screen.splitlines()
+
+
+def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path: Path) -> None:
+    [table] = re.findall(r"^\| profile \|.*?\n\n", COST_MODEL, re.M | re.S)
+    shipped = {path.stem for path in (ROOT / "chunkplan" / "cost" / "profiles").glob("*.toml")}
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| (\d+) \|$", table, re.M)
+    assert {row[0] for row in rows} == shipped
+    for name, *figures in rows:
+        profile = chunkplan.load_hardware(name)
+        rates = (profile.flops / 1e12, profile.attention_flops / 1e12, profile.copy_bytes / 1e12)
+        assert [float(figure) for figure in figures] == [*rates, profile.memory_bytes / 2**30]
+    for text in (COST_MODEL, TUNING):
+        assert f"{chunkplan.CostModel().offload_chunk_size:,} tokens" in text
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    with pytest.raises(UsageError) as caught:
+        chunkplan.read_model_config(tmp_path)
+    [sentence] = re.findall(r"`model_type` may be (.*?):", COST_MODEL, re.S)
+    assert re.findall(r"`(\w+)`", sentence) == caught.value.hint.partition("the known types are ")[2].split(", ")
+
+
+def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> None:
+    """Every row of the table, to the digits that it has."""
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "paper.py")], capture_output=True, text=True, check=True
+    )
+    found = {figures["experiment"]: figures for figures in map(json.loads, ran.stdout.splitlines())}
+    row = r"^\| ([\d.]+) \| `(.*?)` \| `(.*?)` \| (\d+\.?(\d*)) \| ([+-]?\d+)% \|$"
+    rows = re.findall(row, COST_MODEL, re.M)
+    assert len(rows) > 8
+    for published, experiment, figure, predicted, decimals, off in rows:
+        value = found[experiment][figure]
+        assert float(predicted) == pytest.approx(value, abs=0.51 * 10 ** -len(decimals)), experiment
+        assert int(off) == pytest.approx(100 * (value / float(published) - 1), abs=0.51), experiment
+
+
+def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> None:
+    rows = re.findall(r"^\| (\d+)K \| predicted \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", COST_MODEL, re.M)
+    assert len(rows) == 2
+    cost = chunkplan.CostModel(tp=4)
+    for context, *gibibytes in rows:
+        for chunk_size, stated in zip((2048, 4096, 8192), gibibytes, strict=True):
+            [memory] = stage_memory(
+                cost,
+                dp=1,
+                pp=1,
+                layers=(28,),
+                sharding="none",
+                retained_tokens=[chunk_size],
+                stage_input_tokens=[0],
+                kv_tokens=[int(context) << 10],
+                chunk_size=chunk_size,
+                kv_gradient_bytes=2,
+            )
+            assert memory.total / 2**30 == pytest.approx(float(stated), abs=0.051)
+
+
+def test_pictures_are_those_that_the_scripts_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte. They are of real plans: run `python docs/draw_NAME.py` when the planner makes other ones."""
+    monkeypatch.syspath_prepend(ROOT / "docs")  # as when a script is run by itself
+    for script in (ROOT / "docs").glob("draw_*.py"):
+        monkeypatch.setattr(sys, "argv", [script.name, str(tmp_path)])
+        runpy.run_path(str(script), run_name="__main__")
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES}
+    assert [path.name for path in PICTURES if path.read_bytes() != (tmp_path / path.name).read_bytes()] == []
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_a_picture_is_whole(path: Path) -> None:
+    """Well-formed, described for those who cannot see it, nothing outside, no letter under 11 units."""
+    picture = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    space = "{http://www.w3.org/2000/svg}"
+    width, height = (float(value) for value in picture.attrib["viewBox"].split()[2:])
+    assert picture.findtext(f"{space}title") and picture.findtext(f"{space}desc")
+    texts = picture.findall(f"{space}text")
+    assert min(float(text.attrib["font-size"]) for text in texts) >= 11
+    for element in [*texts, *picture.findall(f"{space}rect")]:
+        x, y = float(element.get("x", 0)), float(element.get("y", 0))
+        assert 0 <= x <= x + float(element.get("width", 0)) <= width
+        assert 0 <= y <= y + float(element.get("height", 0)) <= height
+
+
+def test_the_sample_data_is_what_its_readme_says(tmp_path: Path) -> None:
+    """Records, tokens and longest of every file; all together within the 5 MB that a clone may cost."""
+    text = (ROOT / "sample_data" / "README.md").read_text(encoding="utf-8")
+    sources = ROOT / "sample_data"
+    analysis = chunkplan.analyze([sources], tmp_path / "analysis", tokenizer=sources / "tokenizer")
+    for index, source in enumerate(analysis.manifest["sources"]):
+        path = Path(source["path"])
+        lengths = analysis.num_tokens[analysis.source == index]
+        [row] = re.findall(rf"^\| `{path.name}` \| `.*?\| ([0-9,]+ \| [0-9,]+) \| [0-9,]+ \| ([0-9,]+) \|", text, re.M)
+        assert row == (f"{len(lengths):,} | {lengths.sum():,}", f"{lengths.max():,}")
+    assert sum(path.stat().st_size for path in sources.rglob("*")) <= 5_000_000
+    assert [(analysis.num_tokens > low).sum() for low in (8192, 32768, 100_000)] == [20, 4, 1]

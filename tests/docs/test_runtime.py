@@ -1,0 +1,35 @@
+"""docs/runtime.md names the kernels and models there are, and its command runs as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from chunkplan_cli.main import main
+from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.models.checks import MODEL_TYPES
+from tests.support.places import ROOT
+
+DOCUMENT = (ROOT / "docs" / "runtime.md").read_text()
+
+
+def test_it_names_the_kernels_in_the_order_they_are_preferred():
+    table = DOCUMENT[DOCUMENT.index("| kernel | runs on") :]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE) == list(KERNELS)
+
+
+def test_it_names_the_models_there_are():
+    (listed,) = re.findall(r"of these types: ([^.]*)\.", DOCUMENT)
+    assert tuple(re.split(r",\s+", listed)) == MODEL_TYPES
+
+
+def test_its_command_runs_as_written(monkeypatch, capsys):
+    (command,) = re.findall(r"```sh\n(chunkplan .*)\n```", DOCUMENT)
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with pytest.raises(SystemExit) as end:
+        main()
+    shown = capsys.readouterr()
+    assert not end.value.code, shown.err
+    assert "exact: worst relative error" in shown.out

@@ -1,0 +1,75 @@
+"""docs/tutorial.md: its commands run in order as written, offline, and print what it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from chunkplan_cli.main import main
+from chunkplan_runtime.train import main as train
+from tests.support.places import ROOT
+
+PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+#: What depends on the machine: times, and what is left of digits by another order of sums.
+NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder beside the sample data, in a terminal of 80 columns."""
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    monkeypatch.chdir(tmp_path)
+    for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"COLUMNS": "80", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(a command, what is shown of what it prints)."""
+    screens = "".join(re.findall(r"```console\n(.*?)```", PAGE, re.S)).replace("\\\n", " ")
+    yield from re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Its exit code, and what it prints on both streams, one text as on a terminal; in this process.
+
+    Left out is the line of progress that a slow machine prints every few seconds.
+    """
+    printed = StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            assert arguments[:2] == ["-m", "chunkplan_runtime.train"]
+            code = train(arguments[2:])
+        else:
+            monkeypatch.setattr("sys.argv", [program, *arguments])
+            with pytest.raises(SystemExit) as end:
+                main()
+            code = int(end.value.code or 0)
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    return code, "".join(f"{line}\n" for line in lines if not re.match(r"\w+: [\d.]+ of [\d.]+ .* left$", line))
+
+
+def test_the_commands_print_what_is_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line `...` stands for any lines; of training and parity numbers may be others."""
+    told = list(commands())
+    assert len(told) == 16
+    for command, screen in told:
+        code, printed = run(command, monkeypatch)
+        assert code == (2 if screen.startswith("error: ") else 0), printed
+        if command.startswith(("python", "chunkplan parity")):
+            screen, printed = (re.sub(NUMBER, "N", text) for text in (screen, printed))
+        pattern = re.escape(screen).replace(re.escape("...\n"), r"(?:.*\n)*")
+        assert re.fullmatch(pattern, printed), f"{command}\n{printed}"
+    assert (here / "run" / "final" / "model.safetensors").exists()
+    assert (here / "plan.html").stat().st_size > 1_000_000
+    assert (here / "small" / "export-hf" / "dataset_info.json").exists()

@@ -1,0 +1,482 @@
+"""Exports: what is read back from every format, as its own readers do it, is what the plan says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import chunkplan
+from chunkplan.errors import DataError, UsageError
+from chunkplan.exporting.batches import read_batches
+from chunkplan.exporting.export import FORMATS
+from chunkplan.exporting.rows import ExportRows
+from chunkplan.exporting.shards import write_shards
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.validation.validate import validate
+from chunkplan_cli.export import Format
+from tests.validation.test_validation import tamper
+
+LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
+
+#: A row as a reader sees it: of each sequence in it the token ids, and which of them are targets; then its place.
+Row = tuple[list[tuple[list[int], list[bool]]], dict[str, int]]
+
+
+def analysis_in(folder: Path, sequences: list[tuple[Any, Any]]) -> Path:
+    folder.mkdir()
+    writer = AnalysisWriter(folder)
+    for record, (ids, target) in enumerate(sequences):
+        writer.add(0, record, np.asarray(ids, np.int32), np.asarray(target, bool))
+    writer.finish(exact=True, sources=[])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory, random_sequences) -> Path:
+    """`analysis`, and a `plan` of two epochs on two ranks in which the four longest sequences are split."""
+    folder = tmp_path_factory.mktemp("workspace")
+    analysis_in(folder / "analysis", random_sequences(LENGTHS))
+    config = chunkplan.PlanConfig(chunk_size=16, k=2, global_batch=5, epochs=2, dp=2, equal_chunks=True)
+    chunkplan.build(folder / "analysis", folder / "plan", config)
+    assert validate(folder / "plan").ok
+    return folder
+
+
+def read_hf(folder: Path) -> Iterator[Row]:
+    return map(labelled_row, datasets.load_from_disk(str(folder)))
+
+
+def read_jsonl(folder: Path) -> Iterator[Row]:
+    for path in sorted(folder.glob("*.jsonl")):
+        yield from map(labelled_row, map(json.loads, path.read_text().splitlines()))
+
+
+def labelled_row(row: dict[str, Any]) -> Row:
+    tokens, labels = row["input_ids"], row["labels"]
+    assert all(label in (-100, token) for label, token in zip(labels, tokens, strict=True))
+    edges = [0, *np.cumsum(row["seq_lengths"]).tolist()]
+    assert edges[-1] == len(tokens)
+    return [(tokens[i:j], [label != -100 for label in labels[i:j]]) for i, j in pairwise(edges)], place_of(row)
+
+
+def read_megatron_bridge(folder: Path) -> Iterator[Row]:
+    """As its GPTSFTPackedParquetDataset finds files, checks rows and collates them.
+
+    What it takes of a sequence is tokens [first, last - 1), labels [first + 1, last), mask [first, last - 1).
+    """
+    for path in sorted(folder.glob("*.parquet")):
+        assert path.name.endswith(".idx.parquet")
+        for row in pq.read_table(path).to_pylist():
+            tokens, mask, starts = row["input_ids"], row["loss_mask"], row["seq_start_id"]
+            assert len(mask) == len(tokens) and set(mask) <= {0, 1}
+            assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < len(tokens)
+            cut = []
+            for first, last in pairwise([*starts, len(tokens)]):
+                inputs, labels = tokens[first : last - 1], tokens[first + 1 : last]
+                assert not mask[last - 1]
+                cut.append(([*inputs[:1], *labels] or tokens[first:last], [False, *map(bool, mask[first : last - 1])]))
+            yield cut, place_of(row)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "hf": read_hf,
+    "megatron-bridge": read_megatron_bridge,
+    "jsonl": read_jsonl,
+}
+
+
+def place_of(row: dict[str, Any]) -> dict[str, int]:
+    return {name: row[name] for name in ("step", "dp_rank") if name in row}
+
+
+def rows_of_plan(folder: Path, *, whole_only: bool) -> list[Row]:
+    """What the plan says, chunk after chunk: the first token of a segment is never a target."""
+    plan = chunkplan.load_plan(folder / "plan")
+    analysis = chunkplan.load_analysis(folder / "analysis")
+    tokens = analysis.tokens()
+    rows: list[Row] = []
+    for step in plan.iter_steps():
+        for dp_rank, chunks in step.chunks.items():
+            for chunk in chunks:
+                cut = []
+                for segment in chunk.segments:
+                    if whole_only and segment.end - segment.start < analysis.num_tokens[segment.sequence_id]:
+                        continue
+                    ids, target = (values[segment.start : segment.end] for values in tokens(segment.sequence_id))
+                    cut.append((ids.tolist(), [False, *target[1:].tolist()]))
+                if cut:
+                    rows.append((cut, {"step": step.step, "dp_rank": dp_rank}))
+    return rows
+
+
+def test_every_format_has_a_reader_here_and_a_name_on_the_command_line() -> None:
+    assert READERS.keys() == FORMATS.keys() == {to.value for to in Format}
+
+
+@pytest.mark.parametrize("to", READERS)
+@pytest.mark.parametrize("whole_only", [False, True], ids=["parts", "whole"])
+def test_the_rows_are_the_chunks_of_the_plan_in_order(workspace, tmp_path, to, whole_only) -> None:
+    """Tokens, targets, boundaries, step and rank; and the counts are those of what is read back."""
+    expected = rows_of_plan(workspace, whole_only=whole_only)
+    plan = workspace / "plan"
+    written = chunkplan.export(plan, tmp_path / "out", to, whole_only=whole_only, allow_split=not whole_only)
+    assert list(READERS[to](tmp_path / "out")) == expected
+    targets = [target for cut, _ in expected for _, target in cut]
+    assert written.num_rows == len(expected)
+    assert written.num_tokens == sum(map(len, targets))
+    assert written.num_target_tokens == sum(map(sum, targets))
+    assert written.num_sequences == (8 if whole_only else 12) * 2
+    stated = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert stated == json.loads(json.dumps(written.to_dict()))
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_a_packed_dataset_has_every_sequence_once(workspace, tmp_path, to, random_sequences) -> None:
+    sequences = [(ids.tolist(), target.tolist()) for ids, target in random_sequences(LENGTHS)]
+    written = chunkplan.export(workspace / "analysis", tmp_path / "out", to, chunk_size=40)
+    rows = list(READERS[to](tmp_path / "out"))
+    assert sorted(sequence for cut, _ in rows for sequence in cut) == sorted(sequences)
+    assert max(sum(len(ids) for ids, _ in cut) for cut, _ in rows) <= 40
+    assert written.num_rows == len(rows) == chunkplan.pack(workspace / "analysis", 40).num_rows
+    assert not any(place for _, place in rows)
+    assert written.left_out is written.cut is None
+
+
+@pytest.mark.parametrize("source", ["plan", "analysis"])
+def test_what_is_lost_is_counted(workspace, tmp_path, source) -> None:
+    """By hand: what is kept and what is not are all there is; a refusal names the same numbers."""
+    lengths = np.array(LENGTHS)
+    epochs = 2 if source == "plan" else 1
+    options = {} if source == "plan" else {"chunk_size": 16}
+    analysis = chunkplan.load_analysis(workspace / "analysis")
+    is_long = lengths > 16
+    whole = chunkplan.export(workspace / source, tmp_path / "whole", "jsonl", whole_only=True, **options)
+    assert asdict(whole.left_out) == {
+        "num_sequences": epochs * is_long.sum(),
+        "num_tokens": epochs * lengths[is_long].sum(),
+        "num_target_tokens": epochs * analysis.num_target_tokens[is_long].sum(),
+    }
+    assert whole.num_tokens == epochs * lengths[~is_long].sum()
+    cut = chunkplan.export(workspace / source, tmp_path / "cut", "jsonl", allow_split=True, **options)
+    assert cut.cut.whole == whole.left_out
+    rows = [segment for segments, _ in read_jsonl(tmp_path / "cut") for segment in segments]
+    assert cut.cut.num_parts == len(rows) - whole.num_sequences
+    assert cut.num_tokens == epochs * lengths.sum()
+    assert cut.num_target_tokens == epochs * analysis.num_target_tokens.sum() - cut.cut.num_lost_targets
+    assert cut.num_target_tokens == sum(sum(target) for _, target in rows)
+    assert 0 < cut.cut.num_lost_targets <= cut.cut.num_parts - cut.cut.whole.num_sequences
+    assert cut.cut.num_tokens_without_prefix < cut.cut.whole.num_tokens
+    with pytest.raises(UsageError, match=f"{epochs * is_long.sum()} of {epochs * 12} sequences") as refused:
+        chunkplan.export(workspace / source, tmp_path / "refused", "jsonl", **options)
+    assert f"{cut.cut.num_tokens_without_prefix} tokens do not see" in refused.value.hint
+    assert f"{cut.cut.num_lost_targets} targets are lost" in refused.value.hint
+    assert f"{whole.left_out.num_tokens} tokens, {whole.left_out.num_target_tokens} targets" in refused.value.hint
+    assert not (tmp_path / "refused").exists()
+
+
+def test_mixed_chunks_keep_their_whole_sequences_and_zero_loss_chunks_have_no_row(handmade_plan, tmp_path) -> None:
+    """Sequence 0 is cut at 4 and 8; only token 4 is a target there. Sequence 1 shares the last of its chunks."""
+    sequences = [(np.arange(10), np.arange(10) == 4), (np.arange(20, 23), [False, True, True])]
+    steps = [{0: [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10), (1, 0, 3)]], 1: [[]]}]
+    plan, _ = handmade_plan(sequences, steps, dp=2)
+    whole = chunkplan.export(plan, tmp_path / "whole", "jsonl", whole_only=True)
+    assert list(read_jsonl(tmp_path / "whole")) == [([([20, 21, 22], [False, True, True])], {"step": 0, "dp_rank": 0})]
+    assert (whole.left_out.num_sequences, whole.left_out.num_target_tokens) == (1, 1)
+    cut = chunkplan.export(plan, tmp_path / "cut", "jsonl", allow_split=True)
+    assert (cut.num_rows, cut.num_target_tokens, cut.cut.num_parts) == (3, 2, 3)
+    assert (cut.cut.num_tokens_without_prefix, cut.cut.num_lost_targets) == (6, 1)
+
+
+def test_the_columns_have_the_types_of_their_formats(workspace, tmp_path) -> None:
+    chunkplan.export(workspace / "plan", tmp_path / "hf", "hf", whole_only=True)
+    features = datasets.load_from_disk(str(tmp_path / "hf")).features
+    number, numbers = datasets.Value("int32"), datasets.List(datasets.Value("int32"))
+    assert features == {
+        **dict.fromkeys(("input_ids", "labels", "seq_lengths"), numbers),
+        **dict.fromkeys(("step", "dp_rank"), number),
+    }
+    written = chunkplan.export(workspace / "plan", tmp_path / "bridge", "megatron-bridge", whole_only=True)
+    schema = pq.read_schema(tmp_path / "bridge" / written.files[0])
+    assert {name: str(schema.field(name).type.value_type) for name in ("input_ids", "loss_mask", "seq_start_id")} == {
+        "input_ids": "int32",
+        "loss_mask": "int8",
+        "seq_start_id": "int32",
+    }
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_the_same_plan_gives_the_same_bytes(workspace, tmp_path, to) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        chunkplan.export(workspace / "plan", folder, to, whole_only=True)
+    one, two = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "export.json"} for folder in folders
+    )
+    assert one == two
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory) -> Analysis:
+    """One sequence 0, 1, 2, ..., all of it targets but its first token."""
+    ids = np.arange(12 * 4 * 9)
+    return chunkplan.load_analysis(analysis_in(tmp_path_factory.mktemp("counting") / "analysis", [(ids, ids > 0)]))
+
+
+@given(
+    packed=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=12),
+    batch_tokens=st.integers(1, 30),
+)
+def test_batches_hold_all_rows_whatever_their_size(counting, packed, batch_tokens) -> None:
+    """Rows of given segments of a sequence 0, 1, 2, ...: at most so many tokens at a time, or one row."""
+    lengths = np.array([length for row in packed for length in row])
+    ends = np.cumsum(lengths)
+    rows = ExportRows(
+        rows=np.cumsum([0, *map(len, packed)]),
+        sequence_id=np.zeros(lengths.size, np.int64),
+        start=ends - lengths,
+        end=ends,
+        is_part=np.ones(lengths.size, bool),
+    )
+    batches = list(read_batches(rows, counting.tokens(), batch_tokens))
+    assert np.concatenate([batch.input_ids for batch in batches]).tolist() == list(range(ends[-1]))
+    row_tokens = [np.diff(batch.row_tokens).tolist() for batch in batches]
+    assert list(chain.from_iterable(row_tokens)) == [sum(row) for row in packed]
+    assert all(sum(tokens) <= batch_tokens or len(tokens) == 1 for tokens in row_tokens)
+    firsts = [token for batch in batches for token in batch.input_ids[~batch.target].tolist()]
+    assert firsts == rows.start.tolist()
+
+
+def test_shards_are_ended_when_they_are_large_enough_and_know_how_many_they_are(tmp_path) -> None:
+    batches = [pa.record_batch({"n": pa.array([index] * 10, pa.int64())}) for index in range(5)]
+    names = write_shards(tmp_path, "arrow", batches, lambda path, schema: pa.ipc.new_stream(str(path), schema), 160)
+    assert names == [f"data-0000{index}-of-00003.arrow" for index in range(3)]
+    assert names == sorted(path.name for path in tmp_path.iterdir())
+    read = [pa.ipc.open_stream(tmp_path / name).read_all().column("n").to_pylist() for name in names]
+    assert list(chain.from_iterable(read)) == [index for index in range(5) for _ in range(10)]
+
+
+def test_an_export_is_replaced_and_what_datasets_caches_beside_it_too(workspace, tmp_path) -> None:
+    target = tmp_path / "out"
+    chunkplan.export(workspace / "plan", target, "hf", whole_only=True)
+    datasets.load_from_disk(str(target)).map(lambda row: {"size": len(row["input_ids"])})
+    assert list(target.glob("cache-*.arrow"))
+    chunkplan.export(workspace / "plan", target, "jsonl", whole_only=True)
+    assert sorted(path.name for path in target.iterdir()) == ["data-00000-of-00001.jsonl", "export.json"]
+
+
+def test_what_others_wrote_is_never_replaced(workspace, tmp_path) -> None:
+    """Not even a dataset with the file names of an export."""
+    datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(str(tmp_path / "theirs"))
+    mine = tmp_path / "mine"
+    chunkplan.export(workspace / "plan", mine, "hf", whole_only=True)
+    (mine / "notes.txt").touch()
+    for folder in (tmp_path / "theirs", mine):
+        before = sorted(folder.iterdir())
+        with pytest.raises(UsageError, match="is not just an export"):
+            chunkplan.export(workspace / "plan", folder, "hf", whole_only=True)
+        assert sorted(folder.iterdir()) == before
+
+
+def test_what_cannot_be_exported_is_refused_by_name(workspace, tmp_path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
+    chunkplan.build(tmp_path / "lengths.npy", tmp_path / "bare", chunkplan.PlanConfig(chunk_size=64, k=1))
+    plan, analysis = workspace / "plan", workspace / "analysis"
+    for source, options, message in (
+        (plan, {"to": "npz"}, "there is no format 'npz'"),
+        (plan, {"whole_only": True, "allow_split": True}, "exclude each other"),
+        (plan, {"chunk_size": 64}, "are for an analysis, this is a plan"),
+        (plan, {"packing": "bfd"}, "are for an analysis, this is a plan"),
+        (analysis, {}, "--chunk-size is missing"),
+        (analysis, {"chunk_size": 64, "analysis": analysis}, "--analysis is for a plan"),
+        (analysis, {"chunk_size": 64, "packing": "ffd"}, "ffd"),
+        (analysis, {"chunk_size": 0}, "chunk size is 0"),
+        (analysis, {"chunk_size": 10**10}, "from 1 to 2,147,483,647"),
+        (tmp_path / "lengths.npy", {"chunk_size": 64}, "holds lengths only"),
+        (tmp_path / "bare", {}, "holds lengths only"),
+        (tmp_path / "nothing", {}, "no plan at"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            chunkplan.export(source, tmp_path / "out", **{"to": "jsonl", **options})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["plan", "analysis"])
+def test_an_export_without_any_row_is_refused(handmade_plan, tmp_path, source) -> None:
+    plan, analysis = handmade_plan([(np.arange(6), np.arange(6) > 0)], [{0: [[(0, 0, 3)], [(0, 3, 6)]]}])
+    options = {} if source == "plan" else {"chunk_size": 3}
+    with pytest.raises(UsageError, match="every sequence"):
+        chunkplan.export(plan if source == "plan" else analysis, tmp_path / "out", "hf", whole_only=True, **options)
+
+
+def test_a_plan_of_other_data_is_refused(workspace, tmp_path, random_sequences, handmade_plan) -> None:
+    """Another analysis; tokens that the analysis has not; and tokens of another one."""
+    other = analysis_in(tmp_path / "other", random_sequences(LENGTHS, seed=1))
+    with pytest.raises(DataError, match="not the analysis of the plan"):
+        chunkplan.export(workspace / "plan", tmp_path / "out", "hf", whole_only=True, analysis=other)
+    plan, _ = handmade_plan([(np.arange(6), np.arange(6) > 0)], [{0: [[(0, 0, 9)]]}])
+    with pytest.raises(DataError, match="tokens 0 to 9 of sequence 0 are not in the analysis"):
+        chunkplan.export(plan, tmp_path / "out", "hf", allow_split=True)
+    damaged = shutil.copytree(workspace / "analysis", tmp_path / "damaged")
+    for part in (other / "tokens").iterdir():
+        shutil.copy(part, damaged / "tokens" / part.name)
+    with pytest.raises(DataError, match="targets: target masks from sequence 0 on are not those counted"):
+        chunkplan.export(damaged, tmp_path / "out", "hf", chunk_size=64)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def changed(workspace, tmp_path) -> Path:
+    """A copy of the workspace to be damaged."""
+    return shutil.copytree(workspace, tmp_path / "changed")
+
+
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the rows of a table, and nothing that is said of them."""
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+
+
+def move_segments(rows: list[dict[str, Any]]) -> None:
+    """All into the first chunk."""
+    for row in rows[1:]:
+        rows[0]["segments"] += row["segments"]
+        row["segments"] = []
+
+
+def repeat_sequence(rows: list[dict[str, Any]]) -> None:
+    """The beginning of a longest one in place of the last segment."""
+    segments = [segment for row in rows for segment in row["segments"]]
+    longest = LENGTHS.index(max(LENGTHS))
+    segments[-1].update(sequence_id=longest, start=0, end=segments[-1]["end"] - segments[-1]["start"])
+
+
+@pytest.mark.parametrize("change", [list.reverse, move_segments, repeat_sequence, list.pop])
+def test_chunks_that_the_plan_was_not_built_with_are_refused(changed, change) -> None:
+    rewrite(changed / "plan" / "chunks.parquet", change)
+    with pytest.raises(DataError, match="plan: content-hash: chunks is not what the manifest") as refused:
+        chunkplan.export(changed / "plan", changed / "out", "jsonl", allow_split=True)
+    assert "chunkplan validate" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (list.reverse, r"plan, step \d+, rank \d+, chunk \d+: chunk-ids: "),
+        (move_segments, r"plan, step 0, rank 0, chunk 0: chunk-size: segments hold \d+ tokens"),
+        (repeat_sequence, r"plan: the rows have [0-9,]+ targets, its sequences [0-9,]+"),
+    ],
+)
+def test_chunks_that_a_planner_never_makes_are_refused_by_the_name_of_the_plan(changed, change, says) -> None:
+    """Though their hashes were written to fit."""
+    tamper(changed / "plan", lambda rows: change(rows["chunks"]))
+    with pytest.raises(DataError, match=says) as refused:
+        chunkplan.export(changed / "plan", changed / "out", "jsonl", allow_split=True)
+    assert "chunkplan validate" in refused.value.hint
+    assert not (changed / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("plan", {"config": {"k": 3}}),
+        ("plan", {"content_hash": "0" * 64}),
+        ("analysis", {"content_hash": "0" * 64}),
+        ("analysis", {"content_hashes": {"tokens": "0" * 64}}),
+    ],
+)
+def test_a_manifest_that_was_changed_is_refused(changed, kind, changes) -> None:
+    path = changed / kind / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name, value in changes.items():
+        manifest[name] = manifest[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(manifest))
+    options = {"chunk_size": 64} if kind == "analysis" else {"allow_split": True}
+    with pytest.raises(DataError, match=rf"{kind}: content-hash: .* is not what the manifest was written for"):
+        chunkplan.export(changed / kind, changed / "out", "jsonl", **options)
+
+
+@pytest.mark.parametrize("source", ["plan", "analysis"])
+def test_a_token_that_was_changed_is_found(changed, source) -> None:
+    """One bit of one token, which no count shows; nothing is written."""
+    path = changed / "analysis" / "tokens" / "part-00000.arrow"
+    ids = chunkplan.load_analysis(changed / "analysis").tokens()(3)[0].tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(ids) + 8] ^= 1
+    path.write_bytes(content)
+    options = {"chunk_size": 64} if source == "analysis" else {"allow_split": True}
+    with pytest.raises(DataError, match="analysis: content-hash: the tokens are not those"):
+        chunkplan.export(changed / source, changed / "out", "jsonl", **options)
+    assert not (changed / "out").exists()
+
+
+@pytest.fixture
+def run(workspace, tmp_path, command) -> Callable[..., Any]:
+    """`chunkplan ARGUMENTS` beside a workspace."""
+    shutil.copytree(workspace, tmp_path / "chunkplan-out")
+    return command
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_command_takes_the_latest_plan_and_writes_into_the_workspace(run, width) -> None:
+    ran = run("export", "--to", "hf", "--allow-split", width=width)
+    assert ran.code == 0
+    assert "plan chunkplan-out/plan" in ran.out and "targets are" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= width
+    assert "export in chunkplan-out/export-hf" in ran.err
+
+
+def test_the_command_prints_one_document(run) -> None:
+    options = ("--to", "jsonl", "--chunk-size", 16, "--whole-only", "--json")
+    document = json.loads(run("export", "chunkplan-out/analysis", *options).out)
+    assert (document["path"], document["left_out"]["num_sequences"]) == ("chunkplan-out/export-jsonl", 4)
+    assert document["source_kind"] == "analysis" and document["files"] == ["data-00000-of-00001.jsonl"]
+
+
+def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
+    for arguments, told in (
+        (("--to", "hf"), ("--whole-only leaves", "--allow-split makes")),
+        (("--to", "hf", "--workspace", "elsewhere"), ("chunkplan build",)),
+        ((), ("Missing option '--to'. Choose from: hf, megatron-bridge, jsonl\n",)),
+        (("--to", "npz"), ("Invalid value for '--to': 'npz' is not one of 'hf', 'megatron-bridge', 'jsonl'\n",)),
+    ):
+        ran = run("export", *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert all(words in ran.err for words in told)
+
+
+@pytest.mark.parametrize("source", ["chunkplan-out/plan", "chunkplan-out/analysis"])
+def test_the_hint_has_a_command_that_splits_nothing(run, workspace, source) -> None:
+    """Pasted, it packs all sequences whole."""
+    options = () if source.endswith("plan") else ("--chunk-size", 16)
+    [command] = re.findall("`(.*?)`", run("export", source, "--to", "jsonl", *options).err)
+    assert command.startswith("chunkplan export chunkplan-out/analysis --chunk-size ")
+    ran = run(*shlex.split(command)[1:], "--json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    assert (document["left_out"], document["cut"]) == (None, None)
+    assert document["num_sequences"] == chunkplan.load_analysis(workspace / "analysis").num_sequences
+
+
+@pytest.mark.parametrize("kind", ["plan", "analysis"])
+def test_in_place_of_a_manifest_its_folder_is_asked(workspace: Path, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UsageError, match="is neither an analysis nor a file of lengths") as refused:
+        chunkplan.export(workspace / kind / "manifest.json", tmp_path / "out", "jsonl", chunk_size=16)
+    assert refused.value.hint == f"give its folder, {workspace / kind}"

@@ -1,0 +1,346 @@
+"""Renderings are those of transformers, and what counts in them is what rendering every beginning would say."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from chunkplan.errors import DataError
+from chunkplan.intake.backends import load_tokenizer
+from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.template import ChatTemplate
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+BODY = "<|{{ m.role }}|>{{ m['content'] }}{{ m.name }}</s>"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+#: Walk over the messages once and end with the generation prompt, or look as if they did.
+TEMPLATES = {
+    "plain": "{{ bos_token }}{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT,
+    "tail": "{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT + "</s>",
+    "system": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{{ messages[0].content }}{% else %}"
+    "{% set rest = messages %}be kind{% endif %}{% for m in rest %}" + BODY + "{% endfor %}" + PROMPT,
+    "last": "{% for m in messages %}" + BODY + "{% if loop.last %}!{% endif %}{% endfor %}" + PROMPT,
+    "last first": "{% for m in messages %}{% if loop.last %}{% endif %}" + BODY + "{% endfor %}" + PROMPT,
+    "tools": "{% for m in messages %}{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != "
+    "'tool' %}<|user|>{% endif %}[{{ m.content }}]{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}</s>"
+    "{% endif %}{% else %}" + BODY + "{% endif %}{% endfor %}" + PROMPT,
+    "next": "{% for m in messages %}" + BODY + "{% if loop.nextitem is defined %},{% endif %}{% endfor %}" + PROMPT,
+    "length": "{% for m in messages %}{% if loop.index == messages | length %}={% endif %}"
+    + BODY
+    + "{% endfor %}"
+    + PROMPT,
+    "loop length": "{% for m in messages %}{{ loop.length > 3 }}" + BODY + "{% endfor %}" + PROMPT,
+    "end": "{% set final = messages[-1] %}{% for m in messages %}{{ m == final }}" + BODY + "{% endfor %}" + PROMPT,
+    "break": "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}" + BODY + "{% endfor %}" + PROMPT,
+    "continue": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    + BODY
+    + "{% endfor %}"
+    + PROMPT,
+    "count": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    + BODY
+    + "{% endfor %}"
+    + PROMPT,
+    "state": "{% set ns = namespace(r='') %}{% for m in messages %}{% set ns.r = m.role %}"
+    + BODY
+    + "{% endfor %}{{ ns.r }}"
+    + PROMPT,
+    "inner": "{% for m in messages %}{% for o in messages %}{{ o.role[0] }}{% endfor %}"
+    + BODY
+    + "{% endfor %}"
+    + PROMPT,
+    "list": "{% for m in messages | list %}" + BODY + "{% endfor %}" + PROMPT,
+    "list more": "{% for m in (messages[1:] | list) + [messages[0]] %}" + BODY + "{% endfor %}" + PROMPT,
+    "batches": "{% for pair in messages | batch(2) %}{% for m in pair %}" + BODY + "{% endfor %};{% endfor %}" + PROMPT,
+    "filter": "{% for m in messages if m.role != 'system' %}" + BODY + "{% endfor %}" + PROMPT,
+    "else": "{% for m in messages[1:] %}" + BODY + "{% else %}nobody{% endfor %}" + PROMPT,
+    "reverse": "{% for m in messages[::-1] %}{% if m.role == 'user' %}{{ loop.index }}{% endif %}{% endfor %}"
+    "{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT,
+    "twice": "{% for m in messages %}" + BODY + "{% endfor %}{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT,
+    "prompt early": "{% for m in messages %}"
+    + BODY
+    + "{% if loop.last and add_generation_prompt %}?{% endif %}{% endfor %}",
+    "prompt set": "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    "{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT,
+    "macro": "{% macro say(m) %}" + BODY + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}" + PROMPT,
+    "raise": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('turns') }}{% endif %}" + BODY + "{% endfor %}" + PROMPT,
+    "equal": "{% if messages == [] %}none{% endif %}{% if messages[1:] %}more{% endif %}{% for m in messages %}"
+    + BODY
+    + "{% endfor %}",
+    "json": "{{ messages | tojson }}{% for m in messages %}" + BODY + "{% endfor %}" + PROMPT,
+    "strings": "{% for m in messages %}{{ m.content.strip().upper() }}{{ m.content.split('a')[-1] }}"
+    "{{ m.items() | list | length }}{{ m.get('name', '?') }}{{ 'x{}'.format(m.role) }}"
+    "{{ m.keys is defined }}{{ m.nothing is defined }}{% endfor %}" + PROMPT,
+}
+
+
+def _random_conversation(rng: random.Random) -> Conversation:
+    roles = rng.choices(["user", "assistant", "tool", "system"], [4, 4, 2, 1], k=rng.randint(1, 6))
+    if rng.random() < 0.4:
+        roles = ["user", "assistant", "user", "assistant"][: len(roles)]
+    return Conversation(
+        tuple(
+            Message(
+                role,
+                rng.choice(["a", " b a ", "", "<|assistant|>", "日本", "c\n"]),
+                rng.choice([None] * 5 + [True, False]),
+                rng.choice([{}, {}, {"name": "n"}]),
+            )
+            for role in roles
+        )
+    )
+
+
+def _transformers(source: str, messages: list[dict[str, Any]], **others: Any) -> str:
+    [text], _ = render_jinja_template([messages], chat_template=source, **SPECIAL, **others)
+    return str(text)
+
+
+def _by_beginnings(source: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]] | None:
+    """The whole and its spans from transformers' renderings of every beginning; None where one fails or differs."""
+    messages = [message.for_template() for message in conversation.messages]
+
+    def beginning(count: int, prompt: bool = False) -> int:
+        part = _transformers(source, messages[:count], add_generation_prompt=prompt)
+        assert full.startswith(part)
+        return len(part)
+
+    try:
+        full = _transformers(source, messages)
+        spans = []
+        for index, message in enumerate(conversation.messages):
+            if not message.counts_in_loss:
+                continue
+            end = beginning(index + 1)
+            if message.role != "assistant":
+                start = beginning(index) if index else 0
+            elif index:
+                start = beginning(index, prompt=True)
+            else:
+                one = _transformers(source, messages[:1])
+                prompt = _transformers(source, messages[:1], add_generation_prompt=True).removeprefix(one)
+                start = full.index(prompt, 0, end) + len(prompt)
+                assert start <= end
+            spans.append((min(start, end), end))
+    except Exception:
+        return None
+    return full, spans
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_spans_are_those_that_rendering_every_beginning_gives(name: str) -> None:
+    source = TEMPLATES[name]
+    template = ChatTemplate(source, SPECIAL, "x")
+    rng = random.Random(name)
+    outcomes = set()
+    for _ in range(120):
+        conversation = _random_conversation(rng)
+        expected = _by_beginnings(source, conversation)
+        outcomes.add(expected is not None)
+        if expected is None:
+            with pytest.raises(RecordError) as caught:
+                template.render(conversation)
+            assert caught.value.reason == "template"
+        else:
+            assert template.render(conversation) == expected
+    assert True in outcomes
+
+
+def test_a_template_that_walks_over_its_messages_once_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the conversation is: the cost of finding spans does not grow with its square."""
+    template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "x")
+    rendered = []
+    plain = template._plain
+    monkeypatch.setattr(template, "_plain", lambda variables: rendered.append(variables) or plain(variables))
+    messages = tuple(Message(role, "a") for _ in range(50) for role in ("user", "assistant"))
+    spans = template.render(Conversation(messages))[1]
+    assert len(spans) == 50
+    assert len(rendered) <= 1  # what follows the loop where there is a generation prompt, once for all conversations
+
+
+GENERATION = {
+    "whole": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}",
+    "dashes": "{%- for m in messages -%}\n  {{- m.role }}<|im_start|>{% if m.role == 'assistant' -%}\n"
+    "    {%- generation -%}\n    {{ m.content }}. \n   {%- endgeneration -%}  \n"
+    " {% else %}{{ m.content }}{% endif %}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_generation_blocks_give_the_mask_of_transformers(name: str) -> None:
+    source = GENERATION[name]
+    reference = AutoTokenizer.from_pretrained(TOKENIZER)
+    loaded = load_tokenizer(TOKENIZER)
+    template = ChatTemplate(source, SPECIAL, "x")
+    rng = random.Random(name)
+    for _ in range(60):
+        messages = [
+            Message(
+                rng.choice(["user", "assistant", "system"]),
+                rng.choice(["Say hi.", "日本 😀", "\ue000{% %}", "it's 12"]),
+            )
+            for _ in range(rng.randint(1, 6))
+        ]
+        found = reference.apply_chat_template(
+            [message.for_template() for message in messages],
+            chat_template=source,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            tokenize=True,
+        )
+        text, spans = template.render(Conversation(tuple(messages)))
+        [(input_ids, mask)] = loaded.backend.rendered([text], [spans])
+        assert input_ids.tolist() == found["input_ids"]
+        assert mask.astype(int).tolist() == found["assistant_masks"]
+
+
+def _counting(source: str, *messages: Message) -> list[str]:
+    text, spans = ChatTemplate(source, SPECIAL, "x").render(Conversation(messages))
+    return [text[start:end] for start, end in spans]
+
+
+def test_each_message_counts_as_it_says_where_there_is_one_generation_block_for_it() -> None:
+    said = Message("user", "a", True), Message("assistant", "b", False), Message("assistant", "c")
+    assert _counting(GENERATION["whole"], *said) == ["<|im_start|>user\na<|im_end|>\n", "c<|im_end|>\n"]
+
+
+def test_what_messages_say_against_their_role_needs_a_block_for_each_of_the_assistant() -> None:
+    twice = GENERATION["whole"].replace(
+        "{{ m.content }}<|im_end|>\n{% endg", "{{ m.content }}{% endgeneration %}, {% generation %}<|im_end|>\n{% endg"
+    )
+    assert _counting(twice, Message("user", "a"), Message("assistant", "b")) == ["b", "<|im_end|>\n"]
+    with pytest.raises(RecordError, match="2 generation blocks for the 1 messages") as caught:
+        _counting(twice, Message("user", "a", True), Message("assistant", "b"))
+    assert caught.value.reason == "template"
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        "{% set text %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ text | trim }}",
+        "{% macro say() %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}{{ say() }}",
+        "{% filter upper %}{% generation %}{{ m.content }}{% endgeneration %}{% endfilter %}",
+    ],
+)
+def test_generation_blocks_in_variables_macros_and_filters_are_found_or_refused(say: str) -> None:
+    source = "{% for m in messages %}" + say + "{% endfor %}"
+    plain = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    for content in ("b", " b ", "B"):
+        message = Message("assistant", content)
+        expected = _transformers(plain, [message.for_template()])
+        try:
+            text, [(start, end)] = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+        except RecordError as error:
+            assert (error.reason, content) == ("template", " b " if "trim" in say else content)
+        else:
+            assert (text, text[start:end]) == (expected, expected.strip("[]"))
+
+
+def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
+    source = "{% for m in messages %}{% generation %}{% set x = 'in' %}{{ x }}{% endgeneration %}{{ x }};{% endfor %}"
+    message = Message("assistant", "b")
+    text, spans = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+    assert (text, spans) == (_transformers(source, [message.for_template()]), [(0, 2)])
+
+
+def test_keys_that_are_null_are_left_out() -> None:
+    source = "{% for m in messages %}{{ m.content | trim }}{{ 'content' in m }}{{ m.content is defined }}{% endfor %}"
+    message = Message("assistant", None, None, {"name": "f"})
+    text, _ = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+    reference = AutoTokenizer.from_pretrained(TOKENIZER)
+    given = [{"role": "assistant", "content": None, "name": "f"}]
+    assert text == reference.apply_chat_template(given, chat_template=source, tokenize=False) == "FalseFalse"
+
+
+NULL_ASKED = (
+    "{% set v = m.tool_calls[0].function.arguments.x %}{{ v is none }}{{ v is not none }}{{ v == none }}{{ none == v }}"
+    "{{ v in [1, none] }}{{ v or 'or' }}{{ v | default('d', true) }}{{ v is string }}{{ v is mapping }}"
+    "{{ v is iterable }}{{ v is number }}{{ v is boolean }}{{ v is defined }}{{ v.x is defined }}{{ v | tojson }}"
+    "{{ m.tool_calls | tojson(indent=1) }}{{ v | int(3) }}{% if not v %}not{% endif %}"
+)
+
+
+def test_a_null_that_is_printed_is_told_from_the_same_word() -> None:
+    """However it is printed, wherever it is; and a null of which a template only asks is one to all it can ask."""
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    message = Message("assistant", "None", None, {"tool_calls": [call]})
+    asked = "{% for m in messages %}f{{ m.content }}" + NULL_ASKED + "%s{% endfor %}"
+    text, spans = ChatTemplate(asked.replace("%s", ""), SPECIAL, "x").render(Conversation((message,)))
+    assert (text, spans) == (_transformers(asked.replace("%s", ""), [message.for_template()]), [(0, len(text))])
+    for printed in ("v", "v | trim", "v ~ ''", "v | string | upper", "[v]", "m.tool_calls", "'%s' | format(v)"):
+        source = asked.replace("%s", "{{ " + printed + " }}")
+        with pytest.raises(RecordError, match=r'the word "None" of `messages\[0\].*\.x`, which is null') as caught:
+            ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+        assert caught.value.reason == "template"
+
+
+def test_reasoning_is_there_under_the_names_that_templates_read() -> None:
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        message = Message("assistant", "b", None, {key: "hm"})
+        text, _ = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
+        assert text == _transformers(source, [{"role": "assistant", "content": "b", key: "hm"}])
+
+
+def test_a_template_that_prints_the_day_prints_the_one_it_was_given() -> None:
+    source = "{{ strftime_now('%d %b %Y') }}"
+    template = ChatTemplate(source, SPECIAL, "x", today="2026-02-03")
+    assert template.today == "2026-02-03"
+    assert template.render(Conversation((Message("user", "a"),)))[0] == "03 Feb 2026"
+    assert template.identity != ChatTemplate(source, SPECIAL, "x", today="2026-02-04").identity
+    other = ChatTemplate(TEMPLATES["plain"], SPECIAL, "x", today="2026-02-03")
+    assert other.today is None
+    assert other.identity == ChatTemplate(TEMPLATES["plain"], SPECIAL, "x", today="2026-02-04").identity
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].__class__ }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages[0].content.format(1) }}",
+        "{{ messages[0].content.format.__globals__ }}",
+        "{% set f = messages[0].content.format_map %}{{ f({'0': 1}) }}{{ ''['__class__'] }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ dict.pop(messages[0], 'role') }}",
+        "{{ dict.update(messages[0], role='x') }}",
+        "{{ dict(a=1, b=2).items() | list }}{{ dict.fromkeys('ab', 1) | tojson }}{{ dict({'a': 1}).a }}",
+        "{% set ns = namespace(_x=1) %}{{ ns._x }}",
+        "{% set ns = namespace({'_x': 1}) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.a = ns.a + ns.self %}{{ ns.a }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.watched_loop }}{{ messages._watch }}{{ messages | watched_loop }}",
+    ],
+)
+def test_a_template_reaches_no_more_than_in_the_sandbox_of_transformers(source: str) -> None:
+    source += TEMPLATES["plain"]
+    messages = Message("user", "{0.__class__}"), Message("assistant", "b")
+    try:
+        expected = _transformers(source, [message.for_template() for message in messages])
+    except Exception:
+        expected = None
+    if expected is None:
+        with pytest.raises((RecordError, DataError)):
+            ChatTemplate(source, SPECIAL, "x").render(Conversation(messages))
+    else:
+        assert ChatTemplate(source, SPECIAL, "x").render(Conversation(messages))[0] == expected
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x | nothing }}", "{% generation %}", "{{ " + "(" * 5000 + " }}"])
+def test_what_is_no_template_is_an_error_of_its_file(source: str) -> None:
+    with pytest.raises(DataError, match="not Jinja") as caught:
+        ChatTemplate(source, SPECIAL, "some/file")
+    assert caught.value.where == "some/file"

@@ -1,0 +1,254 @@
+"""The charts of a page: which steps are drawn, what of them, and on which axes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import chunkplan
+from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.chunk_frame import chunk_frame
+from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
+from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
+from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
+from chunkplan.reporting.page.lengths import histogram, lengths_figure
+from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
+from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.slow_steps import step_times
+from chunkplan.tuning.document import PLAN_ENTRIES
+from tests.support.page_cases import build_plan, tuning_of, write_and_read
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return build_plan(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def tuning(plan: Plan) -> dict[str, Any]:
+    return tuning_of(plan.path.parent)
+
+
+def drawn_all(plan: Plan) -> list[DrawnStep]:
+    """What a page draws of a plan."""
+    chunks = chunk_frame(plan)
+    steps = per_step(plan, chunks)
+    median = step_times(steps, chunks, plan.config.dp, plan.config.pp).median_step
+    return drawn_steps(plan, steps, median, None)
+
+
+def test_the_bars_of_a_step_end_when_the_plan_says(plan: Plan) -> None:
+    drawn = drawn_all(plan)
+    for each in drawn:
+        assert set(each.ranks) == set(each.step.chunks)
+        for rank, simulation in each.ranks.items():
+            ends = simulation.ends[simulation.actions.stages[1:] - 1] / 1000
+            said = [each.step.schedule_us[rank, stage] for stage in range(simulation.pp)]
+            np.testing.assert_allclose(ends, said, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: str) -> None:
+    plan = build_plan(tmp_path, schedule=schedule)
+    for each in drawn_all(plan):
+        figure = gantt_figure(each)
+        done = [(action.op, action.chunk_id) for actions in each.step.actions.values() for action in actions]
+        assert sorted(chunk for bars in figure.data for chunk in bars.text.tolist()) == sorted(
+            chunk for _, chunk in done
+        )
+        assert {bars.legendgroup for bars in figure.data} == {op for op, _ in done}
+        assert ("model part" in figure.data[0].hovertemplate) == (schedule == "interleaved")
+        end = max(float((bars.base + bars.x).max()) for bars in figure.data)
+        assert end == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
+
+
+def test_a_step_that_is_asked_for_comes_first(tmp_path: Path, plan: Plan) -> None:
+    labels = list(write_and_read(tmp_path / "page.html", plan, step=2).charts["gantt-chart"])
+    assert labels[0].startswith("step 2: asked for")
+    assert len(labels) == len({label.split(":")[0] for label in labels})
+    with pytest.raises(UsageError, match="no step 4"):
+        chunkplan.write_report(tmp_path / "page.html", plan, step=4)
+
+
+def test_of_many_ranks_those_that_are_done_last_are_drawn(tmp_path: Path) -> None:
+    plan = build_plan(tmp_path, dp=80, pp=1, global_batch=60)
+    [only] = drawn_all(plan)
+    ends = sorted((end for end in only.step.schedule_us.values()), reverse=True)
+    assert len(only.ranks) == 64
+    assert sorted((only.step.schedule_us[rank, 0] for rank in only.ranks), reverse=True) == ends[:64]
+    chunkplan.write_report(tmp_path / "page.html", plan)
+    assert "the 64 ranks that are done last, of 80" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_of_a_step_of_too_many_actions_the_first_are_drawn_and_it_is_said_so(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.full(12_000, 16))
+    config = chunkplan.PlanConfig(chunk_size=16, k=1, global_batch=11_000)
+    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1)
+    made = write_and_read(tmp_path / "page.html", plan)
+    assert list(made.charts["gantt-chart"]) == ["step 0: first, slowest, least full", "step 1: median time, fastest"]
+    assert "Of step 0, the first 5,000 of 22,000 actions." in made.text
+    assert "Of step 1" not in made.text
+    of_step, whole = (gantt_figure(each) for each in drawn_all(plan))
+    assert sum(bars.x.size for bars in of_step.data) == 5000
+    assert sum(bars.x.size for bars in whole.data) == 2000
+    ends = [float((bars.base + bars.x).max()) for bars in of_step.data]
+    assert of_step.layout.xaxis.range == (0, max(ends))
+    assert max(ends) < next(plan.iter_steps(0)).predicted_us / 1e6 / 4
+
+
+def test_of_few_steps_all_are_drawn_and_of_many_the_odd_ones(tmp_path: Path, plan: Plan) -> None:
+    labels = [each.label for each in drawn_all(plan)]
+    assert sorted(label.split(":")[0] for label in labels) == [f"step {step}" for step in range(4)]
+    many = build_plan(tmp_path, global_batch=2)
+    drawn = drawn_all(many)
+    assert 1 < len(drawn) <= 7
+    assert all(each.why for each in drawn)
+    made = write_and_read(tmp_path / "page.html", many)
+    assert f"{len(drawn)} of 30 steps are here" in made.text
+
+
+def test_many_bars_of_a_stage_have_no_outlines_that_hide_them(tmp_path: Path, plan: Plan) -> None:
+    few = [bars for each in drawn_all(plan) for bars in gantt_figure(each).data]
+    assert {bars.marker.line.width for bars in few} == {0.5}
+    assert {bars.marker.pattern.shape for bars in few} == {"", "/"}
+    [busy] = drawn_all(build_plan(tmp_path, chunk_size=256, global_batch=60))
+    many = gantt_figure(busy).data
+    assert {bars.marker.line.width for bars in many} == {0}
+    assert {bars.marker.pattern.shape for bars in many} == {""}
+    assert all("part " in bars.hovertemplate for bars in many if not bars.showlegend)
+
+
+def test_a_plan_of_a_model_that_is_not_described_is_shown_without_what_takes_it(tmp_path: Path, plan: Plan) -> None:
+    cost_model = {**plan.manifest["predictions"]["cost_model"], "precision": "unknown"}
+    manifest = {**plan.manifest, "predictions": {**plan.manifest["predictions"], "cost_model": cost_model}}
+    made = write_and_read(tmp_path / "page.html", replace(plan, manifest=manifest))
+    assert "gantt-chart" not in made.charts
+    assert "Steps are not drawn: the plan does not describe the model" in made.text
+    assert "Memory is not shown: the plan does not describe the model" in made.text
+
+
+def test_bars_of_lengths_end_at_powers_of_two() -> None:
+    """A chunk that is full of a power of two is in the bar below ChunkSize, one more token in the next."""
+    counted = histogram(np.array([1, 1023, 1024, 1025, 8192, 8193]))
+    assert counted.counts.sum() == 6
+    assert counted.tokens.sum() == 1 + 1023 + 1024 + 1025 + 8192 + 8193
+    edges = {counted.edge(bar): count for bar, count in enumerate(counted.counts.tolist()) if count}
+    assert [round(edge) for edge in edges] == [1, 1024, 1448, 8192, 11585]
+    assert list(edges.values()) == [1, 2, 1, 1, 1]
+
+
+def test_of_many_steps_runs_keep_the_least_and_the_most() -> None:
+    rng = np.random.default_rng(0)
+    values = {name: rng.random(25_003) for name in ("predicted_us", "lower_bound_us", "fill", "recompute_share")}
+    steps = pl.DataFrame({"step": np.arange(25_003), "heaviest_over_mean": 1 + rng.random(25_003), **values})
+    runs = points(steps)
+    assert 900 < runs.height <= 1000
+    assert (runs["first"][0], runs["last"][-1]) == (0, 25_002)
+    assert runs["predicted_us_high"].max() == values["predicted_us"].max()
+    assert runs["fill_low"].min() == values["fill"].min()
+    assert runs["fill"][1] == pytest.approx(values["fill"][26:52].mean())
+    assert "26 steps" in points_note(runs)[0]
+    assert over_steps_table(runs).rows[0][0] == "0 to 25"
+    assert points_note(points(steps.head(1000))) == []
+
+
+def test_one_step_on_one_rank_has_a_place_for_itself_and_no_panel_of_balance(tmp_path: Path) -> None:
+    figure = over_steps_figure(points(per_step(build_plan(tmp_path, dp=1, global_batch=60))))
+    assert figure.layout.xaxis.range == (-0.5, 0.5)
+    assert figure.layout.xaxis2.dtick == 1
+    assert [trace.name for trace in figure.data] == ["lower bound", "predicted time", "fill"]
+
+
+def test_balance_that_is_almost_perfect_has_room_for_ticks() -> None:
+    """Digits of ticks follow from their distance, which no format cuts off."""
+    values = {"predicted_us": 1e6, "lower_bound_us": 1e6, "fill": 0.01, "recompute_share": 0.0}
+    steps = pl.DataFrame({"step": [0, 1], "heaviest_over_mean": [1.0002, 1.0004]}).with_columns(
+        pl.lit(value).alias(name) for name, value in values.items()
+    )
+    axes = over_steps_figure(points(steps)).layout
+    assert axes.yaxis3.range[1] >= 1.01
+    assert axes.yaxis2.range[1] >= 100
+    assert [axis.tickformat for axis in (axes.yaxis, axes.yaxis2, axes.yaxis3)] == [None] * 3
+
+
+def test_the_line_of_chunk_size_is_always_in_the_chart() -> None:
+    for length in (5, 100_000):
+        counted = histogram(np.array([length]))
+        figure = lengths_figure(counted, counted, 512)
+        first, last = figure.layout.xaxis.range
+        assert first < 18 < last  # half powers of two
+        assert "K is" in figure.layout.xaxis2.title.text
+        assert "(K" not in figure.layout.xaxis2.title.text
+
+
+@pytest.mark.parametrize("lengths", [[1], [37], [64], [5793], [3, 100_000], [1000] * 3 + [5000]])
+def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
+    counted = histogram(np.array(lengths))
+    axis = lengths_figure(counted, None, None).layout.xaxis
+    first, last = axis.range
+    assert first < counted.first - 1 < counted.first - 1 + counted.counts.size < last
+    assert axis.tickvals[0] <= 2 * np.log2(min(lengths))
+    assert 2 * np.log2(max(lengths)) <= axis.tickvals[-1] < last
+    assert len(set(axis.ticktext)) == len(axis.tickvals) == len(axis.ticktext)
+    assert len(axis.tickvals) > 1 or lengths == [1]
+
+
+def test_a_step_has_the_same_name_in_a_table_as_elsewhere(plan: Plan) -> None:
+    drawn = drawn_all(plan)[0]
+    far = replace(drawn, step=replace(drawn.step, step=10_642))
+    assert gantt_table([far]).rows[0][0].startswith("step 10,642, ")
+    assert far.label.startswith("step 10,642")
+
+
+@pytest.mark.parametrize("changed", [None, "k", "checkpointing"])
+def test_what_a_plan_was_built_with_is_marked_if_it_is_a_candidate(
+    tuning: dict[str, Any], plan: Plan, changed: str | None
+) -> None:
+    document = json.loads(json.dumps(tuning))
+    fitting = next(choice for choice in document["choices"] if choice["fits"] and choice != document["chosen"])
+    built = {name: fitting[name] for name in PLAN_ENTRIES}
+    cost_model = {name: fitting[name] for name in ("tp", "checkpointing", "kv_offload")}
+    if changed is not None:
+        fitting[changed] = 99
+    here = {**plan.manifest["predictions"]["cost_model"], **cost_model}
+    manifest = {**plan.manifest, "config": {**plan.manifest["config"], **built}, "predictions": {"cost_model": here}}
+    own = choice_of_plan(document, replace(plan, manifest=manifest))
+    assert own == (fitting if changed is None else None)
+    marked = [trace for trace in candidates_figure(document, own).data if trace.name == "this plan"]
+    assert [(*trace.x, *trace.y) for trace in marked] == [
+        (fitting["memory"]["total"] / 2**30, fitting["step_seconds"]) for _ in range(changed is None)
+    ]
+    notes = [row[-1] for row in candidates_tables(document, own)[1].rows]
+    assert sum("this plan" in words for words in notes) == (changed is None)
+
+
+@pytest.mark.parametrize(("gpu_memory", "is_near"), [(66 << 30, True), (9_000 << 30, False)])
+def test_candidates_fill_their_chart_however_much_memory_there_is(
+    tuning: dict[str, Any], gpu_memory: int, is_near: bool
+) -> None:
+    """A limit far from all of them is said, not drawn; axes have several ticks."""
+    document = {**tuning, "options": {**tuning["options"], "gpu_memory": gpu_memory}}
+    figure = candidates_figure(document, None)
+    assert len(figure.layout.shapes) == is_near
+    assert ("the dashed line" if is_near else "beyond the chart") in limit_words(document)
+    assert f"{gpu_memory / 2**30:,.1f} GiB" in limit_words(document)
+    for axis in (figure.layout.xaxis, figure.layout.yaxis):
+        low, high = np.power(10, axis.range) if axis.type == "log" else axis.range
+        assert axis.tickvals is None or sum(low <= tick <= high for tick in axis.tickvals) >= 3
+        assert high < 8 * low
+
+
+def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning: dict[str, Any]) -> None:
+    document = json.loads(json.dumps(tuning))
+    for place, row in enumerate([*document["choices"], *document["baselines"], document["chosen"]]):
+        row["memory"]["total"] = (2 << 30) + place * (1 << 20)
+    axis = candidates_figure(document, None).layout.xaxis
+    assert axis.type is None
+    assert 1.9 < axis.range[0] < 2 < axis.range[1] < 2.3

@@ -1,0 +1,346 @@
+"""The kernels for a GPU call what is there as it wants to be called, and say so at the start where it is another.
+
+A stand-in of flash-attn's operators computes on a CPU what these calls ask for; `pytest -m gpu` has the real ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.function import LayerAttention
+from chunkplan_runtime.attention.kernel import KERNELS, Kernels
+from chunkplan_runtime.kv.pages import DeviceMemory
+from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.training.comparison import Comparison
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import open_data
+from chunkplan_runtime.training.run_summary import describe_run
+from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
+from tests.support import flash_stand_in
+from tests.support.flash_stand_in import PUBLISHED, write_package
+from tests.support.training_checks import make_training
+
+_NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
+
+#: What of PyTorch is called: the names of the first arguments, in their order, as torch 2.11 to 2.13 have them.
+OPERATORS = {
+    "_flash_attention_forward": (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
+        "scale window_size_left window_size_right",
+    ),
+    "_flash_attention_backward": (
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
+        "scale window_size_left window_size_right",
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": ("query key value dropout_p is_causal", "scale"),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "grad_out query key value out logsumexp dropout_p is_causal",
+        "scale",
+    ),
+}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a flash-attn in the place of what is installed."""
+
+    def put(**how):
+        write_package(tmp_path, next(_NAMES), **how)
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            monkeypatch.delitem(sys.modules, name)
+        why_not_installed.cache_clear()
+
+    yield put
+    why_not_installed.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+class Recorder:
+    """Stands in for an operator of PyTorch: what it was given, by name, and what FlashAttention-2 makes of it."""
+
+    def __init__(self, name, calls):
+        self._schema, self._calls = getattr(torch.ops.aten, name).default._schema, calls
+
+    def __call__(self, *given, **named):
+        arguments = self._schema.arguments
+        assert not any(argument.kwarg_only for argument in arguments[: len(given)])
+        asked = {argument.name: value for argument, value in zip(arguments, given, strict=False)} | named
+        assert set(asked) <= {argument.name for argument in arguments} and len(asked) == len(given) + len(named)
+        assert all(argument.name in asked or argument.has_default_value() for argument in arguments)
+        self._calls.append({name: value for name, value in asked.items() if value is not None})
+        runs = [asked[name] for name in ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p")]
+        how = (*runs, asked["scale"], asked["is_causal"], asked["window_size_left"], asked["window_size_right"])
+        tensors = [asked[name] for name in ("query", "key", "value")]
+        if "grad_out" not in asked:
+            out, lse, debug, _ = flash_stand_in.flash_attn_varlen_forward(*tensors, *how)
+            return out, lse, torch.zeros(2, dtype=torch.uint64), debug, debug
+        assert asked["rng_state"].dtype == torch.uint64 and asked["rng_state"].shape == (2,)
+        gradients = [torch.empty_like(tensor) for tensor in tensors]
+        sent = asked["grad_out"], *tensors, asked["out"], asked["logsumexp"]
+        flash_stand_in.flash_attn_varlen_backward(*sent, *gradients, *how, 0.0, None, False)
+        return tuple(gradients)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What PyTorch's operators for a GPU are given."""
+    found = []
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        monkeypatch.setattr(torch.ops.aten, name, Recorder(name, found))
+    return found
+
+
+@pytest.fixture
+def kernel(request, install, calls):
+    install()
+    return KERNELS[request.param]
+
+
+both = pytest.mark.parametrize("kernel", ["torch-cuda", "flash-attn-2"], indirect=True)
+
+#: One query is what the last part of a sequence may be; a window of no reach is the token itself.
+MORE = [
+    (1, 90, Form(0.3, causal=False)),
+    (1, 90, Form(0.3, causal=True)),
+    (1, 90, Form(0.3, causal=False, reach=5)),
+    (3, 3, Form(0.3, causal=True, borders=(0, 1, 2, 3))),
+    (20, 20, Form(0.3, causal=False, reach=19)),
+    (20, 21, Form(0.3, causal=False, reach=0)),
+]
+
+
+@both
+@pytest.mark.parametrize(("num_queries", "num_keys", "form"), FORMS + WINDOWED + MORE)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
+def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, kv_heads, dtype, tolerance):
+    if kernel.name == "torch-cuda" and form.softcap is not None:
+        assert "softcap" in kernel.why_not(torch.device("cuda"), dtype, (16, 16), form)
+        return
+    torch.manual_seed(0)
+    query, grad_out = torch.randn(2, 4, num_queries, 16, dtype=dtype)
+    key, value = torch.randn(2, num_keys, kv_heads, 16, dtype=dtype).transpose(1, 2)
+    out, lse = kernel.forward(query, key, value, form)
+    exact = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    expected_out, expected_lse = plain(*exact, form)
+    gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
+    expected = torch.autograd.grad(expected_out, exact, grad_out.double())
+    assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+    assert lse.shape == (4, num_queries)
+    for found, wanted in zip((out, lse, *gradients), (expected_out, expected_lse, *expected), strict=True):
+        assert (found - wanted).norm() <= tolerance * wanted.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize(("form", "window"), [(Form(0.3, True), (-1, 0)), (Form(0.3, False), (-1, -1))])
+@pytest.mark.parametrize("reach", [None, 3])
+def test_the_operators_are_called_as_pytorch_itself_calls_them(calls, form, window, reach):
+    """By `torch.nn.attention.varlen.varlen_attn`, which has the same forms but is not given the LSE of other keys."""
+    torch.manual_seed(0)
+    borders = (0, 4, 5, 37)
+    form = replace(form, reach=reach, borders=borders)
+    query, grad_out = torch.randn(2, 4, 37, 16)
+    key, value = torch.randn(2, 2, 37, 16)
+    kernel = KERNELS["torch-cuda"]
+    out, lse = kernel.forward(query, key, value, form)
+    gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
+    ours = [as_one_says(call) for call in calls]
+    calls.clear()
+    leaves = [tensor.transpose(0, 1).requires_grad_() for tensor in (query, key, value)]
+    cu = torch.tensor(borders, dtype=torch.int32)
+    how = {"scale": 0.3, "window_size": (-1 if reach is None else reach, window[1]), "enable_gqa": True}
+    result = varlen_attn(*leaves, cu, cu, 32, 32, **how)
+    its_gradients = torch.autograd.grad(result, leaves, grad_out.transpose(0, 1))
+    theirs = [as_one_says(call) for call in calls]
+    assert [list(call) for call in ours] == [list(call) for call in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, value in mine.items():
+            same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+            assert same and type(value) is type(other[name]), name
+    assert torch.equal(out.transpose(0, 1), result)
+    assert all(torch.equal(one.transpose(0, 1), other) for one, other in zip(gradients, its_gradients, strict=True))
+
+
+def as_one_says(call):
+    """By name. A mask that ends at the own key may be said in two ways, and `is_causal` is one of them."""
+    said = {**call, "is_causal": call["is_causal"] or call["window_size_right"] == 0}
+    return {name: said[name].detach() if isinstance(said[name], torch.Tensor) else said[name] for name in sorted(said)}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_of_this_torch_have_the_arguments_that_are_given(name):
+    """In their order, and nothing that has to be given besides."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    positional, named = (words.split() for words in OPERATORS[name])
+    assert [argument.name for argument in arguments[: len(positional)]] == positional
+    rest = arguments[len(positional) :]
+    assert {argument.name for argument in rest} >= set(named)
+    assert all(argument.has_default_value() for argument in rest)
+
+
+@both
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # nothing to make anew
+@given(data=st.data())
+def test_attention_in_parts_is_that_of_the_whole_sequence_and_asks_for_no_query_without_a_key(kernel, data):
+    """With pages of four ChunkSizes, as the executor has them, and parts of any length up to one."""
+    chunk_size = data.draw(st.integers(1, 9))
+    lengths = data.draw(st.lists(st.integers(1, chunk_size), min_size=2, max_size=16))
+    window = data.draw(st.none() | st.integers(1, 60))
+    cuts = list(itertools.accumulate(lengths))
+    torch.manual_seed(0)
+    query, grad_out = torch.randn(2, 4, cuts[-1], 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, cuts[-1], 8, dtype=torch.float64)
+    layer = LayerAttention(kernel, 0, 0.3, window)
+    out, gradients, _ = attend_with(layer, query, key, value, grad_out, cuts, 4 * chunk_size, DeviceMemory())
+    exact = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    expected, _ = plain(*exact, Form(0.3, True, None if window is None else window - 1))
+    expected.backward(grad_out)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-13)
+    for gradient, leaf in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-13)
+
+
+@both
+@pytest.mark.parametrize("form", [Form(0.3, causal=False, reach=3), Form(0.3, causal=True)])
+def test_more_queries_than_keys_under_a_mask_are_a_mistake_of_ours(kernel, form):
+    """FlashAttention-2 would give the first of them nothing, and an LSE of +inf."""
+    query, key = torch.randn(4, 13, 16), torch.randn(4, 5, 16)
+    with pytest.raises(AssertionError, match="more queries than keys"):
+        kernel.forward(query, key, key, form)
+    cu = [torch.tensor([0, size], dtype=torch.int32) for size in (13, 5)]
+    tensors = (tensor.transpose(0, 1) for tensor in (query, key, key))
+    _, lse, *_ = flash_stand_in.flash_attn_varlen_forward(
+        *tensors, *cu, 13, 5, 0.0, 0.3, form.causal, -1 if form.reach is None else form.reach, -1
+    )
+    assert lse[:, 0].isinf().all() and lse[:, -1].isfinite().all()
+
+
+OLD = {name: text.replace("window_size_left", "window_left") for name, text in PUBLISHED.items()}
+MORE_TO_GIVE = {name: text.replace(") ->", ", *, int more) ->") for name, text in PUBLISHED.items()}
+OTHER_ORDER = {name: text.replace("Tensor q, Tensor k", "Tensor k, Tensor q") for name, text in PUBLISHED.items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"version": "2.6.3", "signatures": {}}, "flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"),
+        ({"version": "3.0.0"}, "flash-attn 3.0.0 is installed, needed is 2.8 or newer, below 3.0"),
+        ({"version": "main"}, "flash-attn main is installed, needed is 2.8"),
+        ({"signatures": {}}, "flash-attn 2.8.3 has no operator _wrapped_flash_attn_varlen_forward"),
+        ({"version": "2.9.0", "signatures": OLD}, "_wrapped_flash_attn_varlen_forward of flash-attn 2.9.0 takes"),
+        ({"signatures": OTHER_ORDER}, "takes or gives other things than that of 2.8"),
+        ({"signatures": MORE_TO_GIVE}, "takes or gives other things than that of 2.8"),
+    ],
+)
+def test_a_flash_attn_of_other_functions_is_left_aside_by_name(how, reason, install, monkeypatch):
+    install(**how)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu, form = torch.device("cuda", 0), Form(1.0, True)
+    assert why_not_installed().startswith(reason) or reason in why_not_installed()
+    assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
+    with pytest.raises(UsageError) as raised:
+        Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
+    assert reason in str(raised.value) and raised.value.hint == "--attention auto"
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "AttributeError"])
+def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(error, install, tmp_path):
+    install()
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"raise {error}('built for another torch')\n")
+    assert why_not_installed() == "flash-attn cannot be imported (built for another torch)"
+
+
+@pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
+def test_a_run_tells_why_flash_attn_is_left_aside(
+    attention, is_told, install, monkeypatch, tmp_path, tiny_config, random_sequences
+):
+    install(version="2.6.3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = make_training(tmp_path / "made", tiny_config, random_sequences)
+    config = TrainConfig(
+        plan=made / "plan",
+        model_config=made / "config.json",
+        output=tmp_path / "run",
+        device="cuda:0",
+        precision="bf16",
+        attention=attention,
+    )
+    model_config = read_config(made / "config.json")
+    model = new_model(model_config, torch.bfloat16, 0, attention=attention, runs_on=torch.device("cuda", 0))
+    said = describe_run(config, open_data(config, model_config, Layout()), model, 12, [], Comparison(True, None, []))
+    assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
+    told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
+    assert (said[2] == told) == is_told and (told in said) == is_told
+
+
+def test_a_flash_attn_that_is_the_known_one_is_chosen(install, monkeypatch):
+    install()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_not_installed() is None
+    assert Kernels().choose(torch.device("cuda", 0), torch.bfloat16, (64, 64), Form(1.0, True)).name == "flash-attn-2"
+
+
+def test_heads_of_values_of_another_size_are_for_the_reference_kernel_alone(install, monkeypatch):
+    install()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for device, dtype in ((torch.device("cuda", 0), torch.bfloat16), (torch.device("cpu"), torch.float32)):
+        assert Kernels().choose(device, dtype, (64, 128), Form(1.0, True)).name == "reference"
+    with pytest.raises(UsageError, match="heads of the size of its keys, not of 128 with 64"):
+        Kernels("torch-cpu").choose(torch.device("cpu"), torch.float32, (64, 128), Form(1.0, True))
+    query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 24)
+    kernel = Kernels().choose(query.device, query.dtype, (16, 24), Form(0.3, True))
+    out, _ = kernel.forward(query, key, value, Form(0.3, True))
+    torch.testing.assert_close(out, plain(query, key, value, Form(0.3, True))[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", ["2.8.0.post2", "2.8.3"])
+def test_the_stand_in_has_the_signatures_of_the_published_source(version, tmp_path):
+    """Of the package's source, where it can be fetched: names, order, kinds and defaults."""
+    fetch = ["-m", "pip", "download", f"flash-attn=={version}", "--no-deps", "--no-binary", ":all:", "-q"]
+    ran = subprocess.run(
+        [sys.executable, *fetch, "--no-build-isolation", "-d", str(tmp_path)],
+        env={**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    sources = list(tmp_path.glob("flash_attn-*.tar.gz"))
+    if not sources:
+        pytest.skip(f"the source of flash-attn {version} cannot be fetched: {ran.stderr.strip()[-200:]}")
+    with tarfile.open(sources[0]) as archive:
+        file = archive.extractfile(f"flash_attn-{version}/flash_attn/flash_attn_interface.py")
+        tree = ast.parse(file.read())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    wrapped = {name for node in ast.walk(tree) if isinstance(node, ast.Name) for name in [node.id]}
+    for name, signature in PUBLISHED.items():
+        assert f"_wrapped{name}" in wrapped
+        schema = torch._C.parse_schema(f"{name}{signature}")
+        arguments = functions[name].args
+        defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+        for published, default, known in zip(arguments.args, defaults, schema.arguments, strict=True):
+            assert published.arg == known.name
+            kind = ast.unparse(published.annotation).replace("torch.", "").replace("Optional[Tensor]", "Tensor?")
+            assert kind == str(known.type).replace("Optional[Tensor]", "Tensor?"), published.arg
+            assert (default is not None) == known.has_default_value()
+            assert default is None or ast.literal_eval(default) == known.default_value
+        returns = ast.unparse(functions[name].returns)
+        assert returns.count("Tensor") == len(schema.returns)

@@ -1,0 +1,248 @@
+"""On any layout of processes, loss, gradients and their norm are those of whole sequences on one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan import PlanConfig, build
+from chunkplan.operations import OPS
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.plan import PlanStep
+from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.footprint import fullest_moments
+from chunkplan.schedule.retained import peak_retained
+from chunkplan_runtime.parity import TOLERANCE
+from tests.runtime.test_parity import MODELS
+from tests.support.distributed_cases import compare_masters, compare_steps, gradients_with_dropout
+from tests.support.memory_cases import observe_memory
+from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.wait_cases import compare_waiting, compare_without_reserve, used_groups
+
+LENGTHS = [23, 5, 9, 3, 1, 30, 8]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with process_pool(4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]
+) -> Callable[..., dict[str, Path]]:
+    """`make(model, lengths, no_targets, **settings of the plan)`; sequences in `no_targets` have none."""
+
+    def make(
+        model: dict[str, Any] | None = None,
+        lengths: Sequence[int] = LENGTHS,
+        no_targets: Sequence[int] = (),
+        **plan: Any,
+    ) -> dict[str, Path]:
+        folder = tmp_path_factory.mktemp("distributed")
+        (folder / "analysis").mkdir()
+        writer = AnalysisWriter(folder / "analysis")
+        for record, (ids, target) in enumerate(random_sequences(lengths, seed=3)):
+            writer.add(0, record, ids.astype(np.int32), target & (record not in no_targets))
+        writer.finish(exact=True, sources=[])
+        settings = {"chunk_size": 8, "k": 2, "global_batch": len(lengths), **plan}
+        build(folder / "analysis", folder / "plan", PlanConfig(**settings))
+        (folder / "config.json").write_text(json.dumps(tiny_config(**four_layers(model or {"model_type": "qwen2"}))))
+        return {"plan": folder / "plan", "config": folder / "config.json"}
+
+    return make
+
+
+def four_layers(model: dict[str, Any]) -> dict[str, Any]:
+    """A model of two layers, twice."""
+    twice = {name: value * 2 for name, value in model.items() if isinstance(value, list)}
+    return {"num_hidden_layers": 4, **model, **twice}
+
+
+def check(
+    pool: ProcessPool, world_size: int, made: dict[str, Path], *, run: Any = compare_steps, **how: Any
+) -> list[list[int]]:
+    """Returns how many chunks each process's ranks have in the first step."""
+    found = pool.run(world_size, run, **made, **how)
+    for steps in found:
+        for compared in steps:
+            assert compared.error <= TOLERANCE
+            assert compared.loss == pytest.approx(compared.reference_loss, rel=1e-12)
+            assert compared.evaluated_loss in (None, pytest.approx(compared.reference_loss, rel=1e-12))
+            assert compared.norm == pytest.approx(compared.reference_norm, rel=1e-12)
+    return [steps[0].chunks for steps in found]
+
+
+@pytest.mark.parametrize("dp, pp", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+def test_every_layout_has_the_gradients_of_one_process(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
+    check(pool, dp * pp, made(dp=dp, pp=pp), evaluates=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_exact_as_two_stages(pool: ProcessPool, made: Any, name: str) -> None:
+    """With host memory that is there before links are opened: the model's config says how much a token needs."""
+    check(pool, 2, made(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
+
+
+@pytest.mark.parametrize("name", ["llama with biases, tied", "gemma2, softcaps and sliding window", "qwen3_moe"])
+def test_models_are_exact_on_two_pipelines_of_two_stages(pool: ProcessPool, made: Any, name: str) -> None:
+    check(pool, 4, made(MODELS[name], dp=2, pp=2, tail_sharing=True))
+
+
+@pytest.mark.parametrize(
+    "how, schedule",
+    [
+        (["lora"], "search"),
+        pytest.param(["kv_offload"], "1f1b", marks=pytest.mark.soak),
+        pytest.param(["checkpointing"], "search", marks=pytest.mark.soak),
+        (["lora", "kv_offload", "checkpointing"], "1f1b"),
+    ],
+)
+def test_adapters_and_what_saves_memory_are_exact(pool: ProcessPool, made: Any, how: list[str], schedule: str) -> None:
+    plan = made(MODELS["gemma3_text"], dp=2, pp=2, k=1, schedule=schedule)
+    check(pool, 4, plan, **dict.fromkeys(how, True))
+
+
+@pytest.fixture(scope="module")
+def growing(made: Any) -> dict[str, Path]:
+    """A plan of two stages whose steps have sequences of 300 and of 1,500 tokens: pages of several sizes."""
+    model = {"model_type": "qwen2", "max_position_embeddings": 2048}
+    return made(model, lengths=[300, 1500], chunk_size=256, k=1, pp=2, global_batch=1)
+
+
+def test_stages_with_kv_on_the_host_do_not_wait_for_each_other_where_memory_waits_for_the_device(
+    pool: ProcessPool, growing: dict[str, Path]
+) -> None:
+    check(pool, 2, growing, run=compare_waiting, kv_offload=True, steps=(0, 1, 0), evaluates=True)
+
+
+def test_taking_host_memory_while_links_are_open_is_noticed(pool: ProcessPool, growing: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match="taking host memory while links are open"):
+        pool.run(2, compare_without_reserve, **growing, kv_offload=True)
+
+
+def test_every_group_is_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
+    """Of all processes, of copies of a stage, of two directions of a link, of both ends of a pipeline."""
+    plan = made(MODELS["llama with biases, tied"], dp=2, pp=2)
+    for before, during in pool.run(4, used_groups, **plan):
+        assert len(during) == 5
+        assert during <= before
+
+
+@pytest.mark.parametrize("stage_layers", [(3, 1), (1, 2, 1)])
+def test_stages_of_unequal_size_are_exact(pool: ProcessPool, made: Any, stage_layers: tuple[int, ...]) -> None:
+    pp = len(stage_layers)
+    check(pool, pp, made(MODELS["gemma2, softcaps and sliding window"], pp=pp), stage_layers=stage_layers)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_plan_of_more_ranks_than_processes_is_exact(pool: ProcessPool, made: Any, pp: int) -> None:
+    plan = made(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else "algorithm2")
+    for world_size in (4, 2, 1)[: 3 - pp + 1]:
+        chunks = check(pool, world_size, plan)
+        assert {len(ranks) for ranks in chunks} == {8 // world_size}
+
+
+@pytest.mark.parametrize("dp, pp", [(4, 1), (2, 2)])
+def test_ranks_of_unequal_work_or_none_are_exact(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
+    model = MODELS["llama with biases, tied"]
+    chunks = check(pool, 4, made(model, lengths=[41, 3], dp=dp, pp=pp, k=1))
+    assert sorted(chunks[:dp]) == [[1]] * (dp - 1) + [[6]]
+    check(pool, 4, made(model, lengths=[41], dp=dp, pp=pp, k=1))
+
+
+@pytest.mark.parametrize(
+    "dp, pp, name",
+    [
+        pytest.param(1, 2, "llama with biases, tied", marks=pytest.mark.soak),
+        (2, 1, "qwen3"),
+        (2, 2, "llama with biases, tied"),
+    ],
+)
+def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targets(
+    pool: ProcessPool, made: Any, dp: int, pp: int, name: str
+) -> None:
+    plan = made(MODELS[name], lengths=[17, 5, 20, 4, 9], no_targets=[1, 2], dp=dp, pp=pp, global_batch=2)
+    check(pool, dp * pp, plan, steps=(0, 1, 2, 2, 0), evaluates=True)
+    nothing = made(MODELS[name], lengths=[17, 5], no_targets=[0, 1], dp=dp, pp=pp)
+    check(pool, dp * pp, nothing, steps=(0, 0), evaluates=True)
+
+
+@pytest.mark.parametrize("k, schedule", [(1, "1f1b"), (5, "search"), pytest.param(100, "1f1b", marks=pytest.mark.soak)])
+def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool: ProcessPool, made: Any, k: int, schedule: str) -> None:
+    check(pool, 4, made(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
+
+
+@pytest.mark.parametrize("dp, pp", [(1, 2), (2, 2)])
+def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
+    """Chunks give the same bits as on one process, and their sum differs by its order alone."""
+    model = MODELS["llama with biases, tied"]
+    found = pool.run(dp * pp, compare_masters, **made(model, chunk_size=3, dp=dp, pp=pp))
+    assert max(error for error, _ in found) < 1e-6
+
+
+@pytest.mark.parametrize("targets, trained", [(("3.self_attn.q_proj",), [0, 2]), (("0.self_attn.q_proj",), [2, 0])])
+def test_a_stage_that_trains_nothing_passes_gradients_on(
+    pool: ProcessPool, made: Any, targets: tuple[str, ...], trained: list[int]
+) -> None:
+    found = pool.run(4, compare_masters, **made(dp=2, pp=2), targets=targets)
+    assert [count for _, count in found] == [trained[0], trained[0], trained[1], trained[1]]
+    assert max(error for error, _ in found) < 1e-6
+
+
+def test_dropout_is_the_same_whatever_k_and_however_many_stages(pool: ProcessPool, made: Any) -> None:
+    found = {}
+    for pp in (1, 2, 4):
+        for k in (1, 100):
+            plan = made(lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False)
+            # What runs forward twice, because of K or of checkpointing, and what runs once.
+            stages = pool.run(pp, gradients_with_dropout, **plan, checkpointing=k == 1)
+            found[pp, k] = {name: gradient for stage in stages for name, gradient in stage.items()}
+        assert all(np.array_equal(found[pp, 1][name], found[pp, 100][name]) for name in found[pp, 1])
+        assert found[pp, 1].keys() == found[1, 1].keys()
+        for name, gradient in found[1, 1].items():
+            assert np.linalg.norm(found[pp, 1][name] - gradient) <= 1e-12 * np.linalg.norm(gradient)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
+    pool: ProcessPool, made: Any, schedule: str, k: int
+) -> None:
+    plan = made(lengths=[23, 5, 9, 3, 30, 1, 8, 41, 2, 12, 7, 4], k=k, pp=4, schedule=schedule)
+    found = pool.run(4, observe_memory, **plan)
+    assert [stage.leaks for stage in found] == [[]] * 4
+    step = next(load_plan(plan["plan"]).iter_steps())
+    retained, inputs, kv = predicted_tokens(step, 4)
+    assert [stage.retained for stage in found] == retained
+    assert max(stage.retained for stage in found) == step.peak_retained_tokens
+    assert [stage.inputs for stage in found] == inputs
+    assert [stage.kv for stage in found] == kv
+
+
+def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
+    """By kind (activations, saved inputs, KV) and stage, the most tokens that the planner says are held at once."""
+    stages = [step.actions[0, stage] for stage in range(pp)]
+    flat = [action for stage in stages for action in stage]
+    actions = Actions(
+        np.array([OPS.index(action.op) for action in flat], np.int8),
+        np.array([action.chunk_id for action in flat], np.int32),
+        np.zeros(len(flat), np.int32),
+        np.cumsum([0, *map(len, stages)]),
+    )
+    num_tokens = np.array([chunk.num_tokens for chunk in step.chunks[0]])
+    groups = np.array([-1 if chunk.group_id is None else chunk.group_id for chunk in step.chunks[0]], np.int32)
+    ranks = np.array([0, num_tokens.size])
+    by_kind = [
+        fullest_moments(actions, ranks, groups, num_tokens, pp, np.tile(np.eye(3)[kind], (pp, 1)))[0, :, kind].tolist()
+        for kind in range(3)
+    ]
+    assert by_kind[0] == peak_retained(actions, num_tokens, 1).tolist()
+    return by_kind

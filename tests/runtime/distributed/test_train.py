@@ -1,0 +1,293 @@
+"""A run on several processes is the run of one process: losses, norms, checkpoints, the model it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chunkplan import PlanConfig, build
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan_runtime.train import main
+from tests.support import training_checks
+from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.training_cases import run_main, run_main_on_gpus
+from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
+from tests.support.wait_cases import stuck_main
+
+#: Plans of the same steps: name -> how they are spread.
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "four": {"dp": 4},
+    "both": {"dp": 2, "pp": 2},
+    "search": {"pp": 2, "schedule": "search"},
+    "long": {"pp": 2, "epochs": 40},
+    "equal": {"dp": 2, "k": 1, "equal_chunks": True},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+    folder = make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
+    for name, changes in PLANS.items():
+        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, **changes}
+        build(folder / "analysis", folder / name, PlanConfig(**settings))
+    tied = tiny_config("qwen2", tie_word_embeddings=True, num_hidden_layers=3)
+    (folder / "tied.json").write_text(json.dumps(tied))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with process_pool(4, joined=False) as started:
+        yield started
+
+
+def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
+    """Without GPUs, of which there may be too few."""
+    return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
+
+
+def together(
+    pool: ProcessPool, size: int, *arguments: list[str], gpus: list[str] | None = None
+) -> list[tuple[int, str]]:
+    """Exit codes and stderr by rank; one command line for all, or one for each. `gpus`: UUIDs, one for each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    how = {"size": size, "port": port, "arguments": list(arguments)}
+    told = pool.run(size, run_main_on_gpus, uuids=gpus, **how) if gpus else pool.run(size, run_main, **how)
+    pool.stop()  # a run ends with its processes; after a failure the watch ends some that still live
+    return told
+
+
+def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
+    """What the main process said; the others have nothing to say."""
+    told = together(pool, size, arguments)
+    assert [code for code, _ in told] == [0] * size, told
+    assert all(text == "" for _, text in told[1:])
+    return told[0][1]
+
+
+def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
+    """Losses, norms and evaluations agree, and so do the weights of final/."""
+    assert len(learning(one)) == len(learning(other)) > 0
+    for mine, its in zip(learning(one), learning(other), strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], rel=tolerance)
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=tolerance)
+        assert mine["source_losses"] == pytest.approx(its["source_losses"], rel=tolerance)
+    for mine, its in zip(lines(one / "evals.jsonl"), lines(other / "evals.jsonl"), strict=True):
+        assert mine["eval_loss"] == pytest.approx(its["eval_loss"], rel=tolerance)
+    [file] = (path.name for path in (one / "final").glob("*.safetensors"))
+    mine, its = load_file(one / "final" / file), load_file(other / "final" / file)
+    assert mine.keys() == its.keys()
+    for name, weight in mine.items():
+        torch.testing.assert_close(weight, its[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
+    """Tied embeddings at both ends of a pipeline; an uneven split of three layers; weights sharded during steps."""
+    more = ("--precision", "fp64", "--model-config", made / "tied.json")
+    more = (*more, "--eval-every", 2, "--save-every", 0, "--max-steps", 3)
+    assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
+    for size, plan, how in (
+        (4, "both", ("--stage-layers", "1,2")),
+        (4, "four", ()),
+        (2, "four", ("--checkpointing",)),
+        (2, "search", ("--kv-offload",)),
+        (2, "equal", ("--reshard",)),
+    ):
+        output = tmp_path / f"{plan}-{size}"
+        said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
+        same_run(tmp_path / "one", output)
+        assert f"{size} processes" in said and "stage  process" in said
+        assert ("others by --stage-layers" in said) == ("--stage-layers" in how), "which no plan is timed with"
+        assert json.loads((output / "timeline.json").read_text())["traceEvents"]
+        rows = lines(output / "metrics.jsonl")[-1]["processes"]
+        assert [row["process"] for row in rows] == list(range(size))
+        assert all(row["busy_seconds"] > 0 and 0 <= row["bubble"] < 1 for row in rows)
+        assert hidden_files(output) == []
+
+
+@pytest.mark.parametrize(("more", "changes"), [((), {}), ((), {"pp": 2}), (("--reshard",), {"equal_chunks": True})])
+def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
+    more, changes, tiny_config, random_sequences, tmp_path, pool
+):
+    """With a head of its own: a chunk that has no targets gives it no gradient, and embeddings one in float32."""
+    (tmp_path / "analysis").mkdir()
+    writer = AnalysisWriter(tmp_path / "analysis")
+    for record, (ids, target) in enumerate(random_sequences([9, 7, 8], seed=4)):
+        writer.add(0, record, ids.astype(np.int32), target & (record < 1))
+    writer.finish(exact=True, sources=[])
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2", tie_word_embeddings=False)))
+    several = {"dp": 2, **changes}
+    for name, size, how in (("one", 1, {}), ("two", 2 * several.get("pp", 1), several)):
+        settings = {"chunk_size": 16, "k": 1, "global_batch": 2, "epochs": 2, **how}
+        build(tmp_path / "analysis", tmp_path / name, PlanConfig(**settings))
+        words = ("--precision", "bf16", "--save-every", 0, *(more if how else ()))
+        all_well(pool, size, options(tmp_path, tmp_path / f"{name}-run", *words, plan=name))
+    found, wanted = learning(tmp_path / "two-run"), learning(tmp_path / "one-run")
+    assert len(found) == 4
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-2)
+    assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in wanted], rel=2e-2)
+
+
+def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
+    """And goes on: the other one is late."""
+    arguments = options(made, tmp_path / "run", "--max-steps", 1, "--save-every", 0, plan="search")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (code, _), (other_code, told) = pool.run(2, stuck_main, size=2, port=port, arguments=[arguments])
+    pool.stop()
+    assert (code, other_code) == (0, 0)
+    who = re.escape("warning: process 1 of 2 (stage 1 of pipeline 0) has not moved for 500.0 ms: ")
+    place = r"step 0, rank 0, waiting for chunk \d+ from the stage before"
+    assert re.search(rf"^{who}{place}\nhint: if no process moves, ", told, re.M)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(made, tmp_path, pool, precision):
+    more = ("--precision", precision, "--save-every", 2, "--keep-last", 9)
+    arguments = options(made, tmp_path / "run", *more, plan="both")
+    all_well(pool, 4, arguments)
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert "resumed   at step 2" in all_well(pool, 4, [*arguments, "--resume"])
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, pool):
+    """Written by four, read by two; written by those, read by one."""
+    more = ("--precision", "fp64", "--save-every", 2, "--keep-last", 9)
+    arguments = options(made, tmp_path / "run", *more, plan="four")
+    all_well(pool, 4, arguments)
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    for size, step in ((2, 2), (1, 4)):
+        shutil.rmtree(tmp_path / "run" / "final")
+        for later in range(step + 2, 8, 2):
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{later:08d}", ignore_errors=True)
+        if size > 1:
+            said = all_well(pool, size, [*arguments, "--resume"])
+            assert f"resumed   at step {step}" in said
+        else:
+            assert main([*arguments, "--resume"]) == 0
+    same_run(tmp_path / "run", tmp_path / "whole", tolerance=1e-10)
+
+
+def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
+    """Only they are trained, held by checkpoints and saved."""
+    base = tmp_path / "base"
+    assert main(options(made, base, "--max-steps", 1, plan="one")) == 0
+    where = (
+        "--device",
+        "cpu",
+        "--plan",
+        made / "one",
+        "--model",
+        base / "final",
+        "--lr",
+        1e-2,
+        "--precision",
+        "fp64",
+        "--save-every",
+        2,
+    )
+    where = (*where, "--lora-rank", 2)
+    one = [str(word) for word in (*where, "--output", tmp_path / "one")]
+    both = [str(word) for word in (*where, "--output", tmp_path / "both", "--plan", made / "both")]
+    assert main(one) == 0
+    all_well(pool, 4, both)
+    same_run(tmp_path / "one", tmp_path / "both")
+    assert (tmp_path / "both" / "final" / "adapter_config.json").exists()
+    held = [load_file(file) for file in (tmp_path / "both" / "checkpoints" / "step-00000002" / "weights").iterdir()]
+    assert all("lora_" in name or name.startswith("step:") for tensors in held for name in tensors)
+    shutil.rmtree(tmp_path / "both" / "final")
+    all_well(pool, 2, [*both, "--resume"])
+    same_run(tmp_path / "one", tmp_path / "both")
+
+
+def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, pool):
+    mine = options(made, tmp_path / "run", plan="both")
+    other = options(made, tmp_path / "run", plan="search")
+    told = together(pool, 2, other, mine)
+    assert [code for code, _ in told] == [2, 2]
+    [said] = [text for _, text in told if text]
+    assert "process 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
+    told = together(pool, 2, other, [*other, "--lr", "1e-5"])
+    assert [code for code, _ in told] == [2, 2]
+    [said] = [text for _, text in told if text]
+    assert "has --lr 1e-05, process 0 has 0.003" in said
+    for more in (("--save-every", "7"), ("--stage-layers", "1,1"), ("--eval-every", "1")):
+        told = together(pool, 2, other, [*other, *more])
+        assert [code for code, _ in told] == [2, 2]
+        [said] = [text for _, text in told if text]
+        assert f"has {more[0]} " in said
+    told = together(pool, 3, mine)
+    assert [code for code, _ in told] == [2] * 3
+    [said] = [text for _, text in told if text]
+    assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
+    assert "2 or 4 processes" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, pool):
+    told = together(pool, 2, training_checks.options(made, tmp_path / "run", plan="search"), gpus=["GPU-a", "GPU-a"])
+    assert [code for code, _ in told] == [2, 2]
+    [said] = [text for _, text in told if text]
+    assert "processes 0 and 1 of 2 would share a GPU (GPU-a)" in said and "hint: start as many processes" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):
+    """Under torchrun; the message names the process and its step."""
+    how = ("--save-every", 2, "--max-steps", 40)
+    arguments = options(made, tmp_path / "run", *how, plan="long")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "chunkplan_runtime.train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*torchrun, *arguments], text=True, stderr=subprocess.PIPE, env=environment) as run:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        give_up = time.monotonic() + 100
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < give_up and run.poll() is None
+            time.sleep(0.01)
+        [killed] = [process for process in children(run.pid) if environment_of(process)["RANK"] == "1"]
+        os.kill(killed, signal.SIGKILL)
+        _, said = run.communicate(timeout=100)
+    assert run.returncode != 0
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+    [step] = re.findall(r"process 1 of 2 \(stage 1 of pipeline 0\) died at step (\d+): ", error)
+    assert abs(int(step) - len(lines(metrics))) <= 1
+    assert not (tmp_path / "run" / "final").exists()
+    all_well(pool, 2, [*arguments, "--resume"])
+    all_well(pool, 2, options(made, tmp_path / "whole", *how, plan="long"))
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole")
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+    assert hidden_files(tmp_path / "run") == []
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def environment_of(process: int) -> dict[str, str]:
+    entries = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

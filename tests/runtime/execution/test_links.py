@@ -1,0 +1,87 @@
+"""Links bring what was sent, whatever the order of the work, and no order that the validator accepts gets stuck."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from chunkplan.cost.rates import UNIT
+from chunkplan.operations import OPS
+from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.search import search
+from tests.support.link_cases import Pipeline, drive, random_chunks, random_order
+from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.schedule_checks import ALONE, make_rank, template
+from tests.support.wait_cases import drive_waiting
+
+PP = 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with process_pool(PP) as started:
+        yield started
+
+
+def check(pool: ProcessPool, pipelines: list[Pipeline], hidden_size: int = 3) -> None:
+    for wrong, left in pool.run(PP, drive, pipelines=pipelines, hidden_size=hidden_size):
+        assert not wrong
+        assert not left
+
+
+def random_pipeline(seed: int, most_units: int = 6) -> Pipeline:
+    chance = random.Random(seed)
+    num_tokens, groups, keeps = random_chunks(chance, most_units)
+    return Pipeline(num_tokens, groups, random_order(chance, groups, keeps, PP))
+
+
+def planned_pipeline(seed: int, schedule: str, most_units: int = 5) -> Pipeline:
+    num_tokens, groups, keeps = random_chunks(random.Random(seed), most_units)
+    rank = make_rank(num_tokens, [ALONE if group is None else group for group in groups], keeps, [1] * PP, UNIT)
+    actions = template(rank, PP) if schedule == "1f1b" else search(rank, PP, None).actions
+    return Pipeline(num_tokens, groups, _stages(actions))
+
+
+def _stages(actions: Actions) -> list[list[tuple[str, int]]]:
+    pairs = [(OPS[op], int(chunk)) for op, chunk in zip(actions.ops, actions.chunk_ids, strict=True)]
+    return [pairs[first:last] for first, last in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.soak)])
+def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool, seeds: range) -> None:
+    check(pool, [random_pipeline(seed, most_units=4) for seed in seeds])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+def test_schedules_of_the_planner_bring_the_right_tensors_and_end(pool: ProcessPool, schedule: str) -> None:
+    check(pool, [planned_pipeline(seed, schedule) for seed in range(25)])
+
+
+def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
+    num_chunks = 80
+    forwards = [("forward", chunk_id) for chunk_id in range(num_chunks)]
+    backwards = [("backward", chunk_id) for chunk_id in reversed(range(num_chunks))]
+    all_first = [[*forwards, *backwards] for _ in range(PP)]
+    check(pool, [Pipeline([2] * num_chunks, [None] * num_chunks, all_first)])
+    check(pool, [random_pipeline(seed, most_units=60) for seed in range(1000, 1003)])
+
+
+def test_stages_that_wait_for_their_devices_before_every_forward_end(pool: ProcessPool) -> None:
+    """On a GPU a receive that is posted early would be waited for by what has to come before its tensor is sent."""
+    forwards, backwards = ([(op, chunk_id) for chunk_id in range(2)] for op in ("forward", "backward"))
+    one_by_one = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    pipelines = [Pipeline([4, 4], [None, None], [[*forwards, *backwards], one_by_one])]
+    assert pool.run(2, drive_waiting, pipelines=pipelines, hidden_size=8) == [([], [])] * 2
+
+
+def test_tensors_larger_than_any_buffer_end(pool: ProcessPool) -> None:
+    """Of 1 to 4 MB: a send that waited for its receive would wait for ever where both ends send first."""
+    pipelines = [random_pipeline(seed, most_units=4) for seed in range(2000, 2003)] + [planned_pipeline(7, "1f1b")]
+    check(pool, pipelines, hidden_size=200_000)
+
+
+def test_what_the_plan_does_not_have_is_refused_by_its_name(pool: ProcessPool) -> None:
+    with pytest.raises(AssertionError, match=r"DataError: .*forward of chunk 7, which does not exist"):
+        pool.run(PP, drive, pipelines=[Pipeline([2], [None], [[("forward", 7)]] * PP)], hidden_size=3)

@@ -1,0 +1,264 @@
+"""What processes did when, what they waited for, and how that compares with a replay in the simulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from chunkplan import PlanConfig, build, load_plan, simulate_plan
+from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.plan import Action, Plan
+from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.layout import Layout, choose_layout
+from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
+from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes, TimedAction, stage_rows
+from tests.support.process_pool import ProcessPool, process_pool
+
+LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with process_pool(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callable[..., Any]) -> Path:
+    folder = tmp_path_factory.mktemp("timeline")
+    writer = AnalysisWriter(folder)
+    for record, (ids, target) in enumerate(random_sequences(LENGTHS, seed=3)):
+        writer.add(0, record, ids.astype(np.int32), target)
+    writer.finish(exact=True, sources=[])
+    return folder
+
+
+@pytest.fixture
+def plan(analysis: Path, tmp_path: Path) -> Plan:
+    return build_plan(analysis, tmp_path / "plan", dp=2, pp=4)
+
+
+def build_plan(analysis: Path, folder: Path, **changes: Any) -> Plan:
+    settings: dict[str, Any] = {"chunk_size": 8, "k": 2, "global_batch": len(LENGTHS), **changes}
+    build(analysis, folder, PlanConfig(**settings))
+    return load_plan(folder)
+
+
+def planned_times(plan: Plan, layout: Layout, slow_rank: int = -1) -> list[StepTimes]:
+    """Every action takes as long as planned, twice as long on `slow_rank`, and messages no time."""
+    times = []
+    step = next(plan.iter_steps())
+    for pipeline in range(layout.dp):
+        work = []
+        for dp_rank in replace(layout, rank=pipeline).dp_ranks(plan.config.dp):
+            durations = simulate_plan(plan, rank=dp_rank).timed.durations
+            for stage in range(layout.pp):
+                slowness = 1 + (layout.rank_of(stage, pipeline) == slow_rank)
+                for action in step.actions[dp_rank, stage]:
+                    op = ["forward", "forward_kv", "recompute", "backward"].index(action.op)
+                    ns = slowness * int(durations[op, stage, action.chunk_id])
+                    work.append((stage, dp_rank, action.op, action.chunk_id, ns))
+        times.append(played_through(work, layout.pp))
+    return [times[rank % layout.dp][rank // layout.dp] for rank in range(layout.world_size)]
+
+
+def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimes]:
+    """The rules of a pipeline in a few lines: (stage, dp_rank, op, chunk_id, ns), in order of each stage."""
+    queues = [[each for each in work if each[0] == stage] for stage in range(pp)]
+    done: dict[tuple[int, int, bool, int], int] = {}
+    clock, actions = [0] * pp, [list[TimedAction]() for _ in range(pp)]
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                _, dp_rank, op, chunk_id, ns = queue[0]
+                backward, neighbour = op == "backward", stage + (1 if op == "backward" else -1)
+                needs = op != "recompute" and 0 <= neighbour < pp
+                if needs and (neighbour, dp_rank, backward, chunk_id) not in done:
+                    break
+                ready = done[neighbour, dp_rank, backward, chunk_id] if needs else 0
+                start = max(clock[stage], ready)
+                clock[stage] = start + ns
+                if op != "recompute":
+                    done[stage, dp_rank, backward, chunk_id] = clock[stage]
+                actions[stage].append(TimedAction(dp_rank, op, chunk_id, start, clock[stage]))
+                queue.pop(0)
+    return [StepTimes(0, each, 0) for each in actions]
+
+
+def test_a_clock_times_what_lies_between_start_and_stop() -> None:
+    clock = ActionClock(torch.device("cpu"))
+    for step in (3, 4):
+        before = perf_counter_ns()
+        clock.start(step)
+        for chunk_id, op in enumerate(("forward", "backward")):
+            with clock.around(5)(Action(op, chunk_id, 0)):
+                pass
+        with clock.reducing():
+            pass
+        times = clock.stop()
+        assert times.step == step
+        assert [each[:3] for each in times.actions] == [(5, "forward", 0), (5, "backward", 1)]
+        moments = [moment for each in times.actions for moment in each[3:]]
+        assert moments == sorted(moments) and moments[0] >= 0
+        assert 0 <= times.reduce_ns <= perf_counter_ns() - before - moments[-1]
+
+
+def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting() -> None:
+    def times(*spans: tuple[int, int], reduce_ns: int = 0) -> StepTimes:
+        return StepTimes(7, [TimedAction(0, "forward", 0, start, end) for start, end in spans], reduce_ns)
+
+    second = 10**9
+    by_rank = [
+        times((0, 1 * second), (3 * second, 4 * second), reduce_ns=second // 2),
+        times(),
+        times((1 * second, 3 * second)),
+        times(),
+    ]
+    rows = stage_rows([times.spent for times in by_rank], Layout(dp=2, pp=2))
+    places = [(row["process"], row["stage"], row["pipeline"]) for row in rows]
+    assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert [row["busy_seconds"] for row in rows] == [2.0, 0.0, 2.0, 0.0]
+    assert [row["wait_seconds"] for row in rows] == [2.0, 0.0, 2.0, 0.0]
+    assert [row["bubble"] for row in rows] == [0.5, 0.0, 0.5, 0.0]
+    assert [row["reduce_seconds"] for row in rows] == [0.5, 0.0, 0.0, 0.0]
+    assert json.loads(json.dumps(rows)) == rows
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(plan: Plan, dp: int) -> None:
+    layout = Layout(dp=dp, pp=4)
+    times = planned_times(plan, layout)
+    replays = replay_step(plan, times, layout)
+    assert [each.pipeline for each in replays] == list(range(dp))
+    for each in replays:
+        assert np.array_equal(each.measured.ends, each.replayed.ends)
+        assert np.array_equal(each.measured.starts, each.replayed.starts)
+        assert waiting_shares(each.measured) == waiting_shares(each.replayed)
+        assert each.replayed.makespan <= each.planned.makespan  # which has links
+        assert each.replayed.bubble <= each.planned.bubble
+    for row in stage_rows([each.spent for each in times], layout):
+        assert row["bubble"] == pytest.approx(waiting_shares(replays[row["pipeline"]].measured)[row["stage"]])
+
+
+def test_the_plan_of_one_rank_is_what_the_simulator_says_of_it(plan: Plan) -> None:
+    for each in replay_step(plan, planned_times(plan, Layout(dp=2, pp=4)), Layout(dp=2, pp=4)):
+        assert np.array_equal(each.planned.ends, simulate_plan(plan, rank=each.pipeline).ends)
+
+
+def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> None:
+    [found] = replay_step(plan, planned_times(plan, Layout(dp=1, pp=4)), Layout(dp=1, pp=4))
+    alone = [simulate_plan(plan, rank=rank) for rank in range(2)]
+    assert [chunk.chunk_id for chunk in found.planned.chunks] == list(range(sum(len(each.chunks) for each in alone)))
+    groups = [{chunk.group_id for chunk in each.chunks} - {None} for each in (*alone, found.planned)]
+    assert len(groups[2]) == len(groups[0]) + len(groups[1])
+    assert found.planned.peak_retained_tokens >= alone[0].peak_retained_tokens
+
+
+def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> None:
+    def later(action: TimedAction) -> TimedAction:
+        return action._replace(start_ns=action.start_ns + 999, end_ns=action.end_ns + 999)
+
+    late = [
+        replace(times, actions=[later(each) for each in times.actions])
+        for times in planned_times(plan, Layout(dp=1, pp=4))
+    ]
+    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, Layout(dp=1, pp=4)), planned=True)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {
+        process: f"step 0, pipeline 0, {what}: 1f1b" for process, what in enumerate(("measured", "replayed", "planned"))
+    }
+    done = [[(each["name"], each["tid"]) for each in events if each["ph"] == "X" and each["pid"] == at] for at in names]
+    assert sorted(done[0]) == sorted(done[1]) == sorted(done[2])
+    measured = sorted((event["ts"], event["tid"]) for event in events if event["ph"] == "X" and event["pid"] == 0)
+    starts = [(round(one.start_ns / 1000, 3), stage) for stage, each in enumerate(late) for one in each.actions]
+    assert measured == sorted(starts)
+
+
+def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
+    layout = Layout(dp=2, pp=4)
+
+    def lines(slow_rank: int) -> list[str]:
+        replays = replay_step(plan, planned_times(plan, layout, slow_rank), layout)
+        return describe_replays(replays, layout, 0, planned=True)
+
+    assert not any("slow:" in line for line in lines(-1))
+    assert "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
+    assert "pipeline 1, the slowest of 2" in lines(5)[0]
+    assert all(len(line) <= 80 for line in lines(5))
+    assert describe_replays([], layout, 0, planned=True) == []
+
+
+def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan: Plan, tmp_path: Path) -> None:
+    layout = Layout(dp=2, pp=4)
+    replays = replay_step(plan, planned_times(plan, layout, 5), layout)
+    lines = describe_replays(replays, layout, 0, planned=False)
+    assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
+    assert not any(word in " ".join(lines) for word in ("plan", "slow:"))
+    assert all(len(line) <= 80 for line in lines)
+    write_timeline(tmp_path / "timeline.json", replays, planned=False)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(names) == 4 and not any("planned" in name for name in names)
+
+
+def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimes, tuple[int, int]]:
+    """A step as one of all stages, and the moments before and after its clock began."""
+    opened, analysis = open_plan(plan, pp=2)
+    layout = choose_layout(opened, dist.get_world_size(), rank)
+    model = new_model(read_config(config), torch.float32, seed=1)
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
+    model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.pp)[layout.stage], layout)
+    executor = Executor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
+    work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
+    clock = ActionClock(model.device)
+    dist.barrier()
+    before = perf_counter_ns()
+    clock.start(0)
+    after = perf_counter_ns()
+    for each in work.ranks:
+        executor.run(each, work.step.num_target_tokens, clock.around(each.dp_rank))
+    return clock.stop(), (before, after)
+
+
+def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(
+    pool: ProcessPool, analysis: Path, tmp_path: Path, tiny_config: Callable[..., dict[str, Any]]
+) -> None:
+    plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=2)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2")))
+    layout = Layout(dp=1, pp=2)
+    found = pool.run(2, run_timed, plan=plan.path, config=tmp_path / "config.json")
+    times = [each for each, _ in found]
+    [played] = replay_step(plan, times, layout)
+    for stage, each in enumerate(times):
+        assert busy_ns(played, stage) == sum(one.end_ns - one.start_ns for one in each.actions)
+        assert all(one.start_ns >= 0 for one in each.actions)
+    # Clocks of one machine are one clock; only their zeros are as far apart as the processes that set them.
+    apart = (max(after for _, (_, after) in found) - min(before for _, (before, _) in found)) / 1000
+    assert (
+        max(row["busy_seconds"] for row in stage_rows([each.spent for each in times], layout)) * 1e6
+        <= played.replayed.makespan + 0.001
+    )
+    assert played.replayed.makespan <= played.measured.makespan + apart
+
+
+def busy_ns(played: Replay, stage: int) -> int:
+    own = slice(*played.measured.actions.stages[stage : stage + 2])
+    busy = [int((each.ends - each.starts)[own].sum()) for each in (played.measured, played.replayed)]
+    assert busy[0] == busy[1]
+    return busy[0]

@@ -1,0 +1,89 @@
+"""Training of adapters: nothing else changes, what is saved is a peft adapter, and a stopped run goes on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from chunkplan import load_analysis
+from chunkplan_runtime.train import main
+from tests.support.training_checks import after_step, learning, lines, make_training, options, same_weights
+
+LORA = ("--lora-rank", 4, "--lora-dropout", 0.1, "--lora-targets", "q_proj,v_proj", "--lr", "3e-2")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences):
+    """As elsewhere, and `base/`: a saved model to adapt."""
+    folder = make_training(tmp_path_factory.mktemp("adapting") / "made", tiny_config, random_sequences)
+    assert main(options(folder, folder / "run", "--max-steps", 1)) == 0
+    (folder / "run" / "final").rename(folder / "base")
+    return folder
+
+
+def adapt(made, output, *more):
+    arguments = ["--plan", made / "plan", "--model", made / "base", "--output", output, *LORA, *more]
+    return main([str(argument) for argument in arguments])
+
+
+def test_adapters_learn_and_are_saved_as_peft_loads_them(made, tmp_path):
+    assert adapt(made, tmp_path, "--lora-targets", "all-linear", "--lora-rank", 16, "--lr", "1e-2") == 0
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert sum(row["loss"] for row in rows[-2:]) < 0.95 * sum(row["loss"] for row in rows[:2])
+    final = tmp_path / "final"
+    saved = load_file(final / "adapter_model.safetensors")
+    assert saved and all("lora_" in name and "head" not in name for name in saved)
+    base = AutoModelForCausalLM.from_pretrained(made / "base")
+    ids, _ = load_analysis(made / "analysis").tokens()(3)
+    batch = torch.tensor(ids.astype("int64"))[None]
+    with torch.no_grad():
+        before = base(batch).logits
+        after = PeftModel.from_pretrained(base, final)(batch).logits
+        again = AutoModelForCausalLM.from_pretrained(final)(batch).logits
+    assert not torch.equal(after, before)
+    assert torch.equal(after, again), "transformers finds the model that was adapted"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stopped_run_of_adapters_goes_on_bit_for_bit(made, tmp_path, monkeypatch, precision):
+    """With dropout; a checkpoint holds adapters only."""
+    more = ("--save-every", 3, "--max-steps", 8, "--precision", precision)
+    assert adapt(made, tmp_path / "whole", *more) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGTERM))
+        assert adapt(made, tmp_path / "run", *more) == 143
+    [file] = (tmp_path / "run" / "checkpoints" / "step-00000003" / "weights").iterdir()
+    held = {name: weight for name, weight in load_file(file).items() if not name.startswith("step:")}
+    assert held and all("lora_" in name and weight.dtype == torch.float32 for name, weight in held.items())
+    assert adapt(made, tmp_path / "run", *more, "--resume") == 0
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole")
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+
+
+def test_layers_that_are_not_there_are_refused(made, tmp_path, capsys):
+    assert adapt(made, tmp_path / "run", "--lora-targets", "no_such_layer") == 2
+    assert "no_such_layer" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_do_not_go_on_with_other_weights_below_them(made, tmp_path, capsys):
+    """No checkpoint holds the frozen weights, so what tells them apart is in its state."""
+    shutil.copytree(made / "base", tmp_path / "base")
+    where = ("--model", tmp_path / "base", "--save-every", 2, "--max-steps", 4)
+    assert adapt(made, tmp_path / "run", *where) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 0
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 2
+    assert "merge_and_unload" in capsys.readouterr().err, "a finished run of adapters is not a model to train on from"
+    shutil.rmtree(tmp_path / "run" / "final")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    assert adapt(made, tmp_path / "run", *where, "--resume") == 2
+    assert "frozen weights was" in capsys.readouterr().err

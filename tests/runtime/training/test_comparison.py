@@ -1,0 +1,189 @@
+"""A run is compared with a plan's times where they are of its model on its devices, and else says why it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkplan import CostModel, PlanConfig, build, load_hardware, load_plan
+from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan_runtime.device_names import calibrated_name, device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.train import main
+from tests.support.training_checks import cost_of_a_run, lines, make_training, options
+
+SCRIPTS = Path(sys.executable).parent
+HERE = device_name(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences):
+    return make_training(tmp_path_factory.mktemp("compared") / "made", tiny_config, random_sequences)
+
+
+def build_with(made, cost, output):
+    build(made / "analysis", output, PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
+
+
+def test_a_plan_for_this_model_and_device_is_compared_with(made, tmp_path, capsys):
+    """Of data-parallel ranks that this process runs one after another, the sum."""
+    assert main(options(made, tmp_path, plan="dp")) == 0
+    said = capsys.readouterr().err
+    assert f"profile   here ({HERE}), 989 TFLOP/s: MFU is a share of this\n" in said and "predicts" not in said
+    assert re.search(r"step 0 \(1/12\) .* plan \d+\.\d\d s  MFU \d+\.\d%\n", said)
+    for row, step in zip(lines(tmp_path / "metrics.jsonl"), load_plan(made / "dp").iter_steps(), strict=True):
+        assert row["mfu"] > 0
+        assert row["predicted_seconds"] == pytest.approx(sum(step.schedule_us.values()) / 1e6)
+
+
+#: What of the plan's cost model is another than that of the run, and what is said of it. `%s`: what this device is.
+DIFFERENCES = {
+    "all": (
+        lambda cost: CostModel(),
+        "Qwen2.5-7B, h100, bf16; this run has qwen2 0.0B, %s, fp32",
+        "--model-config {config} --hardware here.toml --precision fp32",
+    ),
+    "model": (
+        lambda cost: replace(cost, shape=replace(QWEN2_5_7B, name=cost.shape.name)),
+        "qwen2 0.0B; this run has qwen2 0.0B of other sizes",
+        "--model-config {config}",
+    ),
+    "device": (
+        lambda cost: replace(cost, hardware=load_hardware("h100")),
+        "h100; this run has %s",
+        "--hardware here.toml",
+    ),
+    "other CPU": (
+        lambda cost: replace(cost, hardware=replace(cost.hardware, name=calibrated_name("here", "s390x CPU"))),
+        "here (s390x CPU); this run has %s",
+        "--hardware here.toml",
+    ),
+    "precision": (lambda cost: replace(cost, precision="bf16"), "bf16; this run has fp32", "--precision fp32"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tmp_path, capsys, monkeypatch, case):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    change, why, build_options = DIFFERENCES[case]
+    build_with(made, change(cost_of_a_run(made)), tmp_path / "plan")
+    arguments = [*options(made, tmp_path / "run"), "--plan", str(tmp_path / "plan")]
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    is_device = case in ("model", "precision")
+    nothing = "no times" if is_device else "no times and no MFU"
+    assert f"\npredicts  {nothing}: the plan's times are for {why.replace('%s', HERE)}\n" in said
+    config = made / "config.json"
+    assert f"`chunkplan build` with `{build_options.format(config=config)}`\n" in said
+    calibrate = f"`OMP_NUM_THREADS=3 chunkplan calibrate --model-config {config} --output here.toml`, then\n"
+    assert (calibrate in said) == (not is_device)
+    assert ("MFU is a share" in said) == is_device
+    assert re.search(r"^step 0 \(1/.* s" + (r"  MFU \d+\.\d%$" if is_device else "$"), said, re.M)
+    assert not re.search(r"^step .* plan ", said, re.M)
+    for row in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert row["predicted_seconds"] is None
+        assert (row["mfu"] is not None) == is_device
+
+
+def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, capsys):
+    assert main(options(made, tmp_path, "--checkpointing", "--max-steps", 1)) == 0
+    said = capsys.readouterr().err
+    assert "predicts  no times: the plan's times are for no checkpointing; this run has checkpointing\n" in said
+    assert "`chunkplan build` with `--checkpointing full`\n" in said
+    [row] = lines(tmp_path / "metrics.jsonl")
+    assert row["predicted_seconds"] is None and row["mfu"] > 0
+
+
+def test_where_keys_and_values_lie_is_no_other_time(made, tmp_path):
+    assert main(options(made, tmp_path, "--kv-offload", "--max-steps", 1)) == 0
+    assert lines(tmp_path / "metrics.jsonl")[0]["predicted_seconds"] > 0
+
+
+def test_times_of_adapters_and_of_models_that_are_not_known_are_not_to_be_had(made, tmp_path, capsys, tiny_config):
+    def said(*arguments):
+        assert main(list(map(str, arguments))) == 0
+        told = capsys.readouterr().err
+        assert "to have them" not in told
+        return told
+
+    said(*options(made, tmp_path / "whole", "--max-steps", 1))
+    model = ("--model", tmp_path / "whole" / "final", "--lora-rank", 2)
+    told = said("--plan", made / "plan", "--output", tmp_path / "adapted", "--max-steps", 1, *model)
+    assert "predicts  no times: the plan's times are for all weights trained; this run has adapters\n" in told
+    (tmp_path / "olmo").mkdir()
+    (tmp_path / "olmo" / "config.json").write_text(json.dumps(tiny_config("olmo2")))
+    arguments = [*options(made, tmp_path / "other", "--max-steps", 1), "--model-config", tmp_path / "olmo"]
+    told = said(*arguments)
+    assert "times are for qwen2 0.0B; this run has a model of type olmo2, whose times are not known\n" in told
+    assert lines(tmp_path / "other" / "metrics.jsonl")[0]["mfu"] > 0, "of what its own model computes"
+
+
+def test_a_plan_that_does_not_describe_its_times_says_so(made, tmp_path, capsys):
+    build_with(made, None, tmp_path / "plan")
+    manifest = json.loads((tmp_path / "plan" / "manifest.json").read_text())
+    manifest["predictions"]["cost_model"]["hardware"]["peak_flops"] = -1
+    (tmp_path / "plan" / "manifest.json").write_text(json.dumps(manifest))
+    assert main([*options(made, tmp_path / "run"), "--plan", str(tmp_path / "plan")]) == 0
+    said = capsys.readouterr().err
+    assert "predicts  no times and no MFU: the plan does not say what its times are for: `hardware.peak_flops`" in said
+    assert all(row["mfu"] is None for row in lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_what_the_run_says_to_type_leads_to_a_comparison(made, tmp_path, capsys, monkeypatch):
+    """The commands as they are printed, but for smaller chunks to measure, and the plan's own options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    build_with(made, CostModel(), tmp_path / "plan")
+    arguments = [*options(made, tmp_path / "run", "--max-steps", 1), "--plan", "plan"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    [calibrate] = re.findall(r"to have them: `(.*?)`, then\n", said)
+    [build_options] = re.findall(r"`chunkplan build` with `(.*?)`\n", said)
+    small = "--chunk-sizes 16,24,32 --prefixes 32 --repeats 1"
+    again = f"chunkplan build {shlex.quote(str(made / 'analysis'))} --output plan --chunk-size 8 --k 2 --global-batch 3"
+    for command in (f"{calibrate} {small}", f"{again} {build_options}"):
+        environment = {**os.environ, "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
+        subprocess.run(command, shell=True, check=True, env=environment, capture_output=True, timeout=120)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert main([*arguments, "--output", "compared"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().err
+    assert "predicts" not in said and re.search(r"^step 0 \(1/1\) .* plan .* MFU ", said, re.M)
+
+
+NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 PCIe": None,
+    "NVIDIA H100 NVL": None,
+    "NVIDIA H200 NVL": None,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GH200 480GB": None,
+    "NVIDIA A10": None,
+    HERE: None,
+}
+
+
+@pytest.mark.parametrize("device", NAMES)
+def test_a_profile_that_ships_is_of_the_gpus_it_was_made_for(device):
+    assert shipped_profile(device) == NAMES[device]
+
+
+def test_a_profile_is_of_the_device_it_was_measured_on_or_is_called_after():
+    assert is_profile_of(calibrated_name("mine", "NVIDIA A10"), "NVIDIA A10")
+    assert not is_profile_of(calibrated_name("h100", "NVIDIA A10"), "NVIDIA H100 80GB HBM3")
+    assert is_profile_of("RTX 4090", "NVIDIA GeForce RTX 4090")
+    assert is_profile_of("h100 pcie", "NVIDIA H100 PCIe")
+    assert not any(is_profile_of(name, HERE) for name in ("cpu", HERE, "", "mine"))

@@ -1,0 +1,267 @@
+"""What a run tells about itself: evaluation, spikes, numbers that are not finite, tokenizers, the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from chunkplan import PlanConfig, analyze, build, load_plan
+from chunkplan_runtime.execution.executor import SequenceLoss
+from chunkplan_runtime.train import main
+from chunkplan_runtime.training.json_lines import append_lines, cut_back
+from chunkplan_runtime.training.losses import SpikeWatch
+from chunkplan_runtime.training.screen import Screen
+from tests.support.places import ROOT
+from tests.support.training_checks import SOURCES, after_step, learning, lines, make_training, options
+
+SAMPLES = ROOT / "sample_data"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences):
+    return make_training(tmp_path_factory.mktemp("watching") / "made", tiny_config, random_sequences)
+
+
+def test_held_out_sequences_are_evaluated_as_the_model_itself_would(made, tmp_path):
+    """The plan beside the plan, every so often and at the end; the loss is that of plain transformers."""
+    assert main(options(made, tmp_path, "--eval-every", 2, "--max-steps", 5, plan="held")) == 0
+    rows = lines(tmp_path / "evals.jsonl")
+    assert [row["step"] for row in rows] == [1, 3, 4]
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["eval_plan"] == str(made / "held-eval")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    evaluation = load_plan(made / "held-eval")
+    held_out = {
+        segment.sequence_id
+        for step in evaluation.iter_steps()
+        for chunk in step.chunks[0]
+        for segment in chunk.segments
+    }
+    from chunkplan import load_analysis
+
+    analysis = load_analysis(made / "analysis")
+    sums, counts = np.zeros(2), np.zeros(2, int)
+    for sequence_id in held_out:
+        ids, target = analysis.tokens()(sequence_id)
+        labels = np.where(target, ids, -100).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.tensor(ids.astype(np.int64))[None]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels[1:]), reduction="sum")
+        sums[analysis.source[sequence_id]] += loss.item()
+        counts[analysis.source[sequence_id]] += target.sum()
+    assert rows[-1]["target_tokens"] == counts.sum() > 0
+    assert rows[-1]["eval_loss"] == pytest.approx(sums.sum() / counts.sum(), rel=1e-5)
+    for path, total, count in zip(SOURCES, sums, counts, strict=True):
+        assert rows[-1]["source_losses"].get(path, 0) == pytest.approx(total / max(count, 1), rel=1e-5)
+
+
+def test_evaluation_changes_nothing_that_is_learned(made, tmp_path):
+    for name, every in {"often": 1, "end": 0}.items():
+        assert main(options(made, tmp_path / name, "--eval-every", every, "--max-steps", 4, plan="held")) == 0
+    assert learning(tmp_path / "often") == learning(tmp_path / "end")
+
+
+def test_the_plan_to_evaluate_on_is_shown_as_the_other_one_is(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(made)
+    more = ("--plan", "held", "--analysis", "analysis", "--max-steps", 1)
+    assert main(options(made, tmp_path, *more, plan="held")) == 0
+    said = capsys.readouterr().err
+    assert "plan      held (" in said and "evaluates held-eval\n" in said
+
+
+def test_without_held_out_sequences_there_is_no_evaluation(made, tmp_path, capsys):
+    assert main(options(made, tmp_path, "--eval-every", 1, "--max-steps", 1)) == 0
+    assert not (tmp_path / "evals.jsonl").exists()
+    assert "evaluates nothing" in capsys.readouterr().err
+
+
+def test_an_evaluation_plan_of_another_analysis_is_refused(made, tmp_path, capsys, handmade_plan, random_sequences):
+    plan, _ = handmade_plan(random_sequences([12]), [{0: [[(0, 0, 12)]]}])
+    assert main(options(made, tmp_path, "--eval-plan", plan)) == 2
+    assert "is not of the same analysis as" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_sequences_and_checkpoint(made, tmp_path, capsys):
+    assert main(options(made, tmp_path, "--lr", "1e30", "--clip", "0", "--save-every", "1")) == 1
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert 1 <= len(rows) < 12
+    assert f"error: step {len(rows)}: not finite: loss nan" in error
+    assert "sequence " in error and ".jsonl:" in error
+    assert f"step-{len(rows):08d}" in hint
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert not (tmp_path / "final").exists()
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(made, tmp_path, capsys):
+    more = ("--lr", "1e30", "--clip", "0", "--eval-every", "1")
+    assert main(options(made, tmp_path, *more, plan="held")) == 1
+    assert "error: evaluation after step 0: not finite: loss nan" in capsys.readouterr().err
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_spike_names_its_worst_sequences(made, tmp_path, monkeypatch, capsys, handmade_plan, random_sequences):
+    """Ten steps on one sequence, then one that the model has not seen."""
+    sequences = random_sequences([30, 30])
+    steps = [{0: [[(0, 0, 30)]]}] * 30 + [{0: [[(1, 0, 30)]]}]
+    plan, _ = handmade_plan(sequences, steps)
+    arguments = [*options(made, tmp_path, "--lr", "1e-2"), "--plan", str(plan)]
+    assert main(arguments) == 0
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["spike"]] == [30]
+    assert rows[30]["spike"][0].startswith("sequence 1 (") and "loss " in rows[30]["spike"][0]
+    assert "step 30 is a spike: sequence 1 (" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path / "off"), "--spike", "0"]) == 0
+    assert not any(row["spike"] for row in lines(tmp_path / "off" / "metrics.jsonl"))
+
+
+def test_the_watch_knows_the_median_of_fifty_and_goes_on_where_it_was():
+    watch = SpikeWatch(2.0)
+    assert not any(watch.is_spike(loss) for loss in [9.0, 1.0, 1.0, 1.0, 30.0]), "too few to judge by"
+    assert watch.is_spike(2.1) and not watch.is_spike(1.9)
+    for _ in range(60):
+        watch.is_spike(4.0)
+    assert watch.losses == [4.0] * 50
+    again = SpikeWatch(2.0, watch.losses)
+    assert not again.is_spike(7.9) and again.is_spike(8.1)
+
+
+def test_lines_are_cut_back_to_the_last_whole_one_before_a_step(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    cut_back(path, 3)
+    assert not path.exists()
+    rows = [{"step": step, "text": "ä\n"} for step in (0, 0, 1, 2, 2, 3)]
+    append_lines(path, rows[:2])
+    append_lines(path, rows[2:])
+    cut_back(path, 2)
+    assert lines(path) == rows[:3]
+    for torn in ('{"step": 1', "\0\0\0\n", "[1]\n", "{}\n"):
+        with path.open("a") as file:
+            file.write(torn)
+        cut_back(path, 9)
+        assert lines(path) == rows[:3]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A plan of a few real records, with the tokenizer that made it, and a model for it."""
+    folder = tmp_path_factory.mktemp("chats")
+    few = (SAMPLES / "math.jsonl").read_text().splitlines()[:4]
+    (folder / "few.jsonl").write_text("\n".join(few) + "\n")
+    analyze([folder / "few.jsonl"], folder / "analysis", tokenizer=SAMPLES / "tokenizer")
+    build(folder / "analysis", folder / "plan", PlanConfig(chunk_size=512, k=1, global_batch=4))
+    return folder
+
+
+def train_chats(chats, output, *more):
+    return main(
+        [
+            *("--plan", str(chats / "plan"), "--output", str(output), "--max-steps", "1"),
+            *("--model-config", str(SAMPLES / "model" / "config.json"), *map(str, more)),
+        ]
+    )
+
+
+def test_the_tokenizer_goes_with_the_weights_to_the_byte(chats, tmp_path, capsys):
+    assert train_chats(chats, tmp_path / "run", "--tokenizer", SAMPLES / "tokenizer") == 0
+    for file in (SAMPLES / "tokenizer").iterdir():
+        assert (tmp_path / "run" / "final" / file.name).read_bytes() == file.read_bytes()
+    final = tmp_path / "run" / "final"
+    text = "a sequence of whole numbers"
+    expected = AutoTokenizer.from_pretrained(SAMPLES / "tokenizer")(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(final)(text)["input_ids"] == expected
+    arguments = ["--plan", str(chats / "plan"), "--model", str(final), "--output", str(tmp_path / "next")]
+    assert main(arguments) == 0
+    assert (tmp_path / "next" / "final" / "tokenizer.json").is_file(), "by itself from there on"
+    capsys.readouterr()
+    assert train_chats(chats, tmp_path / "none") == 0
+    assert "none goes with the weights" in capsys.readouterr().err
+    assert not (tmp_path / "none" / "final" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_does_not_belong_is_refused(chats, made, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(SAMPLES / "tokenizer", other)
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    assert train_chats(chats, tmp_path / "run", "--tokenizer", other) == 2
+    assert "is not the tokenizer that the data was made with" in capsys.readouterr().err
+    assert main(options(made, tmp_path / "run", "--tokenizer", SAMPLES / "tokenizer")) == 2
+    assert "has 4,096 tokens, the model's vocabulary 97" in capsys.readouterr().err
+    (other / "tokenizer.json").write_text("{}")
+    assert main(options(made, tmp_path / "run", "--tokenizer", other)) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+ROW = {
+    "step": 1233,
+    "loss": 12.34567,
+    "grad_norm": 1.2345,
+    "tokens_per_second": 123456.7,
+    "mfu": 0.4123,
+    "peak_memory_bytes": 130 << 30,
+    "seconds": 12.345,
+    "predicted_seconds": 11.5,
+}
+
+
+def _read(terminal):
+    """What there is; nothing once its other end is closed."""
+    try:
+        return terminal.read(4096)
+    except OSError:
+        return b""
+
+
+def test_a_terminal_shows_one_bar_below_the_lines(monkeypatch):
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w", buffering=1) as stream, os.fdopen(leader, "rb", buffering=0) as terminal:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "xterm")
+        with Screen(1200, 10000) as screen:
+            screen.show_step(ROW)
+        stream.close()
+        shown = b"".join(iter(partial(_read, terminal), b"")).decode()
+    assert "step 1233 (1234/10000)  loss 12.3457  grad 1.23" in shown
+    assert "1,234 of 10,000 steps" in shown and "123,457 tokens/s" in shown and "left" in shown
+
+
+def test_elsewhere_there_are_plain_lines_of_120_columns_at_most(capsys):
+    with Screen(0, 10000) as screen:
+        screen.show_step(ROW)
+    [line] = capsys.readouterr().err.splitlines()
+    assert len(line) <= 120
+    for part in ("loss 12.3457", "grad 1.23 ", "123,457 tok/s", "MFU 41.2%", "130.0 GiB", "12.35 s", "plan 11.50 s"):
+        assert part in line
+
+
+def test_a_full_gpu_is_told_with_what_to_do(made, tmp_path, monkeypatch, capsys):
+    def fill() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    after_step(monkeypatch, 1, fill)
+    assert main(options(made, tmp_path, "--save-every", "1")) == 1
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert "Tried to allocate 2 GiB" in error
+    assert "--checkpointing" in hint and "step-00000001" in hint
+
+
+def test_losses_of_sequences_that_are_not_finite_come_first(made):
+    from chunkplan import load_analysis
+    from chunkplan_runtime.training.losses import describe_worst
+
+    analysis = load_analysis(made / "analysis")
+    losses = [SequenceLoss(index, loss, 2) for index, loss in enumerate([1.0, 8.0, float("nan"), 2.0])]
+    assert describe_worst(losses, analysis) == ["sequence 2 (long.jsonl:3), loss nan"]
+    assert [words.split(" (")[0] for words in describe_worst(losses[:2], analysis)] == ["sequence 1", "sequence 0"]
+    many = describe_worst([SequenceLoss(0, float("inf"), 1)] * 5, analysis)
+    assert len(many) == 4 and many[-1] == "and 2 more"

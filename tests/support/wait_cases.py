@@ -1,0 +1,112 @@
+"""What processes do in tests of who waits for what: devices that are waited for, groups, a process that is stuck."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.kv.host_memory import HostMemory
+from chunkplan_runtime.models.model import new_model, read_config
+from tests.support.distributed_cases import Compared, compare_steps, make_part, open_for_its_stages
+from tests.support.link_cases import drive
+from tests.support.training_cases import run_main
+
+
+@contextmanager
+def device_waits_everywhere() -> Iterator[None]:
+    """A GPU that is waited for when memory is taken and when a forward begins: for all receives that are posted there.
+
+    That is what taking page-locked memory, loading a kernel and making room for a tensor may do.
+    """
+    posted: list[dist.Work] = []
+    receive, empty, forward = dist.irecv, torch.empty, Executor._forward
+
+    def wait() -> None:
+        while posted:
+            posted.pop().wait()
+
+    def irecv(*args: Any, **kwargs: Any) -> Any:
+        posted.append(receive(*args, **kwargs))
+        return posted[-1]
+
+    def waiting_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        wait()
+        return empty(*args, **kwargs)
+
+    def waiting_forward(*args: Any) -> torch.Tensor:
+        wait()
+        return forward(*args)
+
+    patches = ((dist, "irecv", irecv), (torch, "empty", waiting_empty), (Executor, "_forward", waiting_forward))
+    with patch.object(*patches[0]), patch.object(*patches[1]), patch.object(*patches[2]):
+        yield
+
+
+def drive_waiting(rank: int, **how: Any) -> tuple[list[str], list[str]]:
+    """`drive`, on such a GPU."""
+    with device_waits_everywhere():
+        return drive(rank, **how)
+
+
+def compare_waiting(rank: int, **how: Any) -> list[Compared]:
+    """`compare_steps`, on such a GPU."""
+    with device_waits_everywhere():
+        return compare_steps(rank, **how)
+
+
+def compare_without_reserve(rank: int, **how: Any) -> list[Compared]:
+    """`compare_steps` with host memory that is taken when it is needed."""
+    with patch.object(HostMemory, "reserve", lambda *_: None):
+        return compare_steps(rank, **how)
+
+
+class _Groups(TorchDispatchMode):
+    """Which groups are used, by whatever uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
+            kinds = (str(each._type()) for each in boxed)
+            found = [each for each, kind in zip(boxed, kinds, strict=True) if kind.endswith("ProcessGroup")]
+            self.names |= {dist.ProcessGroup.unbox(each).group_name for each in found}
+        return func(*args, **(kwargs or {}))
+
+
+def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[str]]:
+    """Which groups are used before the first step, and which in it."""
+    opened, analysis = open_for_its_stages(plan)
+    model = new_model(read_config(config), torch.float32, seed=1)
+    with _Groups() as before:
+        part = make_part(rank, opened, analysis, model)
+    work = part.work(0)
+    with _Groups() as during:
+        part.run(work)
+        part.finish_gradients(part.weights)
+    return before.names, during.names
+
+
+def stuck_main(rank: int, **how: Any) -> tuple[int, str]:
+    """`run_main` where the first process is late, and half a second is long."""
+    run = Executor.run
+
+    def late(*args: Any) -> Any:
+        if rank == 0:
+            time.sleep(2)
+        return run(*args)
+
+    with patch.object(stuck, "STUCK_AFTER", 0.5), patch.object(Executor, "run", late):
+        return run_main(rank, **how)

@@ -1,0 +1,280 @@
+"""What processes do in tests of the watch: each case is run by a few of them, one of which dies, stops or fails.
+
+`python -m tests.support.watch_cases FOLDER` runs all cases, by forks of one process that has imported torch; FOLDER
+gets what each process printed, and `codes.json`. Under torchrun it runs the case whose name is in place of FOLDER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.failures.lost_peers import lost_peers
+from chunkplan_runtime.failures.watch import Watch
+from chunkplan_runtime.layout import Layout
+
+DEAD_AFTER = 2.0
+
+#: Cases that run at the same time: most of their processes wait, but all begin with work, and a late beat is a death.
+AT_ONCE = 4
+
+#: Seconds after which a process that nothing ended is killed, by SIGALRM.
+TOO_LONG = 60
+
+
+def killed(watch: Watch, rank: int) -> None:
+    """The last process dies: one waits for it, the others for each other."""
+    before = (rank - 1) % dist.get_world_size()
+    if before == dist.get_world_size() - 2:
+        die()
+    wait_for(watch, before)
+
+
+def host_killed(watch: Watch, rank: int) -> None:
+    if rank == 0:
+        die()
+    wait_for(watch, 3 - rank)
+
+
+def suspended(watch: Watch, rank: int) -> None:
+    """One whose beats process 0 looks for."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for(watch, (rank - 1) % dist.get_world_size())
+
+
+def suspended_in_a_step(watch: Watch, rank: int) -> None:
+    """All could go on when it is woken."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+    watch.at_step(3)
+    print("another step", file=sys.stderr, flush=True)
+    wait_for(watch, (rank - 1) % dist.get_world_size())
+
+
+def host_suspended(watch: Watch, rank: int) -> None:
+    """Connections to the store stay, answers do not come."""
+    if rank == 0:
+        after(2 * DEAD_AFTER, "KILL")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for(watch, 3 - rank)
+
+
+def suspended_too_long(watch: Watch, rank: int) -> None:
+    """One goes on when the job has ended, and the store with it."""
+    if rank == 1:
+        pause(3 * DEAD_AFTER)
+    wait_for(watch, 1 - rank)
+
+
+def stuck(watch: Watch, rank: int) -> None:
+    """One holds Python's lock, so that its watch gets nowhere."""
+    if rank == 1:
+        after(2 * DEAD_AFTER, "KILL")
+        ctypes.PyDLL(None).sleep(TOO_LONG)
+    wait_for(watch, 1 - rank)
+
+
+def failed(watch: Watch, rank: int) -> None:
+    """Two processes fail at once, the other one waits."""
+    if rank > 0:
+        fail(watch, 2)
+    wait_for(watch, 1)
+
+
+def host_failed(watch: Watch, rank: int) -> None:
+    if rank == 0:
+        fail(watch, 3)
+    wait_for(watch, 0)
+
+
+def ended(watch: Watch, rank: int) -> None:
+    """The process with the store is through first."""
+    dist.barrier()
+    time.sleep(rank * DEAD_AFTER / 4)
+    watch.stop()
+    os._exit(0)  # the store with it, at once
+
+
+def paused(watch: Watch, rank: int) -> None:
+    """One process for less than a death takes, then all of them for longer."""
+    if rank == 1:
+        pause(DEAD_AFTER / 2)
+    dist.barrier()
+    pause(2 * DEAD_AFTER)
+    dist.barrier()
+    watch.stop()
+
+
+def all_stopped(watch: Watch, rank: int) -> None:
+    get_sigterm()
+
+
+def one_stopped(watch: Watch, rank: int) -> None:
+    """The others are in C++, where a signal's handler does not run."""
+    if rank < 2:
+        wait_for(watch, 1 - rank)
+    get_sigterm()
+
+
+def one_dead_others_stopped(watch: Watch, rank: int) -> None:
+    if rank == 1:
+        die()
+    get_sigterm()
+
+
+def nobody_answers(watch: Watch, rank: int) -> None:
+    """A wait takes longer than the group allows, and nobody is dead."""
+    if rank == 0:
+        group = dist.new_group(timeout=timedelta(milliseconds=100))
+        try:
+            with lost_peers(watch):
+                dist.recv(torch.zeros(1), 1, group)
+        except ChunkplanError as error:
+            fail(watch, error.exit_code, str(error))
+    else:
+        dist.new_group(timeout=timedelta(milliseconds=100))
+        wait_for(watch, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    work: Callable[[Watch, int], None]
+    layout: Layout
+    step: int = 1
+    dead_after: float = DEAD_AFTER
+    apart: bool = False  # as if each process were on a machine of its own
+
+
+CASES = {
+    "killed": Case(killed, Layout(dp=2, pp=2), step=12),
+    "one_killed": Case(killed, Layout(dp=3), step=12),
+    "host_killed": Case(host_killed, Layout(dp=3), step=-1),
+    "suspended": Case(suspended, Layout(dp=3), step=2),
+    "suspended_in_a_step": Case(suspended_in_a_step, Layout(dp=2), step=2),
+    "suspended_elsewhere": Case(suspended_too_long, Layout(dp=2), apart=True),
+    "host_suspended": Case(host_suspended, Layout(dp=3), step=7),
+    "host_hangs": Case(host_suspended, Layout(dp=3), step=7, apart=True),
+    "stuck": Case(stuck, Layout(dp=2)),
+    "failed": Case(failed, Layout(dp=3)),
+    "host_failed": Case(host_failed, Layout(dp=3), dead_after=10.0),  # beats that are slower than a process ends
+    "ended": Case(ended, Layout(dp=3)),
+    "paused": Case(paused, Layout(dp=2)),
+    "all_stopped": Case(all_stopped, Layout(dp=3)),
+    "one_stopped": Case(one_stopped, Layout(dp=3), step=4),
+    "one_dead_others_stopped": Case(one_dead_others_stopped, Layout(dp=3), step=5),
+    "nobody_answers": Case(nobody_answers, Layout(dp=2)),
+}
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def wait_for(watch: Watch, source: int) -> NoReturn:
+    with lost_peers(watch):
+        dist.recv(torch.zeros(1), source)
+    raise AssertionError
+
+
+def fail(watch: Watch, code: int, message: str = "no good") -> NoReturn:
+    if watch.fail(code):
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def after(seconds: float, name: str) -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{name} {os.getpid()}"])
+
+
+def pause(seconds: float) -> None:
+    after(seconds, "CONT")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def get_sigterm() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(TOO_LONG)
+    raise AssertionError
+
+
+def run(case: Case, rank: int) -> None:
+    """Do as the command does."""
+    layout = replace(case.layout, rank=rank)
+    signal.alarm(TOO_LONG)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    dist.init_process_group("gloo", world_size=layout.world_size, rank=rank)
+    watch = Watch(layout, case.dead_after)
+    if case.apart:
+        watch._place = replace(watch._place, machine=f"another-{rank}")
+    watch.at_step(case.step)
+    watch.start()
+    try:
+        dist.barrier()
+        time.sleep(case.dead_after / 4)  # all have heard of all; and it is between two beats
+        case.work(watch, rank)
+    except KeyboardInterrupt:
+        lost = watch.interrupted()
+        if lost is not None:
+            print(lost, file=sys.stderr)
+        sys.exit(143)
+
+
+def fork(case: str, rank: int, port: int, folder: Path) -> int:
+    process = os.fork()
+    if process == 0:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with (folder / f"{case}-{rank}").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        run(CASES[case], rank)
+        sys.exit(0)  # as any process ends
+    return process
+
+
+def run_all(folder: Path) -> None:
+    torch.set_num_threads(1)
+    cases, codes = list(CASES), {}
+    for first in range(0, len(cases), AT_ONCE):
+        codes |= run_at_once(cases[first : first + AT_ONCE], folder)
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+def run_at_once(cases: list[str], folder: Path) -> dict[str, list[int]]:
+    """Exit codes of each case, by rank."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in cases]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    started = {
+        case: [fork(case, rank, port, folder) for rank in range(CASES[case].layout.world_size)]
+        for case, port in zip(cases, ports, strict=True)
+    }
+    return {
+        case: [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+        for case, processes in started.items()
+    }
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run(CASES[sys.argv[1]], int(os.environ["RANK"]))
+    else:
+        run_all(Path(sys.argv[1]))
