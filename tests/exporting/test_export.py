@@ -30,7 +30,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.validation.validate import validate
 from chunkplan_cli.export import Format
-from tests.validation.test_validation import tamper
+from tests.support.plan_rows import tamper
 
 LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
 
