@@ -25,6 +25,12 @@ def sum_runs(values: Int64Array, first: Int64Array) -> Int64Array:
     return sums
 
 
+def run_starts(values: IntArray) -> Int64Array:
+    """Where the run of equal values begins that each value is in; int64, of the shape of `values`, none of them -1."""
+    starts = np.flatnonzero(np.diff(values, prepend=-1))
+    return np.repeat(starts, np.diff(np.append(starts, values.size)))
+
+
 def split_mix(values: Int64Array) -> UInt64Array:
     """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the values'th outputs of the generator seeded with 0."""
     mixed = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -21,7 +21,7 @@ ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "tokens", "con
 def check_analysis(analysis: Analysis) -> Iterator[Violation]:
     """Yield what is wrong: totals, records in = sequences + rejected, lengths, targets, tokens, content hashes.
 
-    Reads all tokens.
+    All tokens are read for it.
     """
     manifest, num_sequences = analysis.manifest, analysis.num_sequences
     totals = {
@@ -56,18 +56,18 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
 
 
 def _check_sources(analysis: Analysis) -> Iterator[Violation]:
-    """Of every source what it says of its sequences, and records in = sequences + rejected + left out."""
+    """Yield where a source has other sequences than it says, or records that are not in, rejected or left out."""
     sources = analysis.manifest["sources"]
     if not sources:
         return
     counts = np.bincount(analysis.source, minlength=len(sources))
     tokens = np.bincount(analysis.source, weights=analysis.num_tokens, minlength=len(sources))
-    firsts = np.cumsum(counts) - counts
+    starts = np.cumsum(counts) - counts
     for index, source in enumerate(sources):
         actual = {
             "num_sequences": int(counts[index]),
             "num_tokens": int(tokens[index]),
-            "first_sequence_id": int(firsts[index]),
+            "first_sequence_id": int(starts[index]),
             "rejected": source["records"] - int(counts[index]) - source.get("not_sampled", 0),
         }
         for name, value in actual.items():
@@ -76,7 +76,7 @@ def _check_sources(analysis: Analysis) -> Iterator[Violation]:
 
 
 def _check_reasons(manifest: dict[str, Any]) -> Iterator[Violation]:
-    """Rejected by reason, of every source and together; keys that were not read are in no more records than were read.
+    """Yield where rejections by reason do not add up, or a key that was not read is in more records than were read.
 
     Analyses of version 4 say neither of a source.
     """

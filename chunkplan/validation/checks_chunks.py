@@ -16,10 +16,10 @@ from chunkplan.validation.violation import Violation
 
 
 def check_chunk_ids(columns: ChunkColumns) -> Violation | None:
-    """Rows sorted by (step, dp_rank, chunk_id), ids 0.. without gaps, a chunk or more for every rank of every step."""
+    """Rows are sorted by (step, dp_rank, chunk_id), ids run 0.. without gaps, every rank of every step has a chunk."""
     chunks, dp, place = columns.chunks, columns.config.dp, columns.place
-    first = np.searchsorted(place, place)
-    bad = (chunks["chunk_id"] != np.arange(place.size) - first) | (np.diff(place, prepend=0) < 0)
+    rank_start = np.searchsorted(place, place)
+    bad = (chunks["chunk_id"] != np.arange(place.size) - rank_start) | (np.diff(place, prepend=0) < 0)
     bad |= (chunks["dp_rank"] < 0) | (chunks["dp_rank"] >= dp)
     found = columns.at("chunk-ids", lambda row: "chunk_id or dp_rank is out of place (ids run 0.. in each rank)", bad)
     if found:
@@ -55,8 +55,8 @@ def check_steps(columns: ChunkColumns) -> Violation | None:
         return found
     is_short = np.diff(epochs, append=-1).astype(bool) & ((rest > 0) & (config.last_batch == "keep"))[epochs]
     expected = np.where(is_short, rest[epochs], config.global_batch)
-    begins = columns.per_chunk((columns.start == 0) & (columns.end > 0))  # of each occurrence, its first segment
-    actual = sum_runs(begins, columns.step_chunks)
+    num_beginnings = columns.per_chunk((columns.start == 0) & (columns.end > 0))  # [num_chunks]
+    actual = sum_runs(num_beginnings, columns.step_chunks)  # [num_steps], occurrences, each by its first segment
     bad = (actual != expected) | (steps["num_sequences"] != expected)
     return columns.at_step(
         "batch-sizes",
@@ -80,7 +80,7 @@ def check_equal_chunks(columns: ChunkColumns) -> Violation | None:
 
 
 def check_chunk_size(columns: ChunkColumns) -> Violation | None:
-    """No chunk over ChunkSize; a chunk's num_tokens is the sum of its segments, none of which is empty."""
+    """No chunk is over ChunkSize, and its num_tokens is the sum of its segments, none of which is empty."""
     size = columns.config.chunk_size
     length = np.subtract(columns.end, columns.start, dtype=np.int64)
     tokens = columns.per_chunk(length)

@@ -1,4 +1,8 @@
-"""The invariants of a schedule, each a function over a block of ranks that says what is wrong first."""
+"""The invariants of a schedule, each a function over a block of ranks that says what is wrong first.
+
+What a stage holds is counted here by itself, and not with `chunkplan.schedule.retained`, on purpose: checks that share
+no code with the planner and the schedules find a mistake that is made there.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, run_starts
 from chunkplan.operations import OPS
-from chunkplan.validation.order import BACKWARDS, FORWARDS, run_rows
-from chunkplan.validation.schedule_columns import Block
+from chunkplan.validation.order import BACKWARDS, FORWARDS, run_stages
+from chunkplan.validation.schedule_columns import RankBlock
 
 
 @dataclass(frozen=True)
 class Complaint:
-    """What is wrong first, with which chunk and rank, and the ranks [num_ranks] that it is wrong with."""
+    """What is wrong first, and with which chunk and rank; `bad` is true of every rank it is wrong with, [num_ranks]."""
 
     message: str
     chunk_id: int
@@ -24,7 +28,7 @@ class Complaint:
 
 
 def _lookup(*ops: str) -> BoolArray:
-    """Whether an op, by its code, is one of these."""
+    """Whether the op of each code is one of these, bool [num_ops]."""
     return np.array([op in ops for op in OPS])
 
 
@@ -33,50 +37,50 @@ _IS_FORWARD, _IS_BACKWARD = _lookup(*FORWARDS), _lookup(*BACKWARDS)
 _HOLDS, _RELEASES = _lookup("forward", "recompute"), _lookup("backward", "backward_weight")
 _FORWARD, _RECOMPUTE = OPS.index("forward"), OPS.index("recompute")
 
-#: What a chunk does on a model part beside recomputes, counted in these kinds: one of two sets.
+#: What a chunk does on a model stage beside recomputes, counted in these kinds: one of two sets.
 _KINDS = (*FORWARDS, "backward", "backward_input", "backward_weight")
 _KIND = np.array([max(_KINDS.index(op) - 1, 0) if op in _KINDS else -1 for op in OPS])
 _WHOLE, _HALVES = np.array([1, 1, 0, 0]), np.array([1, 0, 1, 1])
 
 
-def check_actions(block: Block) -> Complaint | None:
-    """Each chunk has exactly one first forward and one backward (or input before weight) on every model part."""
-    strange = (block.virtual_stage < 0) | (block.virtual_stage >= block.num_virtual)
+def check_actions(block: RankBlock) -> Complaint | None:
+    """Each chunk has exactly one first forward and one backward (or input before weight) on every model stage."""
+    strange = (block.virtual_stage < 0) | (block.virtual_stage >= block.num_virtual_stages)
     strange |= block.op >= len(OPS)
     absent = (block.chunk_id < 0) | (block.chunk_id >= block.num_chunks[block.rank])
     complete = _complete_slots(block)
     slots = np.flatnonzero(~complete)
-    slot_rank = np.searchsorted(block.first_slot, slots, side="right") - 1
+    slot_rank = np.searchsorted(block.slot_offsets, slots, side="right") - 1
     bad = np.zeros(block.num_ranks, bool)
     bad[block.rank[strange | absent]] = True
     bad[slot_rank] = True
     if not bad.any():
         return None
     rank = int(np.argmax(bad))
-    actions = slice(block.first_action[rank * block.pp], block.first_action[(rank + 1) * block.pp])
+    actions = slice(block.action_offsets[rank * block.pp], block.action_offsets[(rank + 1) * block.pp])
     for action in np.flatnonzero(strange[actions])[:1] + actions.start:
         return Complaint(_describe_strange(block, action), int(block.chunk_id[action]), rank, bad)
     absentees = np.flatnonzero(absent[actions]) + actions.start
-    absentees = absentees[np.argsort(block.part[absentees], kind="stable")]
+    absentees = absentees[np.argsort(block.model_stage[absentees], kind="stable")]
     slots = slots[slot_rank == rank]
     if slots.size:
-        part, chunk_id = divmod(int(slots[0] - block.first_slot[rank]), int(block.num_chunks[rank]))
-        if not absentees.size or part < block.part[absentees[0]]:
+        model_stage, chunk_id = divmod(int(slots[0] - block.slot_offsets[rank]), int(block.num_chunks[rank]))
+        if not absentees.size or model_stage < block.model_stage[absentees[0]]:
             ops = [block.schedule.ops[op] for op in block.op[actions][block.slot[actions] == slots[0]]]
-            where = f"({part % block.pp}, {part // block.pp})"
-            message = f"model part {where} does {ops}, expected one forward, then one backward"
+            where = f"({model_stage % block.pp}, {model_stage // block.pp})"
+            message = f"model stage {where} does {ops}, expected one forward, then one backward"
             return Complaint(message, chunk_id, rank, bad)
     action = absentees[0]
     message = f"stage {block.stage[action]} does `{_op(block, action)}` with a chunk that is not there"
     return Complaint(message, int(block.chunk_id[action]), rank, bad)
 
 
-def _complete_slots(block: Block) -> BoolArray:
-    """Whether the actions of each slot are those that it should have, in their order; [num_slots]."""
+def _complete_slots(block: RankBlock) -> BoolArray:
+    """Whether the actions of each slot are those that it should have, in their order; bool [num_slots]."""
     kind = np.append(_KIND, -1)[np.minimum(block.op, len(OPS))]
     counted = np.flatnonzero((kind >= 0) & (block.slot >= 0))
     kind, slot = kind[counted], block.slot[counted]
-    num_slots = int(block.first_slot[-1])
+    num_slots = int(block.slot_offsets[-1])
     counts = np.bincount(slot * 4 + kind, minlength=num_slots * 4).reshape(-1, 4)
     at = np.zeros((4, num_slots), np.int64)
     at[kind, slot] = counted
@@ -86,19 +90,19 @@ def _complete_slots(block: Block) -> BoolArray:
     return complete
 
 
-def _describe_strange(block: Block, action: int) -> str:
-    if not 0 <= block.virtual_stage[action] < block.num_virtual:
+def _describe_strange(block: RankBlock, action: int) -> str:
+    if not 0 <= block.virtual_stage[action] < block.num_virtual_stages:
         return f"stage {block.stage[action]} names virtual stage {block.virtual_stage[action]}"
     return f"stage {block.stage[action]} does `{_op(block, action)}`, expected one of {', '.join(OPS)}"
 
 
-def check_recompute(block: Block) -> Complaint | None:
-    """keeps_activations exactly where the first op is `forward`; recompute exactly where not, right before backward."""
-    order = block.by_part
+def check_recompute(block: RankBlock) -> Complaint | None:
+    """A chunk keeps its activations exactly where its first op is `forward`; others recompute right before backward."""
+    order = block.by_model_stage
     op, chunk, lane = block.op[order], block.chunk[order], block.lane[order]
     keeps = block.keeps_activations[chunk]
     contradicts = _IS_FORWARD[op] & ((op == _FORWARD) != keeps)
-    is_last = np.diff(lane, append=-1) != 0  # of its model part
+    is_last = np.diff(lane, append=-1) != 0  # of its model stage
     follows = np.zeros(op.size, bool)  # directly after a recompute
     follows[1:] = (op[:-1] == _RECOMPUTE) & ~is_last[:-1]
     recomputed = follows & (chunk == np.roll(chunk, 1))
@@ -115,96 +119,97 @@ def check_recompute(block: Block) -> Complaint | None:
         return f"stage {stage} recomputes without a backward directly after"
 
     named = np.arange(op.size) - (idle & ~contradicts & ~unmet)
-    return _first_by_part(block, contradicts | unmet | idle | idle_at_end, describe, named)
+    return _first_by_model_stage(block, contradicts | unmet | idle | idle_at_end, describe, named)
 
 
-def check_part_order(block: Block) -> Complaint | None:
-    """Part i+1 of a group forwards after part i, and part i backwards after part i+1, on every model part."""
+def check_part_order(block: RankBlock) -> Complaint | None:
+    """Part i+1 of a group forwards after part i, and part i backwards after part i+1, on every model stage."""
     positions, run = block.by_group
-    actions = block.by_part[positions]
+    actions = block.by_model_stage[positions]
     op, rows = block.op[actions], block.chunk_rows[block.chunk[actions]]
     index = block.columns.chunks["group_index"][rows].astype(np.int64)
     size = block.columns.chunks["group_size"][rows].astype(np.int64)
     bad = np.zeros(block.op.size, bool)
     forwards, backwards = np.flatnonzero(_IS_FORWARD[op]), np.flatnonzero(_IS_BACKWARD[op])
-    first = _first_of_runs(run[forwards])
-    bad[positions[forwards]] = index[forwards] != np.arange(forwards.size) - first
-    first = _first_of_runs(run[backwards])
-    expected = size[backwards][first] - 1 - (np.arange(backwards.size) - first)
+    start = run_starts(run[forwards])
+    bad[positions[forwards]] = index[forwards] != np.arange(forwards.size) - start
+    start = run_starts(run[backwards])
+    expected = size[backwards][start] - 1 - (np.arange(backwards.size) - start)
     bad[positions[backwards]] = index[backwards] != expected
 
     def describe(position: int, stage: int) -> str:
-        action = block.by_part[position]
+        action = block.by_model_stage[position]
         part = block.columns.chunks["group_index"][block.chunk_rows[block.chunk[action]]]
         if _IS_FORWARD[block.op[action]]:
             return f"stage {stage} forwards part {part} before an earlier part"
         return f"stage {stage} backwards part {part} before a later part"
 
-    return _first_by_part(block, bad, describe)
+    return _first_by_model_stage(block, bad, describe)
 
 
-def check_holders(block: Block) -> Complaint | None:
+def check_holders(block: RankBlock) -> Complaint | None:
     """At most K chunks of a group hold activations on a stage, from forward or recompute to the last backward half."""
     positions, _ = block.by_group
-    op = block.op[block.by_part[positions]]
+    op = block.op[block.by_model_stage[positions]]
     holders = np.zeros(block.op.size, np.int64)
     holders[positions] = _held(op, 1)  # at the end of a group's run all is released
-    k = block.columns.k[block.chunk_rows[block.chunk[block.by_part]]]
-    return _first_by_part(
+    k = block.columns.k[block.chunk_rows[block.chunk[block.by_model_stage]]]
+    return _first_by_model_stage(
         block,
         holders > k,
         lambda position, stage: f"stage {stage}: {holders[position]} chunks hold activations, K is {k[position]}",
     )
 
 
-def check_links(block: Block) -> Complaint | None:
-    """Both ends of every link between model parts name the same chunks in the same order."""
+def check_links(block: RankBlock) -> Complaint | None:
+    """Both ends of every link between model stages name the same chunks in the same order."""
     found: list[tuple[int, int, str]] = []
     bad = np.zeros(block.num_ranks, bool)
-    slot_rank = np.repeat(np.arange(block.num_ranks), np.diff(block.first_slot))
+    slot_rank = np.repeat(np.arange(block.num_ranks), np.diff(block.slot_offsets))
     num_chunks = block.num_chunks[slot_rank]
-    linked = np.flatnonzero(np.arange(slot_rank.size) < block.first_slot[slot_rank + 1] - num_chunks)
-    op, chunk_ids = block.op[block.by_part], block.chunk_id[block.by_part]
+    linked = np.flatnonzero(np.arange(slot_rank.size) < block.slot_offsets[slot_rank + 1] - num_chunks)
+    op, chunk_ids = block.op[block.by_model_stage], block.chunk_id[block.by_model_stage]
     for table, what in ((_IS_FORWARD, "activations"), (_IS_BACKWARD, "gradients")):
-        ids = chunk_ids[table[op]]  # as many as there are slots, model part after model part
+        ids = chunk_ids[table[op]]  # [num_slots], model stage after model stage
         crossed = linked[ids[linked] != ids[linked + num_chunks[linked]]]
         bad[slot_rank[crossed]] = True
         for slot in crossed[:1].tolist():
-            first, size = int(block.first_slot[slot_rank[slot]]), int(num_chunks[slot])
-            part = (slot - first) // size
-            stages = f"stages {part % block.pp} and {(part + 1) % block.pp}"
-            found.append((first + part * size, int(ids[slot]), f"{stages} exchange {what} in different orders"))
+            start, size = int(block.slot_offsets[slot_rank[slot]]), int(num_chunks[slot])
+            model_stage = (slot - start) // size
+            stages = f"stages {model_stage % block.pp} and {(model_stage + 1) % block.pp}"
+            found.append((start + model_stage * size, int(ids[slot]), f"{stages} exchange {what} in different orders"))
     if not found:
         return None
     slot, chunk_id, message = min(found, key=lambda each: each[0])  # of two on the same link, activations
     return Complaint(message, chunk_id, int(slot_rank[slot]), bad)
 
 
-def check_acyclic(block: Block) -> Complaint | None:
+def check_acyclic(block: RankBlock) -> Complaint | None:
     """The action graph over stages has an order in which everything finds what it waits for."""
     waits_for = np.full(block.op.size, -1)
-    num_chunks, last_part = block.num_chunks[block.rank], block.num_parts[block.rank] - 1
-    for table, step, waits in ((_IS_FORWARD, -1, block.part > 0), (_IS_BACKWARD, 1, block.part < last_part)):
-        mine = table[block.op]
-        at = np.zeros(block.first_slot[-1], np.int64)
-        at[block.slot[mine]] = np.flatnonzero(mine)
-        waiting = np.flatnonzero(mine & waits)
+    num_chunks, model_stage = block.num_chunks[block.rank], block.model_stage
+    is_last = model_stage == block.num_model_stages[block.rank] - 1
+    for table, step, waits in ((_IS_FORWARD, -1, model_stage > 0), (_IS_BACKWARD, 1, ~is_last)):
+        is_in_table = table[block.op]
+        at = np.zeros(block.slot_offsets[-1], np.int64)  # [num_slots], the action of each
+        at[block.slot[is_in_table]] = np.flatnonzero(is_in_table)
+        waiting = np.flatnonzero(is_in_table & waits)
         waits_for[waiting] = at[block.slot[waiting] + step * num_chunks[waiting]]
     if (waits_for < 0).all():
         return None
-    reached = run_rows(block.first_action, block.pp, waits_for)
-    stuck = np.flatnonzero(reached < block.first_action[1:])
-    if not stuck.size:
+    reached = run_stages(block.action_offsets, block.pp, waits_for)
+    stalled = np.flatnonzero(reached < block.action_offsets[1:])
+    if not stalled.size:
         return None
     bad = np.zeros(block.num_ranks, bool)
-    bad[stuck // block.pp] = True
-    rank, stage = divmod(int(stuck[0]), block.pp)
-    position = reached[stuck[0]] - block.first_action[stuck[0]]
+    bad[stalled // block.pp] = True
+    rank, stage = divmod(int(stalled[0]), block.pp)
+    position = reached[stalled[0]] - block.action_offsets[stalled[0]]
     message = f"stage {stage} waits for ever at action {position}: a deadlock"
-    return Complaint(message, int(block.chunk_id[reached[stuck[0]]]), rank, bad)
+    return Complaint(message, int(block.chunk_id[reached[stalled[0]]]), rank, bad)
 
 
-def check_memory(block: Block) -> Complaint | None:
+def check_memory(block: RankBlock) -> Complaint | None:
     """No stage retains activations of more tokens than its step states, nor than the plan's bound, where it has one."""
     bound = block.columns.steps["peak_retained_tokens"]
     if block.columns.config.memory_tokens is not None:
@@ -222,55 +227,55 @@ def check_memory(block: Block) -> Complaint | None:
     return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
 
 
-def peak_retained(block: Block) -> Int64Array:
+def peak_retained(block: RankBlock) -> Int64Array:
     """The most tokens whose activations a stage of each rank retains at once, int64 [num_ranks]."""
-    return np.maximum.reduceat(_retained(block), block.first_action[: -1 : block.pp])
+    return np.maximum.reduceat(_retained(block), block.action_offsets[: -1 : block.pp])
 
 
-def _retained(block: Block) -> Int64Array:
-    """What the stage retains after each action, in tokens; a virtual stage counts as its share of the stage's layers.
+def _retained(block: RankBlock) -> Int64Array:
+    """The tokens whose activations the stage retains after each action, int64 [num_actions].
 
-    At the end of a stage all is released.
+    A virtual stage counts as its share of the stage's layers. At the end of a stage all is released.
     """
     tokens = block.columns.chunks["num_tokens"][block.chunk_rows[block.chunk]].astype(np.int64)
-    retained: Int64Array = -(-_held(block.op, tokens) // block.num_virtual)
+    retained: Int64Array = -(-_held(block.op, tokens) // block.num_virtual_stages)
     return retained
 
 
 def _held(op: Int32Array, amounts: Int64Array | int) -> Int64Array:
-    """What is held after each of these actions, where each holds or releases its amount."""
+    """The amount held after each of these actions, where each holds or releases its own; int64 [num_actions]."""
     held: Int64Array = np.cumsum(_HOLDS[op] * amounts - _RELEASES[op] * amounts)
     return held
 
 
-def _first_of_runs(run: Int64Array) -> Int64Array:
-    """Where the run of each value begins; equal values lie together."""
-    firsts = np.flatnonzero(np.diff(run, prepend=-1))
-    return np.repeat(firsts, np.diff(np.append(firsts, run.size)))
-
-
-def _first_by_part(
-    block: Block, bad: BoolArray, describe: Callable[[int, int], str], named: Int64Array | None = None
+def _first_by_model_stage(
+    block: RankBlock, bad: BoolArray, describe: Callable[[int, int], str], named: Int64Array | None = None
 ) -> Complaint | None:
-    """The complaint of the first position in `by_part` where `bad` holds; `named` is the one whose chunk to name."""
+    """The complaint about the first position in `by_model_stage` where `bad` holds.
+
+    Args:
+        bad: bool [num_actions], in the order of `by_model_stage`.
+        describe: what the message says of that position, on its stage.
+        named: int64 [num_actions], for each position the one whose chunk the complaint names; by default its own.
+    """
     positions = np.flatnonzero(bad)
     if not positions.size:
         return None
     bad_ranks = np.zeros(block.num_ranks, bool)
-    bad_ranks[block.rank[block.by_part[positions]]] = True
+    bad_ranks[block.rank[block.by_model_stage[positions]]] = True
     position = int(positions[0])
-    action = block.by_part[position]
-    chunk_id = block.chunk_id[action if named is None else block.by_part[named[position]]]
+    action = block.by_model_stage[position]
+    chunk_id = block.chunk_id[action if named is None else block.by_model_stage[named[position]]]
     message = describe(position, int(block.stage[action]))
     return Complaint(message, int(chunk_id), int(block.rank[action]), bad_ranks)
 
 
-def _op(block: Block, action: int) -> str:
+def _op(block: RankBlock, action: int) -> str:
     return block.schedule.ops[int(block.op[action])]
 
 
 #: Run in this order; the first one that complains ends the checks of a rank, because the others rely on it.
-SCHEDULE_CHECKS: dict[str, Callable[[Block], Complaint | None]] = {
+SCHEDULE_CHECKS: dict[str, Callable[[RankBlock], Complaint | None]] = {
     "actions": check_actions,
     "recompute": check_recompute,
     "part-order": check_part_order,

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import BoolArray, Int64Array, run_starts
 from chunkplan.validation.chunk_columns import ChunkColumns
 from chunkplan.validation.violation import Violation
 
 
 def check_tokens_once(columns: ChunkColumns) -> Violation | None:
-    """Every token of every kept sequence exactly as often as the sequence occurs in the epoch: once, as a rule.
+    """Every token of a kept sequence comes exactly as often as the sequence occurs in the epoch: once, as a rule.
 
     `batch-sizes` must hold: where an epoch has as many occurrences as it should and no sequence has too many, none has
     too few.
@@ -71,10 +71,8 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
     key = columns.place[rows] << 32 | chunks["group_id"][rows].astype(np.int64) + (1 << 31)
     order = np.argsort(key, kind="stable")  # rows are sorted by chunk_id within a rank
     rows, parts, key = rows[order], columns.parts[order], key[order]
-    is_first = np.diff(key, prepend=-1) != 0
-    firsts = np.flatnonzero(is_first)
-    sizes = np.diff(np.append(firsts, rows.size))
-    first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
+    first = run_starts(key)  # [num_parts], the first part of each part's group
+    is_first, size = first == np.arange(first.size), np.bincount(first)[first]
     sequence, start, end = columns.sequence_id[parts], columns.start[parts], columns.end[parts]
     wrong = (chunks["group_index"][rows] != np.arange(rows.size) - first) | (chunks["group_size"][rows] != size)
     wrong |= (start != np.where(is_first, 0, np.roll(end, 1))) | (sequence != sequence[first])
@@ -91,31 +89,30 @@ def check_prefix(columns: ChunkColumns) -> Violation | None:
 
 
 def _too_many(columns: ChunkColumns) -> Int64Array:
-    """The segments with which an occurrence begins that its epoch should not have."""
+    """The segments, in order, with which an occurrence begins that its epoch should not have; int64."""
     borders = np.flatnonzero(np.diff(columns.steps["epoch"], prepend=-1))
     first_segment = np.append(columns.segments[columns.step_chunks[borders]], columns.segments[-1])
     found = []
     epochs = columns.steps["epoch"][borders].tolist()
-    for epoch, (low, high) in zip(epochs, pairwise(first_segment), strict=True):
-        ids, expected = columns.sequence_id[low:high], columns.copies(epoch)
-        later = columns.parts[slice(*np.searchsorted(columns.parts, (low, high)))]
+    for epoch, (start, stop) in zip(epochs, pairwise(first_segment), strict=True):
+        ids, expected = columns.sequence_id[start:stop], columns.occurrences(epoch)
+        later = columns.parts[slice(*np.searchsorted(columns.parts, (start, stop)))]
         surplus = np.bincount(ids, minlength=expected.size)
         surplus -= expected
         np.subtract.at(surplus, columns.sequence_id[later[columns.start[later] != 0]], 1)
         if (surplus > 0).any():
-            begin = np.flatnonzero((surplus[ids] > 0) & (columns.start[low:high] == 0))
-            begin = begin[np.argsort(ids[begin], kind="stable")]
-            firsts = np.flatnonzero(np.diff(ids[begin], prepend=-1))
-            nth = np.arange(begin.size) - np.repeat(firsts, np.diff(np.append(firsts, begin.size)))
-            found.append(low + begin[nth >= expected[ids[begin]]])
+            beginnings = np.flatnonzero((surplus[ids] > 0) & (columns.start[start:stop] == 0))
+            beginnings = beginnings[np.argsort(ids[beginnings], kind="stable")]
+            nth = np.arange(beginnings.size) - run_starts(ids[beginnings])
+            found.append(start + beginnings[nth >= expected[ids[beginnings]]])
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _unchained(columns: ChunkColumns, key: Int64Array) -> BoolArray:
-    """Which parts, of those with the same key, cannot be strung together from a sequence's first token to its last.
+    """Find the parts that cannot, with those of the same key, be strung together to whole sequences; [num_parts].
 
     Parts can be if as many start at a token as end before it, for every token between, and as many start at the first
-    one as end with the last: however many copies there are, and wherever each of them is cut.
+    one as end with the last: however many occurrences there are, and wherever each of them is cut.
 
     Args:
         key: int64 [num_parts], from 0; parts of different sequences have different ones.

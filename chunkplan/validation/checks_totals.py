@@ -79,34 +79,33 @@ def _check_manifest_totals(columns: ChunkColumns) -> Violation | None:
 
 
 def _part_targets(analysis: Analysis, ids: Int64Array, start: Int32Array, end: Int32Array) -> Int64Array:
-    """Targets in [start + 1, end + 1) of the sequences `ids`, which may come in any order; int64 [num_parts].
+    """Count the targets in [start + 1, end + 1) of the sequences `ids`, in any order; int64 [num_parts].
 
     Raises:
         DataError: the tokens cannot be read.
     """
-    last = np.minimum(end.astype(np.int64) + 1, analysis.num_tokens[ids])
-    first = np.minimum(start.astype(np.int64) + 1, last)
+    stop_target = np.minimum(end.astype(np.int64) + 1, analysis.num_tokens[ids])
+    start_target = np.minimum(start.astype(np.int64) + 1, stop_target)
     if not analysis.has_tokens:
-        return last - first
+        return stop_target - start_target
     counted = np.empty(ids.size, np.int64)
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     for first_id, batch in analysis.tokens().batches():
         targets = batch.column("target")
-        mine = order[slice(*np.searchsorted(ordered, (first_id, first_id + batch.num_rows)))]
-        if mine.size:
-            begin = to_numpy(targets.offsets)[ids[mine] - first_id].astype(np.int64)
-            counted[mine] = _count_bits(targets.values, begin + last[mine]) - _count_bits(
-                targets.values, begin + first[mine]
-            )
+        parts = order[slice(*np.searchsorted(ordered, (first_id, first_id + batch.num_rows)))]  # those in the batch
+        if parts.size:
+            offset = to_numpy(targets.offsets)[ids[parts] - first_id].astype(np.int64)
+            before_stop = _count_bits(targets.values, offset + stop_target[parts])
+            counted[parts] = before_stop - _count_bits(targets.values, offset + start_target[parts])
     return counted
 
 
-def _count_bits(mask: pa.BooleanArray, ends: Int64Array) -> Int64Array:
-    """How many of mask[:end] are true, for each of `ends`."""
+def _count_bits(mask: pa.BooleanArray, stops: Int64Array) -> Int64Array:
+    """Count how many of mask[:stop] are true, for each of `stops`; int64, of their shape."""
     packed = np.frombuffer(mask.buffers()[1], np.uint8)
-    ends = ends + mask.offset
+    stops = stops + mask.offset
     whole = offsets_of(np.bitwise_count(packed))
-    rest = np.append(packed, 0)[ends >> 3] & ((1 << (ends & 7)) - 1)
-    counted: Int64Array = whole[ends >> 3] + np.bitwise_count(rest)
+    rest = np.append(packed, 0)[stops >> 3] & ((1 << (stops & 7)) - 1)
+    counted: Int64Array = whole[stops >> 3] + np.bitwise_count(rest)
     return counted

@@ -1,4 +1,8 @@
-"""steps.parquet and chunks.parquet as arrays, for checks that look at all rows at once."""
+"""steps.parquet and chunks.parquet as arrays, for checks that look at all rows at once.
+
+These arrays are independent of the planner and of the schedules on purpose: what a plan's rows say is derived here once
+more, from the rows alone, so that a mistake there is found. Only how often an epoch takes a sequence is the planner's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ from chunkplan.validation.violation import Violation
 class ChunkColumns:
     """The columns of both files by name, and all segments one after another.
 
-    `segments` [num_chunks + 1] is where those of each chunk begin; a group_id that is null is -1 here, and
+    Arrays of `steps` are [num_steps], those of `chunks` [num_chunks]. `segments` [num_chunks + 1] is where the segments
+    of each chunk begin; `sequence_id`, `start` and `end` are [num_segments]. A group_id that is null is -1 here, and
     `is_grouped` [num_chunks] false. What is derived is computed once, when it is asked for.
     """
 
@@ -39,7 +44,7 @@ class ChunkColumns:
 
     @classmethod
     def of(cls, plan: Plan, analysis: Analysis, steps: pa.Table, chunks: pa.Table) -> ChunkColumns:
-        """The columns of the tables of `plan`."""
+        """Take the columns out of the two tables of `plan`."""
         lists = chunks.column("segments").chunks
         flat = [array.flatten() for array in lists]
         per_chunk = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
@@ -67,12 +72,12 @@ class ChunkColumns:
 
     @property
     def num_steps(self) -> int:
-        """How many rows steps.parquet has."""
+        """The number of rows of steps.parquet."""
         return len(self.steps["step"])
 
     @property
     def num_chunks(self) -> int:
-        """How many rows chunks.parquet has."""
+        """The number of rows of chunks.parquet."""
         return len(self.chunks["step"])
 
     @cached_property
@@ -93,29 +98,29 @@ class ChunkColumns:
 
     @cached_property
     def is_known(self) -> BoolArray:
-        """Whether each segment's sequence is one of the analysis."""
+        """Whether each segment's sequence is one of the analysis, bool [num_segments]."""
         known: BoolArray = self.sequence_id.view(np.uint64) < self.analysis.num_sequences  # negative ones are huge
         return known
 
     @cached_property
     def sequence_tokens(self) -> Int32Array:
-        """The length of each segment's sequence; that of the first where it is unknown."""
+        """The tokens of each segment's sequence, or of the first one where it is unknown; int32 [num_segments]."""
         return self.per_segment(self.analysis.num_tokens)
 
     @cached_property
     def is_part(self) -> BoolArray:
-        """Whether each segment is less than its whole sequence."""
+        """Whether each segment is less than its whole sequence, bool [num_segments]."""
         parts: BoolArray = (self.start != 0) | (self.end != self.sequence_tokens)
         return parts
 
     @cached_property
     def parts(self) -> Int64Array:
-        """The segments that are parts, in order."""
+        """The segments that are parts, in order; int64 [num_parts]."""
         return np.flatnonzero(self.is_part)
 
     @cached_property
     def part_chunk(self) -> Int64Array:
-        """The chunk of each part."""
+        """The chunk of each part, int64 [num_parts]."""
         return self.chunk_of(self.parts)
 
     @cached_property
@@ -134,44 +139,44 @@ class ChunkColumns:
         return most
 
     @cached_property
-    def copies(self) -> Callable[[int], Int32Array]:
-        """How often each sequence occurs in an epoch; that of the epoch asked for last is kept."""
+    def occurrences(self) -> Callable[[int], Int32Array]:
+        """How often each sequence occurs in an epoch, int32 [num_sequences]; the answer for the last epoch is kept."""
         return lru_cache(maxsize=1)(lambda epoch: expected_copies(self.analysis, self.config, epoch))
 
     @cached_property
     def epochs(self) -> list[tuple[int, int]]:
-        """Of each epoch its occurrences, before a short last batch is dropped, and the longest sequence of them.
+        """The number of occurrences in each epoch, before a short last batch is dropped, and the tokens of the longest.
 
-        No further than the steps there are.
+        Epochs that begin after the last step there is are left out.
         """
         epochs: list[tuple[int, int]] = []
         room = self.num_steps * self.config.global_batch
         for epoch in range(min(self.config.epochs, self.num_steps)):
-            copies = self.copies(epoch)
-            size = int(copies.sum(dtype=np.int64))
-            epochs.append((size, int(np.max(self.analysis.num_tokens, where=copies > 0, initial=0))))
+            occurrences = self.occurrences(epoch)
+            size = int(occurrences.sum(dtype=np.int64))
+            epochs.append((size, int(np.max(self.analysis.num_tokens, where=occurrences > 0, initial=0))))
             room -= size
             if room < 0:
                 break
         return epochs
 
     def per_segment(self, values: Int32Array) -> Int32Array:
-        """The values [num_sequences] of each segment's sequence."""
+        """Take for each segment the value of its sequence: from [num_sequences] to [num_segments]."""
         ids = self.sequence_id if self.is_known.all() else np.where(self.is_known, self.sequence_id, 0)
         return values[ids]
 
     def chunk_of(self, segments: Int64Array) -> Int64Array:
-        """The chunk of each of these segments."""
+        """The chunk of each of these segments; int64, of their shape."""
         return np.searchsorted(self.segments, segments, side="right") - 1
 
     def holds(self, segments: Int64Array) -> BoolArray:
-        """Whether a chunk holds one of these segments, [num_chunks]."""
+        """Whether each chunk holds one of these segments, bool [num_chunks]."""
         holds = np.zeros(self.num_chunks, bool)
         holds[self.chunk_of(segments)] = True
         return holds
 
     def per_chunk(self, values: npt.NDArray[Any]) -> Int64Array:
-        """Sum over the segments of each chunk."""
+        """Sum values [num_segments] over the segments of each chunk; int64 [num_chunks]."""
         return sum_runs(values, self.segments)
 
     def at(self, invariant: str, message: Callable[[int], str], bad: BoolArray) -> Violation | None:

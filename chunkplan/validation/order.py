@@ -1,7 +1,7 @@
-"""The action graph of a rank's stages: an order in which everything finds what it waits for, or the place it is stuck.
+"""The action graph of a rank's stages: an order in which every action finds what it waits for, or where it stalls.
 
-A model part (virtual_stage x pp + stage) forwards a chunk after the part before it did, and backwards it after the part
-behind it did. Within a stage actions run in the order they are written.
+A model stage (virtual_stage x pp + stage) forwards a chunk after the model stage before it did, and backwards it after
+the one behind it did. Within a stage actions run in the order they are written.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ FORWARDS = frozenset({"forward", "forward_kv"})
 BACKWARDS = frozenset({"backward", "backward_input"})
 
 
-def run_rows(rows: Int64Array, pp: int, waits_for: Int64Array) -> Int64Array:
-    """Do the actions of many ranks side by side, each stage one after another: where every stage ends up.
+def run_stages(offsets: Int64Array, pp: int, waits_for: Int64Array) -> Int64Array:
+    """Do the actions of many ranks side by side, those of each stage one after another, and say where each stage ends.
 
     Args:
-        rows: int64 [num_ranks x pp + 1], where the actions of each stage of each rank begin.
+        offsets: int64 [num_ranks x pp + 1], where the actions of each stage of each rank begin.
         waits_for: int64 [num_actions], the action, of the same rank, that has to be done before; -1 for none.
 
     Returns:
         int64 [num_ranks x pp], the first action of each stage that waits for ever, or where its actions end.
     """
-    position, end = rows[:-1].copy(), rows[1:]
+    position, stop = offsets[:-1].copy(), offsets[1:]
     done = np.zeros(waits_for.size + 1, bool)
     done[-1] = True
     moved = np.zeros(position.size // pp, np.int64)  # the last turn in which a stage of the rank went on
-    active = np.flatnonzero(position < end)
+    active = np.flatnonzero(position < stop)
     turn = 0
     while active.size:
         turn += 1
@@ -39,5 +39,5 @@ def run_rows(rows: Int64Array, pp: int, waits_for: Int64Array) -> Int64Array:
         done[actions[ready]] = True
         position[going] += 1
         moved[going // pp] = turn
-        active = active[(position[active] < end[active]) & (moved[active // pp] == turn)]
+        active = active[(position[active] < stop[active]) & (moved[active // pp] == turn)]
     return position

@@ -1,4 +1,8 @@
-"""schedule.parquet as arrays, matched with the ranks it belongs to and cut into blocks that are checked at once."""
+"""schedule.parquet as arrays, matched with the ranks it belongs to and cut into blocks that are checked at once.
+
+These arrays are independent of the planner and of the schedules on purpose: what follows from a plan's rows is derived
+here once more from the rows alone, so that a mistake there is found.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,16 @@ from chunkplan.validation.chunk_columns import ChunkColumns
 from chunkplan.validation.violation import Violation
 
 #: Actions and chunks of a block: enough for numpy to be fast, few enough to stay near the processor.
-_BLOCK_ROWS = 1 << 20
+BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ScheduleColumns:
-    """The rows, and all actions one after another; `actions` [num_rows + 1] is where those of each row begin.
+    """The rows of schedule.parquet, and all actions one after another.
 
-    `op` is an index into `ops`, which starts with `operations.OPS` and ends with what else the file names.
+    `step`, `dp_rank` and `stage` are [num_rows], and `actions` [num_rows + 1] is where those of each row begin. `op`,
+    `chunk_id` and `virtual_stage` are [num_actions]. `op` is an index into `ops`, which starts with `operations.OPS`
+    and ends with what else the file names.
     """
 
     step: Int32Array
@@ -37,7 +43,7 @@ class ScheduleColumns:
 
     @classmethod
     def of(cls, table: pa.Table) -> ScheduleColumns:
-        """The columns of a table of the contract."""
+        """Take the columns out of a table that has the schema of schedule.parquet."""
         lists = table.column("actions").chunks
         flat = [array.flatten() for array in lists]
         per_row = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
@@ -71,7 +77,7 @@ class Ranks:
 
 
 def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks | None, Violation | None]:
-    """The ranks whose stages have a row each, and the first violation of `schedule-rows`.
+    """Find the ranks whose stages have a row each, and the first violation of `schedule-rows`.
 
     There are no ranks where rows are not sorted by step, or lack a whole step. The chunks' invariants must hold.
     """
@@ -108,11 +114,11 @@ def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks 
 
 
 @dataclass(frozen=True)
-class Block:
+class RankBlock:
     """Some ranks, each with its chunks in chunk_id order and the actions of its stages one after another.
 
-    A *model part* is virtual_stage x pp + stage; a *slot* is a chunk on a model part, numbered by rank, then model
-    part, then chunk. What is derived is computed once, when it is asked for.
+    A *model stage* is virtual_stage x pp + stage; a *slot* is a chunk on a model stage, numbered by rank, then model
+    stage, then chunk. What is derived is computed once, when it is asked for.
     """
 
     columns: ChunkColumns
@@ -121,50 +127,50 @@ class Block:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.ranks.place)
 
     @property
     def pp(self) -> int:
-        """Stages of each rank."""
+        """The number of stages of each rank."""
         return int(self.ranks.rows.shape[1])
 
     @property
-    def num_virtual(self) -> int:
-        """Virtual stages of each stage."""
+    def num_virtual_stages(self) -> int:
+        """The number of virtual stages of each stage."""
         return int(self.columns.config.virtual_stages)
 
-    def without(self, bad: BoolArray) -> Block:
-        """The ranks that are not `bad` [num_ranks]."""
-        return Block(self.columns, self.schedule, Ranks(self.ranks.place[~bad], self.ranks.rows[~bad]))
+    def without(self, bad: BoolArray) -> RankBlock:
+        """The block of the ranks that are not `bad`, bool [num_ranks]."""
+        return RankBlock(self.columns, self.schedule, Ranks(self.ranks.place[~bad], self.ranks.rows[~bad]))
 
     # chunks
 
     @cached_property
-    def first_chunk(self) -> Int64Array:
-        """Where the chunks of each rank begin, [num_ranks + 1]."""
+    def chunk_offsets(self) -> Int64Array:
+        """Where the chunks of each rank begin in the block, int64 [num_ranks + 1]."""
         return offsets_of(self.num_chunks)
 
     @cached_property
     def num_chunks(self) -> Int64Array:
-        """The chunks of each rank, [num_ranks]; at least 1."""
-        first = self.columns.rank_chunks
-        return first[self.ranks.place + 1] - first[self.ranks.place]
+        """The number of chunks of each rank, at least 1; int64 [num_ranks]."""
+        offsets = self.columns.rank_chunks
+        return offsets[self.ranks.place + 1] - offsets[self.ranks.place]
 
     @cached_property
     def chunk_rows(self) -> Int64Array:
-        """The rows of the chunks."""
-        return _runs(self.columns.rank_chunks[self.ranks.place], self.num_chunks)
+        """The row of each chunk in chunks.parquet, int64 [num_chunks]."""
+        return _ranges(self.columns.rank_chunks[self.ranks.place], self.num_chunks)
 
     @cached_property
     def keeps_activations(self) -> BoolArray:
-        """Of each chunk."""
+        """Whether each chunk keeps its activations, bool [num_chunks]."""
         keeps: BoolArray = self.columns.chunks["keeps_activations"][self.chunk_rows]
         return keeps
 
     @cached_property
     def group(self) -> Int64Array:
-        """A number for the group of each chunk, of its own for every group of the block; -1 when standalone."""
+        """The number of each chunk's group within the block, or -1 for a standalone chunk; int64 [num_chunks]."""
         grouped = self.columns.is_grouped[self.chunk_rows]
         rows = self.chunk_rows[grouped]
         ids = self.columns.chunks["group_id"][rows].astype(np.int64) + (1 << 31)
@@ -175,119 +181,124 @@ class Block:
     # actions, stage by stage
 
     @cached_property
-    def first_action(self) -> Int64Array:
-        """Where the actions of each stage of each rank begin, [num_ranks x pp + 1]."""
+    def action_offsets(self) -> Int64Array:
+        """Where the actions of each stage of each rank begin in the block, int64 [num_ranks x pp + 1]."""
         rows = self.ranks.rows.ravel()
         return offsets_of(self.schedule.actions[rows + 1] - self.schedule.actions[rows])
 
     @cached_property
     def action_rows(self) -> Int64Array:
-        """Where the actions are in the columns of the schedule."""
-        return _runs(self.schedule.actions[self.ranks.rows.ravel()], np.diff(self.first_action))
+        """The place of each action in the columns of the schedule, int64 [num_actions]."""
+        return _ranges(self.schedule.actions[self.ranks.rows.ravel()], np.diff(self.action_offsets))
 
     @cached_property
     def op(self) -> Int32Array:
-        """Index into `ops` of each action."""
+        """What each action does, as an index into `ops`; int32 [num_actions]."""
         return self.schedule.op[self.action_rows]
 
     @cached_property
     def chunk_id(self) -> Int32Array:
-        """Of each action."""
+        """The chunk_id that each action names, int32 [num_actions]."""
         return self.schedule.chunk_id[self.action_rows]
 
     @cached_property
     def virtual_stage(self) -> Int32Array:
-        """Of each action."""
+        """The virtual stage that each action names, int32 [num_actions]."""
         return self.schedule.virtual_stage[self.action_rows]
 
     @cached_property
     def num_actions(self) -> Int64Array:
-        """The actions of each rank, on all stages."""
-        return np.diff(self.first_action[:: self.pp])
+        """The number of actions of each rank, on all its stages; int64 [num_ranks]."""
+        return np.diff(self.action_offsets[:: self.pp])
 
     @cached_property
     def rank(self) -> Int64Array:
-        """The rank of each action, counted within the block."""
+        """The rank of each action, counted within the block; int64 [num_actions]."""
         return np.repeat(np.arange(self.num_ranks), self.num_actions)
 
     @cached_property
     def stage(self) -> Int64Array:
-        """The stage of each action."""
-        return np.repeat(np.tile(np.arange(self.pp), self.num_ranks), np.diff(self.first_action))
+        """The stage of each action, int64 [num_actions]."""
+        return np.repeat(np.tile(np.arange(self.pp), self.num_ranks), np.diff(self.action_offsets))
 
     @cached_property
-    def part(self) -> Int64Array:
-        """The model part of each action."""
-        part: Int64Array = self.virtual_stage.astype(np.int64) * self.pp + self.stage
-        return part
+    def model_stage(self) -> Int64Array:
+        """The model stage of each action, int64 [num_actions]."""
+        model_stage: Int64Array = self.virtual_stage.astype(np.int64) * self.pp + self.stage
+        return model_stage
 
     # slots
 
     @cached_property
-    def num_parts(self) -> Int64Array:
-        """The model parts of each rank that are looked at.
+    def num_model_stages(self) -> Int64Array:
+        """The number of model stages of each rank that are looked at, int64 [num_ranks].
 
-        All of them, unless there are more than the actions are enough for: then some of these lack actions already.
+        These are all of them, unless there are more than the actions are enough for: then some of these lack actions
+        already.
         """
-        enough: Int64Array = np.minimum(self.num_virtual * self.pp, self.num_actions // (2 * self.num_chunks) + 1)
-        return enough
+        enough = self.num_actions // (2 * self.num_chunks) + 1
+        looked_at: Int64Array = np.minimum(self.num_virtual_stages * self.pp, enough)
+        return looked_at
 
     @cached_property
-    def first_slot(self) -> Int64Array:
-        """Where the slots of each rank begin, [num_ranks + 1]."""
-        return offsets_of(self.num_parts * self.num_chunks)
+    def slot_offsets(self) -> Int64Array:
+        """Where the slots of each rank begin, int64 [num_ranks + 1]."""
+        return offsets_of(self.num_model_stages * self.num_chunks)
 
     @cached_property
     def slot(self) -> Int64Array:
-        """The slot of each action; -1 where the chunk, or the model part, is none that is looked at."""
-        num_chunks, num_parts = self.num_chunks[self.rank], self.num_parts[self.rank]
-        known = (self.chunk_id >= 0) & (self.chunk_id < num_chunks) & (self.part >= 0) & (self.part < num_parts)
-        slot: Int64Array = np.where(known, self.first_slot[self.rank] + self.part * num_chunks + self.chunk_id, -1)
+        """The slot of each action, or -1 where its chunk or model stage is not looked at; int64 [num_actions]."""
+        num_chunks, model_stage = self.num_chunks[self.rank], self.model_stage
+        known = (self.chunk_id >= 0) & (self.chunk_id < num_chunks)
+        known &= (model_stage >= 0) & (model_stage < self.num_model_stages[self.rank])
+        slot: Int64Array = np.where(known, self.slot_offsets[self.rank] + model_stage * num_chunks + self.chunk_id, -1)
         return slot
 
     # `actions` holds for the ranks from here on
 
     @cached_property
     def chunk(self) -> Int64Array:
-        """The chunk of each action, counted within the block."""
-        return self.first_chunk[self.rank] + self.chunk_id
+        """The chunk of each action, counted within the block; int64 [num_actions]."""
+        return self.chunk_offsets[self.rank] + self.chunk_id
 
     @cached_property
-    def by_part(self) -> Int64Array:
-        """The actions by rank, then model part; in the order they are done within it."""
+    def by_model_stage(self) -> Int64Array:
+        """The actions by rank, then model stage, in the order they are done there; int64 [num_actions]."""
         if not self.virtual_stage.any():
             return np.arange(self.op.size)
         return np.argsort(self.lane, kind="stable")
 
     @cached_property
     def lane(self) -> Int64Array:
-        """A number for the rank and model part of each action, ascending over ranks, then model parts."""
-        return offsets_of(self.num_parts)[self.rank] + self.part
+        """A number for the rank and model stage of each action, ascending over both in turn; int64 [num_actions]."""
+        return offsets_of(self.num_model_stages)[self.rank] + self.model_stage
 
     @cached_property
     def by_group(self) -> tuple[Int64Array, Int64Array]:
-        """Positions in `by_part` of the actions of groups, by model part, then group; in their order within it.
+        """The actions of groups, sorted by rank, model stage and group, in the order they are done there.
 
-        And a number for the model part and group of each, ascending.
+        Returns:
+            Two int64 arrays, [num_actions of groups]: the position of each in `by_model_stage`, and the number of its
+            run, which ascends and is the same for all actions of one group on one model stage.
         """
-        group = self.group[self.chunk[self.by_part]]
+        group = self.group[self.chunk[self.by_model_stage]]
         positions = np.flatnonzero(group >= 0)
-        key = self.lane[self.by_part[positions]] << 32 | group[positions]
+        key = self.lane[self.by_model_stage[positions]] << 32 | group[positions]
         order = np.argsort(key, kind="stable")
         return positions[order], np.cumsum(np.diff(key[order], prepend=-1) != 0)
 
 
-def iter_blocks(columns: ChunkColumns, schedule: ScheduleColumns, ranks: Ranks) -> Iterator[Block]:
-    """All ranks, in blocks of bounded size."""
+def iter_blocks(columns: ChunkColumns, schedule: ScheduleColumns, ranks: Ranks) -> Iterator[RankBlock]:
+    """Yield all ranks, in blocks of about `BLOCK_ROWS` rows or of one rank."""
     sizes = np.diff(columns.rank_chunks)[ranks.place]
     sizes += (schedule.actions[ranks.rows + 1] - schedule.actions[ranks.rows]).sum(axis=1)
-    number = np.cumsum(sizes) // _BLOCK_ROWS
+    number = np.cumsum(sizes) // BLOCK_ROWS
     borders = np.append(np.flatnonzero(np.diff(number, prepend=-1)), number.size)
-    for low, high in pairwise(borders):
-        yield Block(columns, schedule, Ranks(ranks.place[low:high], ranks.rows[low:high]))
+    for start, stop in pairwise(borders):
+        yield RankBlock(columns, schedule, Ranks(ranks.place[start:stop], ranks.rows[start:stop]))
 
 
-def _runs(first: Int64Array, sizes: Int64Array) -> Int64Array:
-    """first[i], first[i] + 1, ... : sizes[i] numbers each."""
-    starts = offsets_of(sizes)
-    return np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
+def _ranges(starts: Int64Array, sizes: Int64Array) -> Int64Array:
+    """The numbers from starts[i] to starts[i] + sizes[i], which is not included, for one i after another."""
+    offsets = offsets_of(sizes)
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)

@@ -28,7 +28,7 @@ PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHE
 
 @dataclass(frozen=True)
 class Validation:
-    """What was looked at and what was found. `unchecked` could not be looked at because of another violation.
+    """What was looked at and what was found; `unchecked` could not be looked at because of another violation.
 
     `exact` is false where the lengths are estimated, `is_own_analysis` where a plan was built from another analysis
     than the one it would have been compared with.
@@ -49,7 +49,7 @@ class Validation:
         return not self.violations and not self.unchecked
 
     def to_dict(self) -> dict[str, Any]:
-        """As one JSON document."""
+        """The document that `chunkplan validate --json` prints."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -115,7 +115,7 @@ def _validation(
 
 
 def _check_hashes(plan: Plan, hashes: dict[str, str]) -> list[Violation]:
-    """The files hold what the manifest was written for."""
+    """The violations of content hashes: files that do not hold what the manifest was written for."""
     stated = plan.manifest["content_hashes"]
     violations = [
         Violation("content-hash", f"{name} is not what the manifest was written for")

@@ -211,5 +211,5 @@ def test_every_rank_is_checked_whatever_block_it_falls_in(plan: Path, monkeypatc
     assert (expected[0].invariant, expected[0].step, expected[0].dp_rank) == ("actions", 1, 1)
     assert "recompute" in {found.invariant for found in expected}
     for rows in (1, 50):
-        monkeypatch.setattr(schedule_columns, "_BLOCK_ROWS", rows)
+        monkeypatch.setattr(schedule_columns, "BLOCK_ROWS", rows)
         assert validate(plan).violations == expected

@@ -145,7 +145,7 @@ def test_an_occurrence_too_many_is_found_where_it_is(twice: Path) -> None:
     assert (violation.dp_rank, violation.chunk_id) == places[-1]
 
 
-def test_copies_may_be_cut_at_different_tokens_but_not_strung_together_wrongly(twice: Path, analysis: Path) -> None:
+def test_occurrences_may_be_cut_at_different_tokens_but_not_mixed(twice: Path, analysis: Path) -> None:
     """The last parts of two groups of the 40-token sequence: [32, 40) in one, [31, 40) in the other."""
     target = load_analysis(analysis).tokens()(3)[1]
 

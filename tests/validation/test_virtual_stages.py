@@ -1,4 +1,4 @@
-"""Schedules with several model stages on a GPU are checked as others are; so is the order of execution they have."""
+"""Schedules of several virtual stages are checked as others are, and their order of execution is found."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, validate
-from chunkplan.validation.order import BACKWARDS, FORWARDS, run_rows
+from chunkplan.validation.order import BACKWARDS, FORWARDS, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 #: (op, chunk_id, virtual_stage)
 StageAction = tuple[str, int, int]
 
 
-class StuckError(ValueError):
+class DeadlockError(ValueError):
     """No stage can go on. `stage` and `position` name the first action that waits for ever."""
 
     def __init__(self, stage: int, position: int) -> None:
@@ -33,11 +33,11 @@ def execution_order(stages: Sequence[Sequence[StageAction]]) -> Iterator[tuple[i
     """Yield (stage, position) of every action in an order that respects every link: one after another, as written.
 
     Raises:
-        StuckError: the graph has a cycle, or an action waits for one that does not exist.
+        DeadlockError: the graph has a cycle, or an action waits for one that does not exist.
     """
     pp = len(stages)
-    last_part = pp * (1 + max((action[2] for stage in stages for action in stage), default=0)) - 1
-    done: set[tuple[str, int, int]] = set()  # (direction, chunk_id, model part)
+    last_stage = pp * (1 + max((action[2] for stage in stages for action in stage), default=0)) - 1
+    done: set[tuple[str, int, int]] = set()  # (direction, chunk_id, model stage)
     position = [0] * pp
     progress = True
     while progress:
@@ -45,21 +45,21 @@ def execution_order(stages: Sequence[Sequence[StageAction]]) -> Iterator[tuple[i
         for stage, actions in enumerate(stages):
             while position[stage] < len(actions):
                 op, chunk_id, virtual_stage = actions[position[stage]]
-                part = virtual_stage * pp + stage
+                model_stage = virtual_stage * pp + stage
                 if op in FORWARDS:
-                    if part > 0 and ("forward", chunk_id, part - 1) not in done:
+                    if model_stage > 0 and ("forward", chunk_id, model_stage - 1) not in done:
                         break
-                    done.add(("forward", chunk_id, part))
+                    done.add(("forward", chunk_id, model_stage))
                 elif op in BACKWARDS:
-                    if part < last_part and ("backward", chunk_id, part + 1) not in done:
+                    if model_stage < last_stage and ("backward", chunk_id, model_stage + 1) not in done:
                         break
-                    done.add(("backward", chunk_id, part))
+                    done.add(("backward", chunk_id, model_stage))
                 yield stage, position[stage]
                 position[stage] += 1
                 progress = True
     for stage, actions in enumerate(stages):
         if position[stage] < len(actions):
-            raise StuckError(stage, position[stage])
+            raise DeadlockError(stage, position[stage])
 
 
 def interleave(rows: Rows, pp: int) -> None:
@@ -69,11 +69,11 @@ def interleave(rows: Rows, pp: int) -> None:
         actions = [(action["op"], action["chunk_id"], 0) for action in row["actions"]]
         stages.setdefault((row["step"], row["dp_rank"]), []).append(actions)
     rows["schedule"] = []
-    for (step, dp_rank), parts in stages.items():
+    for (step, dp_rank), model_stages in stages.items():
         merged: list[list[dict[str, Any]]] = [[] for _ in range(pp)]
-        for part, position in execution_order(parts):
-            op, chunk_id, _ = parts[part][position]
-            merged[part % pp].append({"op": op, "chunk_id": chunk_id, "virtual_stage": part // pp})
+        for model_stage, position in execution_order(model_stages):
+            op, chunk_id, _ = model_stages[model_stage][position]
+            merged[model_stage % pp].append({"op": op, "chunk_id": chunk_id, "virtual_stage": model_stage // pp})
         rows["schedule"] += [
             {"step": step, "dp_rank": dp_rank, "stage": stage, "actions": actions, "predicted_us": 1.0}
             for stage, actions in enumerate(merged)
@@ -82,7 +82,7 @@ def interleave(rows: Rows, pp: int) -> None:
 
 @pytest.fixture
 def interleaved(tmp_path: Path, analysis: Path) -> Path:
-    """Two steps on two stages of two model parts each."""
+    """Two steps on two stages of two virtual stages each."""
     plan = build(
         analysis, tmp_path / "interleaved", PlanConfig(chunk_size=16, k=2, global_batch=10, pp=4, tail_sharing=True)
     ).path
@@ -90,27 +90,27 @@ def interleaved(tmp_path: Path, analysis: Path) -> Path:
     return plan
 
 
-def of_part(actions: list[dict[str, Any]], virtual_stage: int, op: str) -> list[int]:
-    """Where a stage does `op` on one of its model parts."""
+def of_virtual_stage(actions: list[dict[str, Any]], virtual_stage: int, op: str) -> list[int]:
+    """Where a stage does `op` on one of its virtual stages."""
     return [i for i, each in enumerate(actions) if (each["virtual_stage"], each["op"]) == (virtual_stage, op)]
 
 
-def backward_missing_on_a_part(rows: Rows) -> None:
-    del rows["schedule"][-1]["actions"][of_part(rows["schedule"][-1]["actions"], 1, "backward")[0]]
+def backward_missing_on_a_virtual_stage(rows: Rows) -> None:
+    del rows["schedule"][-1]["actions"][of_virtual_stage(rows["schedule"][-1]["actions"], 1, "backward")[0]]
 
 
-def part_that_is_not_there(rows: Rows) -> None:
+def virtual_stage_that_is_not_there(rows: Rows) -> None:
     for action in rows["schedule"][-1]["actions"]:
         action["virtual_stage"] *= 2
 
 
-def recompute_missing_on_a_part(rows: Rows) -> None:
-    row = next(row for row in rows["schedule"] if of_part(row["actions"], 1, "recompute"))
-    del row["actions"][of_part(row["actions"], 1, "recompute")[0]]
+def recompute_missing_on_a_virtual_stage(rows: Rows) -> None:
+    row = next(row for row in rows["schedule"] if of_virtual_stage(row["actions"], 1, "recompute"))
+    del row["actions"][of_virtual_stage(row["actions"], 1, "recompute")[0]]
 
 
-def gradients_crossed_on_a_part(rows: Rows) -> None:
-    """The last model part gives two standalone chunks back in the other order, and forwards them so."""
+def gradients_crossed_on_a_virtual_stage(rows: Rows) -> None:
+    """The last model stage gives two standalone chunks back in the other order, and forwards them so."""
     last = rows["schedule"][-1]
     standalone = {row["chunk_id"] for row in rows["chunks"] if row["step"] == 1 and row["group_id"] is None}
     one, other = sorted(standalone)[:2]
@@ -119,8 +119,8 @@ def gradients_crossed_on_a_part(rows: Rows) -> None:
             action["chunk_id"] = one + other - action["chunk_id"]
 
 
-def first_part_waits_for_itself(rows: Rows) -> None:
-    """The first stage wants to forward a chunk on its second model part before it does on its first."""
+def first_virtual_stage_waits_for_itself(rows: Rows) -> None:
+    """The first stage wants to forward a chunk on its second virtual stage before it does on its first."""
     actions = rows["schedule"][-2]["actions"]
     forward = next(i for i, action in enumerate(actions) if action["virtual_stage"] == 1)
     before = next(i for i, action in enumerate(actions) if action["chunk_id"] == actions[forward]["chunk_id"])
@@ -128,11 +128,11 @@ def first_part_waits_for_itself(rows: Rows) -> None:
 
 
 INTERLEAVED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
-    "a backward missing": ("actions", backward_missing_on_a_part, "model part (1, 1)"),
-    "a part that is not there": ("actions", part_that_is_not_there, "names virtual stage 2"),
-    "a recompute missing": ("recompute", recompute_missing_on_a_part, "a recompute directly before"),
-    "chunks in different orders": ("links", gradients_crossed_on_a_part, "stages 0 and 1"),
-    "a deadlock": ("acyclic", first_part_waits_for_itself, "stage 0 waits for ever"),
+    "a backward missing": ("actions", backward_missing_on_a_virtual_stage, "model stage (1, 1)"),
+    "a virtual stage that is not there": ("actions", virtual_stage_that_is_not_there, "names virtual stage 2"),
+    "a recompute missing": ("recompute", recompute_missing_on_a_virtual_stage, "a recompute directly before"),
+    "chunks in different orders": ("links", gradients_crossed_on_a_virtual_stage, "stages 0 and 1"),
+    "a deadlock": ("acyclic", first_virtual_stage_waits_for_itself, "stage 0 waits for ever"),
 }
 
 
@@ -148,16 +148,16 @@ def test_a_broken_schedule_of_virtual_stages_is_named(interleaved: Path, case: s
     assert words in violation.message
 
 
-def test_all_model_parts_on_one_stage_are_valid(plan: Path) -> None:
+def test_all_model_stages_on_one_stage_are_valid(plan: Path) -> None:
     tamper(plan, lambda rows: interleave(rows, 1), pp=1, virtual_stages=2)
     assert validate(plan).ok
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
-def test_ranks_side_by_side_end_where_one_after_another_they_do(
+def test_ranks_that_run_side_by_side_end_where_they_do_one_after_another(
     data: st.DataObject, pp: int, num_virtual: int, num_ranks: int
 ) -> None:
-    """Two chunks forwarded and backwarded on every model part, in any order that each stage may come up with."""
+    """Two chunks forwarded and backwarded on every model stage, in any order that each stage may come up with."""
     everything = [
         (op, chunk, virtual) for op in ("forward", "backward") for chunk in (0, 1) for virtual in range(num_virtual)
     ]
@@ -166,15 +166,15 @@ def test_ranks_side_by_side_end_where_one_after_another_they_do(
     waits_for: list[int] = []
     for rank, stages in enumerate(ranks):
         reached = [0] * pp
-        with suppress(StuckError):
+        with suppress(DeadlockError):
             for stage, position in execution_order(stages):
                 reached[stage] = position + 1
         first = [(rank * pp + stage) * len(everything) for stage in range(pp)]
         expected += [start + position for start, position in zip(first, reached, strict=True)]
         for stage, actions in enumerate(stages):
             for op, chunk, virtual in actions:
-                part = virtual * pp + stage + (-1 if op == "forward" else 1)
-                there, other = part % pp, (op, chunk, part // pp)
+                model_stage = virtual * pp + stage + (-1 if op == "forward" else 1)
+                there, other = model_stage % pp, (op, chunk, model_stage // pp)
                 waits_for.append(first[there] + stages[there].index(other) if other in everything else -1)
-    rows = np.arange(num_ranks * pp + 1) * len(everything)
-    assert run_rows(rows, pp, np.array(waits_for)).tolist() == expected
+    offsets = np.arange(num_ranks * pp + 1) * len(everything)
+    assert run_stages(offsets, pp, np.array(waits_for)).tolist() == expected
