@@ -70,7 +70,8 @@ __all__ = [
     "write_trace",
 ]
 
-_HOMES = {
+#: Public name -> the module that has it, which is imported when the name is first asked for.
+HOMES = {
     "CostModel": "chunkplan.cost.model",
     "IntakeOptions": "chunkplan.config.intake",
     "IntakeRequest": "chunkplan.intake.reading",
@@ -104,8 +105,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in HOMES:
+        return getattr(import_module(HOMES[name]), name)
     raise AttributeError(f"module 'chunkplan' has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from chunkplan_cli.terminal import note
 
 #: Seconds of silence that need no explanation.
-_PATIENCE = 2.0
+PATIENCE = 2.0
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def note_compilation() -> Iterator[None]:
         if has_compiled():
             note("compiling the planner's loops: half a minute, in the first run of each kind after an installation")
 
-    timer = threading.Timer(_PATIENCE, explain)
+    timer = threading.Timer(PATIENCE, explain)
     timer.daemon = True
     timer.start()
     try:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import PlanConfig, build
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan_runtime import ChunkTrainer
-from chunkplan_runtime.hf.arguments import _ARGUMENTS, _SETTINGS
+from chunkplan_runtime.hf.arguments import REFUSED_ARGUMENTS, REFUSED_SETTINGS
 from tests.support.places import ROOT
 
 PAGE = (ROOT / "docs" / "chunk-trainer.md").read_text(encoding="utf-8")
@@ -66,5 +66,5 @@ def test_the_example_runs_and_goes_on(workspace, monkeypatch, capsys):
 
 def test_the_page_names_every_argument_and_all_that_is_refused():
     parameters = inspect.signature(ChunkTrainer.__init__).parameters
-    for name in (*parameters.keys() - {"self", "others"}, *_ARGUMENTS, *_SETTINGS):
+    for name in (*parameters.keys() - {"self", "others"}, *REFUSED_ARGUMENTS, *REFUSED_SETTINGS):
         assert f"`{name}`" in PAGE, name

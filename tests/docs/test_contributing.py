@@ -67,7 +67,7 @@ def imports() -> Iterator[tuple[str, str]]:
                     yield from ((module, name.name) for name in node.names)
                 elif isinstance(node, ast.ImportFrom):
                     assert node.module and not node.level, f"{path}: imports are absolute"
-                    homes = chunkplan._HOMES if node.module == "chunkplan" else {}
+                    homes = chunkplan.HOMES if node.module == "chunkplan" else {}
                     yield from ((module, homes.get(name.name, node.module)) for name in node.names)
 
 

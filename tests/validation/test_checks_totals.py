@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from chunkplan import PlanConfig, build, validate
-from chunkplan.planfile import token_file
 from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.load import load_analysis
 from tests.support.manifests import change_manifest
 from tests.support.plan_rows import Case, Rows, assert_named, long_group, tamper
 
@@ -87,18 +87,18 @@ def test_lower_bounds_that_contradict_each_other_are_found(
     assert [(found.invariant, found.step) for found in result.violations] == ([] if valid else [("totals", 0)])
 
 
-def test_targets_of_parts_are_counted_over_record_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third sequence starts a new batch; masks do not start at whole bytes."""
-    monkeypatch.setattr(token_file, "_BATCH_ROWS", 3)
+def test_targets_of_parts_are_counted_over_record_batches(tmp_path: Path) -> None:
+    """Three record batches of at most 4,096 sequences, some of them split; masks do not start at whole bytes."""
     folder = tmp_path / "analysis"
     folder.mkdir()
     writer = AnalysisWriter(folder)
     random = np.random.default_rng(1)
-    for record in range(14):
-        length = int(random.integers(17, 60))
+    for record in range(9000):
+        length = int(random.integers(17, 60)) if record % 30 == 0 else int(random.integers(1, 4))
         writer.add(0, record, np.zeros(length, np.int32), (np.arange(length) > 0) & (random.random(length) < 0.5))
-    writer.finish(exact=True, sources=[{"path": "d", "schema": None, "records": 14}], rejected={}, max_token_id=0)
-    plan = build(folder, tmp_path / "plan", PlanConfig(chunk_size=16, k=1, global_batch=7)).path
+    writer.finish(exact=True, sources=[{"path": "d", "schema": None, "records": 9000}], rejected={}, max_token_id=0)
+    plan = build(folder, tmp_path / "plan", PlanConfig(chunk_size=16, k=1, global_batch=4500)).path
+    assert len(list(load_analysis(folder).tokens().batches())) == 3
     assert validate(plan).ok
     for position in (0, -1):
 

@@ -20,7 +20,7 @@ LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which
 _METRICS_HINT = "chunks never hold the logits of a sequence; evaluation reports the loss"
 
 #: Arguments of `Trainer` that have no place here: what does their job.
-_ARGUMENTS = {
+REFUSED_ARGUMENTS = {
     "train_dataset": "the plan names the data: `chunkplan analyze`, `chunkplan build`, then plan=",
     "eval_dataset": "build the plan with --holdout, or give eval_plan=",
     "data_collator": "the plan's chunks are the batches",
@@ -31,7 +31,7 @@ _ARGUMENTS = {
 }
 
 #: Settings of `TrainingArguments` that would have no effect, or a wrong one: what to do instead.
-_SETTINGS = {
+REFUSED_SETTINGS = {
     "gradient_accumulation_steps": "a step of the plan is a whole global batch: `chunkplan build --global-batch N`",
     "train_sampling_strategy": "the plan has an order already: `chunkplan build --seed N` is another one",
     "label_smoothing_factor": LOSS_HINT,
@@ -67,10 +67,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         UsageError: naming one, and what does its job.
     """
     for name, value in given.items():
-        if name not in _ARGUMENTS:
+        if name not in REFUSED_ARGUMENTS:
             raise UsageError(f"ChunkTrainer has no argument {name!r}", hint="`help(ChunkTrainer)` has them")
         if value is not None:
-            raise UsageError(f"ChunkTrainer takes no {name}", hint=_ARGUMENTS[name])
+            raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
 
 
 def check_settings(args: TrainingArguments) -> None:
@@ -79,14 +79,14 @@ def check_settings(args: TrainingArguments) -> None:
     Raises:
         UsageError: naming one, and what to do instead.
     """
-    for name, hint in _SETTINGS.items():
+    for name, hint in REFUSED_SETTINGS.items():
         value = getattr(args, name, None)  # not every version has every setting
         if value and value != _NEUTRAL.get(name):
             raise UsageError(f"{name}={value!r} cannot be done with a plan", hint=hint)
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
         raise UsageError(
             "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan",
-            hint=_SETTINGS["gradient_accumulation_steps"],
+            hint=REFUSED_SETTINGS["gradient_accumulation_steps"],
         )
     if args.mixed_precision not in ("no", "bf16"):
         raise UsageError(
