@@ -82,7 +82,7 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
 
 
 def check_prefix(columns: ChunkColumns) -> Violation | None:
-    """prefix_tokens is where the chunk's part starts; 0 for standalone chunks."""
+    """A chunk's prefix_tokens is where its part starts, and 0 for a standalone chunk."""
     start = columns.part_start
     bad = columns.chunks["prefix_tokens"] != start
     return columns.at("prefix", lambda row: f"prefix_tokens is not {start[row]}, where its part starts", bad)

@@ -82,7 +82,7 @@ class ChunkColumns:
 
     @cached_property
     def place(self) -> Int64Array:
-        """step x dp + dp_rank of each chunk, int64 [num_chunks]."""
+        """The place of each chunk: step x dp + dp_rank, int64 [num_chunks]."""
         place: Int64Array = self.chunks["step"].astype(np.int64) * self.config.dp + self.chunks["dp_rank"]
         return place
 

@@ -1,0 +1,161 @@
+"""The product keeps to its house rules: sizes, names and docstrings; what does not yet is listed, to the name.
+
+A list of exceptions is exactly what is found: who mends one takes it off, and none comes back.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+from tests.support.places import ROOT
+
+FOLDERS = ("chunkplan", "cli/chunkplan_cli", "runtime/chunkplan_runtime")
+
+#: Public classes of one name, and how many there are of each.
+SAME_NAME = {
+    "Block": 2,
+    "Histogram": 2,
+    "Job": 2,
+    "Layout": 3,
+    "Memory": 2,
+    "Piece": 3,
+    "Run": 3,
+    "Source": 3,
+    "StepTimes": 2,
+}
+
+MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 350, 80, 10
+LONG_FUNCTIONS = {
+    "chunkplan/intake/readers/plain_numbers.py: find_numbers",
+    "chunkplan/schedule/list_schedule.py: list_schedule",
+}
+MANY_PARAMETERS = {
+    "chunkplan/intake/readers/plain_numbers.py: find_numbers",
+    "chunkplan/intake/readers/token_columns.py: _check_tokens",
+    "cli/chunkplan_cli/build.py: build",  # options of the command that no configuration has
+    "cli/chunkplan_cli/inspect.py: inspect",  # likewise
+}
+
+#: Of `dict[str, Any]` there are no more than now, and should be below 60: what has a shape has a type.
+MOST_UNTYPED_DICTS = 265
+
+NO_SENTENCE = {
+    "chunkplan/domains.py: read_tokens",
+    "chunkplan/intake/records.py: Exchange.conversation",
+    "chunkplan/intake/schemas/layout.py: Schema.roles",
+    "chunkplan/packing/histogram.py: Histogram.num_items",
+    "chunkplan/planfile/plan.py: Plan.chunks",
+    "chunkplan/planfile/plan.py: Plan.schedule",
+    "chunkplan/planfile/plan.py: Plan.steps",
+    "chunkplan/planfile/step_rows.py: rows_by_step",
+    "chunkplan/quantities.py: seconds",
+    "chunkplan/schedule/simulated.py: Simulation.unit",
+    "chunkplan/tuning/options.py: Layout.gpus",
+    "chunkplan/tuning/sampling.py: Sample.tokens_per_step",
+    "cli/chunkplan_cli/calibration_report.py: print_calibration",
+    "cli/chunkplan_cli/tune_report.py: print_tuning",
+    "runtime/chunkplan_runtime/attention/kernel.py: AttentionKernel.forward",
+    "runtime/chunkplan_runtime/attention/varlen.py: window_of",
+    "runtime/chunkplan_runtime/hf/chunk_trainer.py: ChunkTrainer.compute_loss",
+    "runtime/chunkplan_runtime/hf/chunk_trainer.py: ChunkTrainer.predict",
+    "runtime/chunkplan_runtime/models/model.py: call_directly",
+    "runtime/chunkplan_runtime/training/checkpoint.py: read_state",
+}
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Path from the project's folder -> text, of every file of the product."""
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    assert len(paths) > 300
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def definitions() -> dict[str, list[tuple[str, Definition]]]:
+    """Path -> every class and function that stands in a module or in a class, with its name from the module down."""
+    return {path: list(defined(ast.parse(text))) for path, text in sources().items()}
+
+
+def defined(node: ast.AST, within: str = "") -> Iterator[tuple[str, Definition]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Definition):
+            yield within + child.name, child
+            if isinstance(child, ast.ClassDef):
+                yield from defined(child, f"{within}{child.name}.")
+        elif not isinstance(child, ast.expr):
+            yield from defined(child, within)  # below an `if` or a `try`
+
+
+def num_parameters(function: Definition) -> int:
+    """How many a caller can give; of a method those beside the object or class itself."""
+    if isinstance(function, ast.ClassDef):
+        return 0
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([each for each in every if each.arg not in ("self", "cls")])
+
+
+def is_sentence(docstring: str | None) -> bool:
+    """Whether its first paragraph has at least three words, a beginning and an end, or refers to what it implements."""
+    paragraph = " ".join((docstring or "").partition("\n\n")[0].split())
+    if re.fullmatch(r"See `[\w.]+`\.", paragraph):
+        return True
+    return bool(re.fullmatch(r"[A-Z`].*[.:]", paragraph)) and len(paragraph.split()) >= 3
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    names = [name for found in definitions().values() for name, node in found if isinstance(node, ast.ClassDef)]
+    counts = Counter(name for name in names if not name.startswith("_"))
+    assert len(counts) > 200
+    assert {name: count for name, count in counts.items() if count > 1} == SAME_NAME
+
+
+def test_no_file_is_long() -> None:
+    assert [path for path, text in sources().items() if text.count("\n") > MOST_LINES] == []
+
+
+def test_no_function_is_long_or_has_many_parameters() -> None:
+    functions = [
+        (f"{path}: {name}", node)
+        for path, found in definitions().items()
+        for name, node in found
+        if not isinstance(node, ast.ClassDef)
+    ]
+    assert len(functions) > 1500
+    long = {name for name, node in functions if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES}
+    assert long == LONG_FUNCTIONS
+    assert {name for name, node in functions if num_parameters(node) > MOST_PARAMETERS} == MANY_PARAMETERS
+
+
+def test_no_more_dictionaries_of_anything_come_in() -> None:
+    assert sum(text.count("dict[str, Any]") for text in sources().values()) <= MOST_UNTYPED_DICTS
+
+
+def test_the_docstring_of_every_public_class_and_function_is_a_sentence() -> None:
+    public = [
+        (f"{path}: {name}", node)
+        for path, found in definitions().items()
+        for name, node in found
+        if not any(part.startswith("_") for part in name.split("."))
+    ]
+    assert len(public) > 1000
+    assert {name for name, node in public if not is_sentence(ast.get_docstring(node))} == NO_SENTENCE
+
+
+def test_what_is_no_sentence_is_noticed() -> None:
+    for text in ("Of times.", "None.", "all of them, in order.", "The steps of a plan", "", None, "See it."):
+        assert not is_sentence(text), text
+    for text in ("Return the steps\nof a plan.\n\nmore", "`k` is a number.", "What they are:", "See `Kernel.forward`."):
+        assert is_sentence(text), text
+
+
+def test_a_method_a_nested_class_and_what_stands_below_an_if_are_looked_at() -> None:
+    source = "class A:\n  class B:\n    def f(self, a, *, b): ...\nif 1:\n  def g(a, /, b, c): ...\n"
+    found = dict(defined(ast.parse(source)))
+    assert {name: num_parameters(node) for name, node in found.items()} == {"A": 0, "A.B": 0, "A.B.f": 2, "g": 3}
