@@ -53,7 +53,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def largest_at_peak(self, count: int) -> list[str]:
-        """What most of the bytes at `peak_rest` are: MB, how many tensors, shape, and the operator that made them."""
+        """Describe what has most bytes at `peak_rest`: MB, number of tensors, shape, the operator that made them."""
         tensors = Counter((operator, tuple(shape)) for operator, shape, _ in self.at_peak)
         num_bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for operator, shape, size in self.at_peak:
@@ -78,7 +78,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Those among the arguments or the results of an operator: these are tensors, or flat lists of them."""
+    """Yield the tensors among the arguments or the results of an operator, which are tensors or flat lists of them."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):

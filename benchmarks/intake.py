@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 
 def bare_loop(tokenizer: Path, strings: Path, with_offsets: bool) -> tuple[int, float]:
-    """Tokens and seconds of the loop alone; in a process of its own, for the tokenizer to start its threads in."""
+    """Count tokens and seconds of the loop alone; called in a process of its own, as the tokenizer starts threads."""
     loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     values = json.loads(strings.read_text())
     encode = loaded.encode_batch if with_offsets else loaded.encode_batch_fast
@@ -71,7 +71,7 @@ def bare_loop(tokenizer: Path, strings: Path, with_offsets: bool) -> tuple[int, 
 
 
 def measure_tokenizing(data: Data, tokenizer: Path, num_bytes: int, repeats: int, folder: Path) -> list[Row]:
-    """Text and conversations; each has a start-up of its own, which is part of its seconds."""
+    """Measure text and conversations; each starts a process, which is part of its seconds."""
     template = load_tokenizer(tokenizer).template
     inputs: dict[str, tuple[Iterator[bytes], Iterator[str]]] = {"text": (text_lines(data), texts(data))}
     if template is not None and data.conversations:
@@ -101,7 +101,7 @@ def measure_tokenizing(data: Data, tokenizer: Path, num_bytes: int, repeats: int
 
 
 def measure_reading(data: Data, tokenizer: Path, num_bytes: int, repeats: int, folder: Path) -> list[Row]:
-    """What takes no tokenizer, and text from Parquet."""
+    """Measure what takes no tokenizer, and text from Parquet."""
     kinds: dict[str, tuple[Callable[[Data], Iterator[bytes]], str, pa.DataType, Callable[[Data], Iterator[Any]]]] = {
         "lengths": (length_lines, "length", pa.int64(), lengths),
         "tokens": (token_lines, "input_ids", pa.list_(pa.int32()), token_lists),
@@ -131,7 +131,7 @@ def measure_reading(data: Data, tokenizer: Path, num_bytes: int, repeats: int, f
 
 
 def startup(tokenizer: Path, repeats: int, folder: Path) -> Row:
-    """A dozen records: all there is to load, nothing to do."""
+    """Measure a dozen records, which takes as long as it takes to start."""
     file = folder / "few.jsonl"
     file.write_text('{"text": "a few words"}\n' * 12)
     runs = [analyze(folder / "workspace", [file], tokenizer=tokenizer) for _ in range(repeats)]
@@ -146,7 +146,7 @@ def startup(tokenizer: Path, repeats: int, folder: Path) -> Row:
 
 
 def measure_cache(data: Data, tokenizer: Path, num_bytes: int, folder: Path) -> list[Row]:
-    """The same input again, and with a file of a tenth more."""
+    """Measure the same input once more, and with a file of a tenth more."""
     files = [folder / "first.jsonl", folder / "second.jsonl"]
     lines = text_lines(data)
     write_lines(files[0], lines, num_bytes)
@@ -166,19 +166,19 @@ def measure_cache(data: Data, tokenizer: Path, num_bytes: int, folder: Path) -> 
 
 
 def count_lines(path: Path) -> int:
-    """The lines of a file."""
+    """Count the lines of a file."""
     with path.open("rb") as file:
         return sum(1 for _ in file)
 
 
 def spread(values: Any, unit: float = 1) -> str:
-    """The median, and the least and most in brackets."""
+    """The median as text, with the least and most in brackets."""
     least, median, most = (f(values) / unit for f in (min, statistics.median, max))
     return f"{median:.3g} ({least:.3g}-{most:.3g})"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=["tokenizing", "reading", "cache"])
     parser.add_argument("--data", type=Path, default=SAMPLES, help="a folder of JSON and JSONL files")

@@ -63,18 +63,18 @@ def _records(folder: Path) -> Iterator[Record]:
 
 
 def _without_gaps(message: Message) -> Message:
-    """As templates without tool calls can render it."""
+    """Give a message without content its tool calls as content, which any template can render."""
     return Message(message.role, message.content or json.dumps(message.fields.get("tool_calls")))
 
 
 def texts(data: Data) -> Iterator[str]:
-    """All texts over and over, each with a number of its own."""
+    """Yield all texts over and over, each with a number of its own."""
     for number in count():
         yield f"{number} {data.texts[number % len(data.texts)]}"
 
 
 def conversations(data: Data) -> Iterator[Conversation]:
-    """All conversations over and over, each with a number of its own in its first message."""
+    """Yield all conversations over and over, each with a number of its own in its first message."""
     for number in count():
         conversation = data.conversations[number % len(data.conversations)]
         first, *rest = conversation.messages
@@ -82,32 +82,32 @@ def conversations(data: Data) -> Iterator[Conversation]:
 
 
 def token_lists(data: Data) -> Iterator[list[int]]:
-    """The tokens of all texts over and over, each list with another beginning."""
+    """Yield the tokens of all texts over and over, each list with another beginning."""
     for number in count():
         ids = data.token_ids[number % len(data.token_ids)]
         yield [number % 1000, number // 1000 % 1000, *ids]
 
 
 def lengths(data: Data) -> Iterator[int]:
-    """The lengths of all texts over and over."""
+    """Yield the lengths of all texts over and over."""
     values = [len(ids) for ids in data.token_ids]
     return (values[number % len(values)] + number % 7 for number in count())
 
 
 def text_lines(data: Data) -> Iterator[bytes]:
-    """JSONL of texts."""
+    """Yield texts as lines of JSON."""
     return (_line({"text": text}) for text in texts(data))
 
 
 def chat_lines(data: Data) -> Iterator[bytes]:
-    """JSONL of conversations."""
+    """Yield conversations as lines of JSON."""
     for conversation in conversations(data):
         messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
         yield _line({"messages": messages})
 
 
 def token_lines(data: Data) -> Iterator[bytes]:
-    """JSONL of tokens."""
+    """Yield tokens as lines of JSON."""
     bodies = [json.dumps(ids).encode()[1:] for ids in data.token_ids]
     for number in count():
         body = bodies[number % len(bodies)]
@@ -115,32 +115,32 @@ def token_lines(data: Data) -> Iterator[bytes]:
 
 
 def length_lines(data: Data) -> Iterator[bytes]:
-    """JSONL of lengths."""
+    """Yield lengths as lines of JSON."""
     return (b'{"length": %d}\n' % length for length in lengths(data))
 
 
 def described_length_lines(data: Data) -> Iterator[bytes]:
-    """JSONL of lengths that have names."""
+    """Yield lengths that have names as lines of JSON."""
     line = b'{"id": "record-%012d", "source": "sample", "length": %d}\n'
     return (line % numbered for numbered in enumerate(lengths(data)))
 
 
 def write_lines(path: Path, lines: Iterator[bytes], num_bytes: int) -> None:
-    """So many lines that they have `num_bytes` or a little more."""
+    """Write so many lines that they have `num_bytes` or a little more."""
     with path.open("wb") as file:
         for block in blocks(lines, num_bytes):
             file.write(block)
 
 
 def blocks(lines: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Lines of `num_bytes` together or a little more, joined."""
+    """Yield blocks of joined lines, which have `num_bytes` together or a little more."""
     while num_bytes > 0 and (block := b"".join(islice(lines, 256))):
         yield block
         num_bytes -= len(block)
 
 
 def write_parquet(path: Path, column: str, kind: pa.DataType, values: Iterator[Any], num_rows: int) -> None:
-    """Parquet of one column, in row groups of 65,536 numbers or 1,024 other rows."""
+    """Write Parquet of one column, in row groups of 65,536 numbers or 1,024 other rows."""
     with pq.ParquetWriter(path, pa.schema([(column, kind)])) as writer:
         while num_rows > 0:
             taken = list(islice(values, min(num_rows, 1 << 16 if pa.types.is_integer(kind) else 1 << 10)))

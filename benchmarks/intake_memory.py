@@ -28,7 +28,7 @@ _RECORD_SIZES = (1, 4, 7.9, 16, 500)
 
 
 @dataclass(frozen=True)
-class Run:
+class IntakeRun:
     """One run of `analyze`: seconds from the start of its process to its end, and what it left.
 
     `peak_bytes` are the most bytes of memory, if that was watched. `manifest` is empty where input was refused, and
@@ -42,12 +42,12 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """The tokens of all sequences together."""
         return int(self.manifest["totals"]["num_tokens"])
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return int(self.manifest["totals"]["num_sequences"])
 
 
@@ -70,7 +70,7 @@ def analyze(
     tokenizer: Path | None = None,
     use_cache: bool = False,
     data: Iterator[bytes] | None = None,
-) -> Run:
+) -> IntakeRun:
     """Analyze `paths` into `folder`, in a process of its own.
 
     `data` is what is written into the standard input; only with it memory is watched, which takes time itself.
@@ -101,7 +101,7 @@ def analyze(
         error = said.read().decode()
     file = folder / "analysis" / "manifest.json"
     manifest = {} if process.returncode else json.loads(file.read_text())
-    return Run(seconds, peak, manifest, error)
+    return IntakeRun(seconds, peak, manifest, error)
 
 
 def _feed(process: subprocess.Popen[bytes], data: Iterator[bytes] | None) -> None:
@@ -127,7 +127,7 @@ def _memory(pid: int) -> int:
 
 
 def measure_memory(data: Data, tokenizer: Path, num_bytes: int, text_bytes: int, folder: Path) -> list[dict[str, Any]]:
-    """Input that comes through a pipe, so that nothing but the intake itself takes room on the disk."""
+    """Measure input that comes through a pipe, so that nothing but the intake itself takes room on the disk."""
     inputs: dict[str, tuple[Iterator[bytes], int, Path | None]] = {
         "lengths with names, JSONL": (described_length_lines(data), num_bytes, None),
         "tokens, JSONL": (token_lines(data), num_bytes, None),
@@ -151,7 +151,7 @@ def measure_memory(data: Data, tokenizer: Path, num_bytes: int, text_bytes: int,
 
 
 def one_record(data: Data, num_bytes: int) -> bytes:
-    """A line of `num_bytes` or a little less, of as many texts."""
+    """Make a line of `num_bytes` or a little less, of as many texts."""
     body, size = [], len('{"text": ""}')
     for text in _over_and_over(data.texts):
         encoded = json.dumps(text, ensure_ascii=False).encode()[1:-1]
@@ -167,7 +167,7 @@ def _over_and_over(values: list[str]) -> Iterator[str]:
         yield from values
 
 
-def _row(name: str, num_bytes: int, run: Run) -> dict[str, Any]:
+def _row(name: str, num_bytes: int, run: IntakeRun) -> dict[str, Any]:
     return {
         "input": name,
         "M sequences": round(run.num_sequences / 1e6, 2) if run.manifest else 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine(*packages: str) -> dict[str, str | int | None]:
-    """Processor, cores, Python, and the versions of `packages`, None for those that are not installed."""
+    """Name processor, cores, Python, and the versions of `packages`, None for those that are not installed."""
     found: dict[str, str | int | None] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -24,7 +24,7 @@ def machine(*packages: str) -> dict[str, str | int | None]:
 
 
 def _processor() -> str:
-    """The name the processor gives itself."""
+    """The name that the processor gives itself."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

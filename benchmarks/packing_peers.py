@@ -38,7 +38,7 @@ Packer = Callable[[Lengths], Callable[[], int]]  # prepares the input; what it r
 
 
 def our_core(algorithm: str) -> Packer:
-    """The bin of each item, without a certificate."""
+    """Make a packer that gives the bin of each item, without a certificate."""
 
     def prepare(values: Lengths) -> Callable[[], int]:
         def pack() -> int:
@@ -53,12 +53,12 @@ def our_core(algorithm: str) -> Packer:
 
 
 def our_certified(algorithm: str) -> Packer:
-    """The bin of each item and a certified bound."""
+    """Make a packer that gives the bin of each item and a certified bound."""
     return lambda values: lambda: pack_lengths(values, CAPACITY, algorithm).num_bins
 
 
 def trl_bfd() -> Packer:
-    """TRL's best-fit decreasing over a whole set, on token lists without content, and without copying them."""
+    """Make a packer of TRL's best-fit decreasing, on token lists without content, and without copying them."""
     import pyarrow as pa
     import pyarrow.compute
 
@@ -90,7 +90,7 @@ def trl_bfd() -> Packer:
 
 
 def seqpacker(strategy: str) -> Packer:
-    """seqpacker, asked for flat arrays, which is its fastest way."""
+    """Make a packer of seqpacker, asked for flat arrays, which is its fastest way."""
     packer: Any = import_module("seqpacker").Packer(capacity=CAPACITY, strategy=strategy)
 
     def prepare(values: Lengths) -> Callable[[], int]:
@@ -101,7 +101,7 @@ def seqpacker(strategy: str) -> Packer:
 
 
 def packers(with_exact: bool) -> tuple[dict[str, Packer], list[str]]:
-    """Those there are, by name, and the names of peers that are not installed."""
+    """The packers there are, by name, and the names of peers that are not installed."""
     present = {f"{name} core": our_core(name) for name in ("bfd", "mbs")}
     ours = [name for name in PACKERS if with_exact or name != "exact"]
     present |= {f"{name} certified": our_certified(name) for name in ours}
@@ -119,7 +119,7 @@ def packers(with_exact: bool) -> tuple[dict[str, Packer], list[str]]:
 
 
 def measure(pack: Callable[[], int]) -> tuple[float, int]:
-    """Best seconds, and bins."""
+    """Measure the best of several times in seconds, and count the bins."""
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -132,7 +132,7 @@ def measure(pack: Callable[[], int]) -> tuple[float, int]:
 
 
 def measure_set(name: str, present: dict[str, Packer]) -> dict[str, Any]:
-    """All packers on one set of lengths."""
+    """Measure all packers on one set of lengths."""
     kind, size = name.split(":")
     values = lengths(kind, int(size))
     bound = pack_lengths(values, CAPACITY).lower_bound
@@ -151,7 +151,7 @@ def measure_set(name: str, present: dict[str, Packer]) -> dict[str, Any]:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """One set, a line for each packer."""
+    """Print one set of lengths, with a line for each packer."""
     print(f"\n{result['kind']}, {result['items']:,} items, certified bound {result['certified bound']:,}")
     for row in result["packers"]:
         name, seconds, bins, gap = row["packer"], row["seconds"], row["bins"], row["gap"]
@@ -161,7 +161,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=SETS, metavar="KIND:N", help=f"of these sets: {', '.join(SETS)}")
     parser.add_argument("--exact", action="store_true", help="also the exact algorithm: tens of seconds a set")

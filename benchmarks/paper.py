@@ -3,10 +3,10 @@
     python benchmarks/paper.py                 # some seconds
     python benchmarks/paper.py --steps 200     # averages over more steps
 
-What the paper does not tell is assumed, the same everywhere: the profile of 80 GB H100s (its cloud names instances, not
+What the paper does not say is assumed, the same everywhere: the profile of 80 GB H100s (its cloud names instances, not
 GPUs; `--hardware a100` shows what the other 80 GB profile makes of it); one data-parallel rank; LMSys-like lengths (its
 own are in-house), cut at the context. The baseline is Megatron-LM as the paper runs it: every sequence a micro-batch,
-in random order, 1F1B, and full checkpointing where the activations of the longest one alone do not fit.
+in random order, 1F1B, and full activation checkpointing where the activations of the longest one alone do not fit.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ Lengths = npt.NDArray[np.int64]
 
 
 class Step(NamedTuple):
-    """The chunks of a step on one rank: tokens int64, squares float64, group int32 (-1: standalone), keeps bool [n]."""
+    """The chunks of a step on one rank: tokens int64, pairs float64, group int32 (-1: standalone), keeps bool; [n]."""
 
     num_tokens: Lengths
-    squares: npt.NDArray[np.float64]
+    attention_pairs: npt.NDArray[np.float64]
     group_id: npt.NDArray[np.int32]
     keeps: npt.NDArray[np.bool_]
 
 
 def unpacked(sequences: Lengths, seed: int = 0) -> Step:
-    """Every sequence a chunk, in random order."""
+    """Make every sequence a chunk, in random order."""
     tokens = np.random.default_rng(seed).permutation(sequences)
     ones = np.ones(tokens.size, np.bool_)
     return Step(tokens, squares_of(tokens, 0 * tokens), np.full(tokens.size, -1, np.int32), ones)
 
 
 def chunked(sequences: Lengths, chunk_size: int, k: int) -> Step:
-    """Algorithm 1: short sequences packed, then long ones split, these in the order of the batch."""
+    """Chunk by Algorithm 1: short sequences packed, then long ones split, these in the order of the batch."""
     short, split = sequences[sequences <= chunk_size], sequences[sequences > chunk_size]
     packing = pack_lengths(short, chunk_size, "bfd", certify=False)
     num_parts = -(-split // chunk_size)
@@ -89,13 +89,13 @@ def chunked(sequences: Lengths, chunk_size: int, k: int) -> Step:
 def run_step(
     step: Step, cost: CostModel, schedule: str = "1f1b", memory_tokens: int | None = None
 ) -> tuple[float, int]:
-    """Milliseconds of a step on `PP` stages, and the most tokens whose activations a stage holds."""
+    """Simulate a step on `PP` stages: milliseconds, and the most tokens whose activations a stage holds."""
     layers = split_layers(cost.shape.num_layers, PP)
     chunks = RankChunks(
         step.group_id,
         step.keeps,
         step.num_tokens,
-        durations(step.num_tokens, step.squares, cost.rates, layers),
+        durations(step.num_tokens, step.attention_pairs, cost.rates, layers),
         link_times(step.num_tokens, cost.rates),
     )
     whole = np.array([0, step.keeps.size])
@@ -122,19 +122,19 @@ def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
 
 
 def long_tail(num_steps: int, context: int) -> list[Lengths]:
-    """Steps of LMSys-like lengths, none over `context`."""
+    """Draw steps of LMSys-like lengths, none over `context`."""
     tokens = np.minimum(lengths("long-tail", num_steps * GLOBAL_BATCH, cap=None), context).astype(np.int64)
     return list(tokens.reshape(num_steps, GLOBAL_BATCH))
 
 
 def one_long(context: int) -> list[Lengths]:
-    """A step in which one sequence is as long as the context, and the others are short chats."""
+    """Draw a step in which one sequence is as long as the context, and the others are short chats."""
     short = lengths("long-tail", GLOBAL_BATCH - 1, cap=4096).astype(np.int64)
     return [np.append(short, context)]
 
 
 def longbench(num_steps: int, least: int = 0) -> list[Lengths]:
-    """Steps of LongBench-like lengths over `least` tokens, by the published quantiles, log-uniform between them."""
+    """Draw steps of LongBench-like lengths over `least` tokens, log-uniform between the published quantiles."""
     rng = np.random.default_rng(0)
     shares = rng.uniform(np.interp(least, list(LONGBENCH), list(LONGBENCH.values())), 1, (num_steps, GLOBAL_BATCH))
     tokens = np.exp(np.interp(shares, list(LONGBENCH.values()), np.log(list(LONGBENCH))))
@@ -154,7 +154,7 @@ def table_6(steps: list[Lengths], cost: CostModel = QWEN) -> dict[str, float]:
 def gain(
     steps: list[Lengths], cost: CostModel, context: int, chunk_size: int, k: int, schedule: str = "1f1b"
 ) -> dict[str, Any]:
-    """How many times faster chunks are than the baseline, and the checkpointing that this needs for the context."""
+    """How many times faster chunks are than the baseline, and the activation checkpointing that this needs."""
     fits = context <= fitting_tokens(cost, 0, context)
     plain = replace(cost, checkpointing="none" if fits else "full")
     memory = fitting_tokens(cost, context, chunk_size) if schedule == "search" else None
@@ -170,7 +170,7 @@ def gain(
 
 
 def main() -> None:
-    """Print all of it, one line an experiment."""
+    """Print all experiments, one a line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="of long-tail lengths, to average over")
     parser.add_argument("--hardware", default="h100", help="a hardware profile")
@@ -190,7 +190,7 @@ def main() -> None:
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    """One line of JSON."""
+    """Print a row as one line of JSON."""
     rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"experiment": name, **rounded}))
 

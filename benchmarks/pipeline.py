@@ -10,7 +10,7 @@ the trainer's executor and links, a process a stage. Few machines that this runs
 - stages that sleep for as long as the cost model predicts of each action, all times scaled alike. Schedules, links and
   processes are real, the model is not.
 - stages of a small model, with all lengths and the ChunkSize divided by 8. Four stages share the cores there are, so
-  that their makespans tell nothing about schedules; that loss and gradients are the same, and what replays say, does.
+  that their makespans say nothing about schedules; that loss and gradients are the same, and what replays say, does.
 
 The measured bubble of a stage is the share of the time in which none of its actions ran; the replayed one is what the
 simulator makes of the measured times of actions, with nothing lost between stages.
@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def ways_of(tokens: Sequence[int], chunk_size: int) -> dict[str, Simulation]:
-    """A step's ways, as they are predicted."""
+    """Simulate every way to run a step."""
     whole = simulate_lengths(tokens, chunk_size=None, pp=PP)
     in_order = sorted(whole.chunks, key=lambda chunk: chunk.segments[0].sequence_id)
     micro_batches = tuple(replace(chunk, chunk_id=place) for place, chunk in enumerate(in_order))
@@ -70,7 +70,7 @@ def ways_of(tokens: Sequence[int], chunk_size: int) -> dict[str, Simulation]:
 
 
 def measure_sleeping(steps: Sequence[Sequence[int]], repeats: int) -> tuple[list[Row], list[Row]]:
-    """A row for every step and way: makespans, and bubbles."""
+    """Measure makespans and bubbles: a row of each for every step and way."""
     jobs, names = [], []
     for number, tokens in enumerate(steps):
         ways = ways_of(tokens, CHUNK_SIZE)
@@ -124,18 +124,18 @@ def measure_computing(tokens: Sequence[int], repeats: int) -> list[Row]:
 
 
 def replays_of(runs: Sequence[Sequence[Ran]], job: Job) -> list[Replay]:
-    """A job's runs, in order of makespan."""
+    """Replay the runs of a job, in order of makespan."""
     replays = [replay({0: job.step}, [ran.times for ran in run]) for run in runs]
     return sorted(replays, key=lambda each: each.measured.makespan)
 
 
 def median(replays: Sequence[Replay]) -> Replay:
-    """The one of median makespan."""
+    """The replay of median makespan."""
     return replays[(len(replays) - 1) // 2]
 
 
 def bubble_row(replays: Sequence[Replay]) -> Row:
-    """How far what was measured is from the replay."""
+    """Make a row of how far what was measured is from the replay."""
     found = median(replays)
     return {
         "measured s": round(found.measured.makespan / 1e6, 3),
@@ -154,12 +154,12 @@ def points(replayed: Replay) -> float:
 
 
 def percents(simulation: Simulation) -> str:
-    """What share of the time each stage waits."""
+    """The share of the time that each stage waits, in percent, as text."""
     return " ".join(f"{share:.1%}" for share in waiting_shares(simulation))
 
 
 def random_tokens(tokens: Sequence[int], vocab_size: int) -> list[npt.NDArray[np.int32]]:
-    """A sequence for each length."""
+    """Draw random tokens for a sequence of each length."""
     random = np.random.default_rng(0)
     return [random.integers(0, vocab_size, length, np.int32) for length in tokens]
 
@@ -174,7 +174,7 @@ def long_steps(values: npt.NDArray[np.integer], num_steps: int) -> list[list[int
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, help="a .parquet file, its first column")
     parser.add_argument("--steps", type=int, default=3)

@@ -77,7 +77,7 @@ def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int, conf
 
 
 class _Stage:
-    """One stage with its links."""
+    """One stage of a pipeline with its links, which runs jobs."""
 
     def __init__(self, layout: Layout, config: Any) -> None:
         self._layout = layout
@@ -123,7 +123,7 @@ class _Sleeper:
 
     @classmethod
     def of(cls, job: Job, work: RankWork, layout: Layout) -> _Sleeper:
-        """Sleeps for as long as the step predicts, scaled."""
+        """Make a stage that sleeps for as long as the step predicts, scaled."""
         predicted = job.step.timed.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
         by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
         seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
@@ -132,7 +132,7 @@ class _Sleeper:
     def hidden_states(
         self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
-        """[num_tokens, 1]."""
+        """Sleep as long as a forward takes, and return hidden states of zero, [num_tokens, 1]."""
         forward, forward_kv, backward = self.seconds[tensors.spans]
         begin = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
         hidden: Tensor = _Sleep.apply(begin, forward if torch.is_grad_enabled() else forward_kv, backward)
@@ -153,7 +153,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def _work_of(job: Job, stage: int) -> RankWork:
-    """A simulated step as work of one stage; all tokens are targets."""
+    """Turn a simulated step into the work of one stage; all tokens are targets."""
     known = [entry.name for entry in fields(SimulatedChunk)]
     chunks = {
         each.chunk_id: Chunk(

@@ -1,4 +1,4 @@
-"""Measures the planner: a whole plan, its validation, how evenly it spreads, what it proves.
+"""Measures the planner: a whole plan, its validation, how even its ranks are, what it proves.
 
     python benchmarks/planning.py                              # everything, about 5 minutes on 2 cores
     python benchmarks/planning.py --only plan --sizes 100000   # one part of it
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
-    """`chunkplan build --dp 8` and `chunkplan validate` on long-tail lengths, as a user runs them."""
+    """Measure `chunkplan build --dp 8` and `chunkplan validate` on long-tail lengths, as a user runs them."""
     rows = []
     for size in sizes:
         source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
@@ -64,7 +64,7 @@ def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
 
 
 def trl_seconds(size: int) -> float | None:
-    """What TRL takes to pack these sequences alone, clipped to the chunk size; None where it is not installed."""
+    """Measure how long TRL takes to pack these sequences, clipped to ChunkSize; None where it is not installed."""
     try:
         pack = trl_bfd()(lengths("long-tail", size))
     except ModuleNotFoundError:
@@ -75,7 +75,7 @@ def trl_seconds(size: int) -> float | None:
 
 
 def run(arguments: list[Any]) -> tuple[float, int]:
-    """Seconds and peak bytes of a `chunkplan` command; it uses threads, no further processes."""
+    """Measure seconds and peak bytes of a `chunkplan` command, which uses threads and no further processes."""
     command = [sys.executable, "-m", "chunkplan_cli.main", *map(str, arguments)]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -86,7 +86,7 @@ def run(arguments: list[Any]) -> tuple[float, int]:
 
 
 def measure_balance(distributions: dict[str, np.ndarray], folder: Path) -> list[Row]:
-    """The figure of balance over all steps, and over those in which no sequence costs more than a rank's share."""
+    """Measure balance over all steps, and over those in which no sequence costs more than a rank's share."""
     rows = []
     for name, values in distributions.items():
         for dp in (8, 16):
@@ -114,7 +114,7 @@ def measure_balance(distributions: dict[str, np.ndarray], folder: Path) -> list[
 
 
 def measure_certificates(distributions: dict[str, np.ndarray], folder: Path) -> list[Row]:
-    """Steps proved to have the fewest chunks, on one rank and without tail sharing."""
+    """Count the steps proved to have the fewest chunks, on one rank and without tail sharing."""
     rows = []
     for name, values in distributions.items():
         for chunk_size in (2048, 8192):
@@ -143,19 +143,19 @@ def measure_certificates(distributions: dict[str, np.ndarray], folder: Path) -> 
 
 
 def build(values: np.ndarray, folder: Path, **config: Any) -> Any:
-    """A plan of sequences of these lengths."""
+    """Build a plan of sequences of these lengths."""
     source = write_lengths(folder / "lengths.parquet", values)
     return chunkplan.build(source, folder / "plan", PlanConfig(**config))
 
 
 def write_lengths(path: Path, values: np.ndarray) -> Path:
-    """A file of lengths."""
+    """Write a file of lengths, and return its path."""
     pq.write_table(pa.table({"length": values}), path)
     return path
 
 
 def print_table(title: str, rows: list[Row]) -> None:
-    """As Markdown."""
+    """Print rows as a table in Markdown."""
     print(f"\n{title}\n")
     print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
     for row in rows:
@@ -163,7 +163,7 @@ def print_table(title: str, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["plan", "balance", "certificates"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 TITLES = {
-    "plan": "Whole plan: read, batch, spread, pack, certify, write (global batch 256, dp 8, C 8192)",
+    "plan": "Whole plan: read, batch, balance, pack, certify, write (global batch 256, dp 8, C 8192)",
     "balance": "Balance (global batch 256)",
     "certificates": "Steps proved to have the fewest chunks (dp 1, no tail sharing, global batch 256)",
 }

@@ -6,7 +6,7 @@
     python benchmarks/runtime.py longest --device cuda --budget 1200
 
 Unchunked runs are those of transformers on the same weights, tokens and kind of loss, with SDPA and gradient
-checkpointing; chunks run without gradient checkpointing unless a row says so. Ways that are compared take turns, and
+checkpointing; chunks run without activation checkpointing unless a row says so. Ways that are compared take turns, and
 ratios are of medians. On a CPU memory is that of live tensors (see benchmarks/allocations.py), on a GPU what
 torch.cuda.max_memory_allocated says; both without weights and their gradients, but for `longest`, which includes them.
 """
@@ -37,7 +37,7 @@ from chunkplan_runtime.devices import find_device
 
 
 def show_parity(device: torch.device, options: argparse.Namespace) -> None:
-    """Both dtypes."""
+    """Show parity in both dtypes."""
     print_table("Worst relative error of a parameter's gradient in float64", measure_float64(device))
     print_table(
         "Error of gradients in bfloat16 beside float64: chunks of 256, K 1, and whole (a sequence of 2,048)",
@@ -46,17 +46,17 @@ def show_parity(device: torch.device, options: argparse.Namespace) -> None:
 
 
 def show_memory(device: torch.device, options: argparse.Namespace) -> None:
-    """The rest is what has to be flat."""
+    """Show memory: the row named `rest` is what has to be flat."""
     print_table("Peak memory of a step of one sequence", measure_memory(device, options.verbose))
 
 
 def show_time(device: torch.device, options: argparse.Namespace) -> None:
-    """One sequence, in chunks and whole."""
+    """Show the time of one sequence, in chunks and whole."""
     print_table("A step in chunks over the same unchunked", measure_time(device, options.repeats))
 
 
 def show_long_tail(device: torch.device, options: argparse.Namespace) -> None:
-    """A step of many sequences."""
+    """Show a step of many sequences."""
     if options.lengths:
         values = pq.read_table(options.lengths).column(0).to_numpy()
     else:
@@ -66,7 +66,7 @@ def show_long_tail(device: torch.device, options: argparse.Namespace) -> None:
 
 
 def show_longest(device: torch.device, options: argparse.Namespace) -> None:
-    """Only a GPU can be filled."""
+    """Show the longest sequence that fits, which only a GPU has a limit for."""
     if device.type != "cuda" and not options.toy:
         print("\nlongest: needs a GPU (--device cuda); --toy shows the same at a size without meaning")
         return
@@ -83,7 +83,7 @@ PARTS: dict[str, Callable[[torch.device, argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--device", default="cpu")

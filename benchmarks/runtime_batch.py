@@ -36,7 +36,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences together."""
         return self.work.step.num_tokens
 
 
@@ -88,7 +88,7 @@ def _write_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed:
 
 @contextmanager
 def as_today(model: CausalLM) -> Iterator[None]:
-    """Within the block the same model runs as transformers has it: SDPA, with gradient checkpointing."""
+    """Within the block the same model runs as transformers has it: SDPA, with activation checkpointing."""
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("sdpa")
     model.enable_checkpointing()
@@ -100,7 +100,7 @@ def as_today(model: CausalLM) -> Iterator[None]:
 
 
 def run_rows(model: CausalLM, rows: Sequence[ChunkTensors], num_target_tokens: int) -> float:
-    """Every row forward and backward by itself; returns the loss, adds to `.grad`.
+    """Run every row forward and backward by itself; returns the loss, adds to `.grad`.
 
     The loss is that of chunked execution, which never holds all logits: only chunking is compared. Rows of several
     sequences get transformers' own block-diagonal mask, by their position_ids; others get none.
@@ -120,13 +120,13 @@ def run_rows(model: CausalLM, rows: Sequence[ChunkTensors], num_target_tokens: i
 
 
 def run_whole(model: CausalLM, batch: Batch) -> float:
-    """The step in rows of one sequence each, as transformers runs them; returns the loss."""
+    """Run the step in rows of one sequence each, as transformers runs them; returns the loss."""
     with as_today(model):
         return run_rows(model, batch.rows, batch.work.step.num_target_tokens)
 
 
 def interleaved(ways: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every way, in turn, `repeats` times after a round that does not count."""
+    """Measure the seconds of every way, in turn, `repeats` times after a round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
@@ -145,7 +145,7 @@ def ratio(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, str
 
 
 def zero_gradients(model: CausalLM) -> None:
-    """Have gradients of zero: what a backward adds to is there before it is measured."""
+    """Make gradients of zero: what a backward adds to is there before it is measured."""
     for parameter in model.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -91,7 +91,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
 
 
 def _with_peak(way: Callable[[], float], device: torch.device) -> tuple[float, int]:
-    """The loss, and the most bytes that a way adds to the weights and their gradients."""
+    """Measure the loss, and the most bytes that a way adds to the weights and their gradients."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

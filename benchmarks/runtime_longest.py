@@ -70,7 +70,7 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> list[Row]
 
 
 def _run(model: CausalLM, way: Callable[[Batch], None], batch: Batch, weights: int) -> tuple[Row, float]:
-    """Peak, weights included, and speed of a step; no speed if it ran out of memory."""
+    """Measure peak memory, weights included, and speed of a step; no speed if it ran out of memory."""
     model.model.zero_grad(set_to_none=True)
     gc.collect()
     device = model.device

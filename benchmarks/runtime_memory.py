@@ -19,7 +19,7 @@ _CHUNK_SIZE = {"cpu": 256, "cuda": 8192}
 
 
 def measure_memory(device: torch.device, verbose: bool = False) -> list[Row]:
-    """One sequence of 1 to 32 (on a GPU 128) chunks; peaks are what comes to the weights and their gradients."""
+    """Measure a sequence of 1 to 32 (on a GPU 128) chunks; peaks are what comes to the weights and their gradients."""
     chunk_size, ratios = _CHUNK_SIZE[device.type], _RATIOS[device.type]
     if device.type == "cuda":
         config, dtype = qwen2(1024, 4, 32768, chunk_size * ratios[-1]), torch.bfloat16

@@ -51,7 +51,7 @@ _CONFIG = {
 
 
 def measure_float64(device: torch.device) -> list[Row]:
-    """The worst ||g - g_ref|| / ||g_ref|| of any parameter, of every family over all ways to cut and to run a batch."""
+    """Find the worst ||g - g_ref|| / ||g_ref|| of a parameter, of each family over all ways to cut and run a batch."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         (folder / "analysis").mkdir()
@@ -95,7 +95,7 @@ def _measure_family(folder: Path, device: torch.device, family: str) -> Row:
 
 
 def measure_bfloat16(device: torch.device) -> list[Row]:
-    """The error of chunked gradients over that of a whole-sequence run, both in bfloat16, beside float64."""
+    """Measure the error of chunked gradients over that of whole sequences, both in bfloat16, against float64."""
     rows = []
     for seed in range(3):
         config = qwen2(256, 4, vocab_size=512, max_positions=2048)
@@ -135,14 +135,14 @@ def measure_bfloat16(device: torch.device) -> list[Row]:
 
 
 def _float64_gradients(model: CausalLM, config: Any, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
-    """Of the sequences whole, with the same weights."""
+    """The gradients in float64 of the whole sequences, with the same weights."""
     # A config of its own: models that share one share its attention.
-    precise = new_model(copy.deepcopy(config), torch.float64, seed, device=model.device)
-    precise.model.load_state_dict(model.model.state_dict())
-    precise.model.set_attn_implementation("sdpa")
-    with evaluate_in_float64(precise.model):
-        run_rows(precise, batch.rows, batch.work.step.num_target_tokens)
-    return {name: parameter.grad for name, parameter in precise.model.named_parameters()}
+    model64 = new_model(copy.deepcopy(config), torch.float64, seed, device=model.device)
+    model64.model.load_state_dict(model.model.state_dict())
+    model64.model.set_attn_implementation("sdpa")
+    with evaluate_in_float64(model64.model):
+        run_rows(model64, batch.rows, batch.work.step.num_target_tokens)
+    return {name: parameter.grad for name, parameter in model64.model.named_parameters()}
 
 
 def _norm(tensors: Any) -> float:

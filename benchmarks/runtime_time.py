@@ -1,4 +1,4 @@
-"""What chunking costs: a step in chunks, beside the same tokens unchunked with gradient checkpointing."""
+"""What chunking costs: a step in chunks, beside the same tokens unchunked with activation checkpointing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GOAL = {"cpu": 1.10, "cuda": 1.05}
 
 
 def measure_time(device: torch.device, repeats: int) -> list[Row]:
-    """One sequence of 4 and of 8 chunks."""
+    """Measure one sequence of 4 and one of 8 chunks."""
     longest = max(chunk_size * num_chunks for chunk_size, num_chunks in _CASES[device.type])
     if device.type == "cuda":
         config, dtype = qwen2(4096, 4, 32768, longest, num_attention_heads=32, num_key_value_heads=8), torch.bfloat16
@@ -58,12 +58,12 @@ def measure_time(device: torch.device, repeats: int) -> list[Row]:
 
 
 def run_chunks(model: CausalLM, batch: Batch) -> float:
-    """The step in chunks, without gradient checkpointing: their size bounds what they hold."""
+    """Run the step in chunks, without activation checkpointing: their size bounds what they hold."""
     return Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens).loss
 
 
 def _shares(model: CausalLM, batch: Batch) -> str:
-    """How the time of a step divides among the kinds of actions."""
+    """Measure how the time of a step divides among the kinds of actions."""
     seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager

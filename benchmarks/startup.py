@@ -19,7 +19,7 @@ COMMAND = [str(Path(sys.executable).parent / "chunkplan"), "--help"]
 
 
 def measure() -> tuple[float, float]:
-    """Seconds from start to end, and seconds of processor time, of one run."""
+    """Measure the seconds from start to end, and those of processor time, of one run."""
     before, start = getrusage(RUSAGE_CHILDREN), perf_counter()
     subprocess.run(COMMAND, stdout=subprocess.DEVNULL, check=True)
     seconds, after = perf_counter() - start, getrusage(RUSAGE_CHILDREN)
@@ -27,7 +27,7 @@ def measure() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the least of several runs, and of how many."""
+    """Print the least of several runs, and how many there were."""
     seconds, processor = zip(*(measure() for _ in range(RUNS)), strict=True)
     figures = {"seconds": round(min(seconds), 3), "processor_seconds": round(min(processor), 3), "runs": RUNS}
     print(json.dumps({"command": "chunkplan --help", **figures, **machine("typer", "rich")}))

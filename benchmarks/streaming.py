@@ -50,7 +50,7 @@ DATASETS: dict[str, Lengths] = {
 
 
 def write_analysis(folder: Path, values: np.ndarray) -> None:
-    """Random tokens, of which the last two thirds of each sequence are targets."""
+    """Write random tokens, of which the last two thirds of each sequence are targets."""
     folder.mkdir()
     random = np.random.default_rng(0)
     writer = AnalysisWriter(folder)
@@ -60,7 +60,7 @@ def write_analysis(folder: Path, values: np.ndarray) -> None:
 
 
 def measure(name: str, chunk_size: int, folder: Path) -> dict[str, Any]:
-    """Passes over the plan of one dataset."""
+    """Measure passes over the plan of one dataset."""
     plan = chunkplan.build(folder / "analysis", folder / "plan", PlanConfig(chunk_size=chunk_size, k=4))
     totals, predicted_us = plan.manifest["totals"], plan.manifest["predictions"]["predicted_us"]
     for path in folder.rglob("*.*"):
@@ -83,7 +83,7 @@ def measure(name: str, chunk_size: int, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over all steps took, and what of it came from disk."""
+    """Describe what one pass over all steps took, and what of it came from disk."""
 
     seconds: float
     processor_seconds: float
@@ -112,7 +112,7 @@ def drop_pages(path: Path) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=200_000)
     parser.add_argument("--json", action="store_true")

@@ -38,7 +38,7 @@ PARTS = ("tune", "choice", "schedules")
 
 
 def measure_tune(sizes: list[int], folder: Path) -> list[Row]:
-    """`chunkplan tune --tp 4 --pp 4`: 20 ChunkSizes x 6 Ks x 2 schedules on long-tail lengths."""
+    """Measure `chunkplan tune --tp 4 --pp 4`: 20 ChunkSizes x 6 Ks x 2 schedules on long-tail lengths."""
     rows = []
     for size in sizes:
         source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
@@ -59,7 +59,7 @@ def measure_tune(sizes: list[int], folder: Path) -> list[Row]:
 
 
 def measure_choice(name: str, num_tokens: Int32Array, folder: Path) -> list[Row]:
-    """The chosen configuration on all steps, over the best of all configurations on all steps."""
+    """Compare the chosen configuration with the best of all configurations, both on all steps."""
     path = folder / "choice.npy"
     np.save(path, num_tokens)
     rows = []
@@ -81,23 +81,23 @@ def measure_choice(name: str, num_tokens: Int32Array, folder: Path) -> list[Row]
                 if outcome.memory(cost, options.sharding).total <= gpu_memory:
                     times.append(outcome.step_ns)
                     break
-        mine = try_out(everything, chosen.config, chosen.cost)
+        on_all_steps = try_out(everything, chosen.config, chosen.cost)
         rows.append(
             {
                 "lengths": name,
                 "GiB": gpu_memory >> 30,
                 "steps": int(everything.sizes.size),
                 "chosen": [chosen.config.chunk_size, chosen.config.k, chosen.config.schedule],
-                "over the best": round(mine.step_ns / min(times) - 1, 4),
-                "sampled over all steps": round(chosen.step_ns / mine.step_ns - 1, 4),
-                "GiB needed": round(mine.memory(chosen.cost, options.sharding).total / 2**30, 1),
+                "over the best": round(on_all_steps.step_ns / min(times) - 1, 4),
+                "sampled over all steps": round(chosen.step_ns / on_all_steps.step_ns - 1, 4),
+                "GiB needed": round(on_all_steps.memory(chosen.cost, options.sharding).total / 2**30, 1),
             }
         )
     return rows
 
 
 def measure_schedules(size: int, folder: Path) -> list[Row]:
-    """A whole plan on 8 stages: split, packed, scheduled, simulated and written."""
+    """Measure a whole plan on 8 stages: split, packed, scheduled, simulated and written."""
     source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
     rows = []
     for schedule in ("1f1b", "interleaved", "zero-bubble"):

@@ -36,7 +36,7 @@ DARK, PALE = SPLIT[0]
 
 
 def name_of(sequence: int) -> str:
-    """What a sequence is called in the pictures."""
+    """The name of a sequence in the pictures."""
     return chr(ord("A") + sequence)
 
 
@@ -51,7 +51,7 @@ def is_split(sequence: int) -> bool:
 
 
 def draw_chunks() -> str:
-    """Sequences on the left, their chunks on the right, and below them the segments of the split one."""
+    """Draw sequences on the left, their chunks on the right, and below them the segments of the split one."""
     drawing, chunks = Drawing(), simulated(LENGTHS, k=2, pp=1).chunks
     drawing.text(LEFT, 30, "The sequences of a step", size=15, bold=True)
     for sequence, length in enumerate(LENGTHS):
@@ -76,7 +76,7 @@ def draw_chunks() -> str:
 
 
 def draw_chunk(drawing: Drawing, x: float, y: float, width: float, chunk: SimulatedChunk) -> None:
-    """One chunk: its number, its segments, and dashed the room that is left."""
+    """Draw one chunk: its number, its segments, and dashed the room that is left."""
     drawing.text(x - 8, y + 18, str(chunk.chunk_id), fill=FAINT, anchor="end")
     drawing.box(x, y, width, 26, fill="none", stroke=LINE, dashed=True)
     for segment in chunk.segments:
@@ -89,7 +89,7 @@ def draw_chunk(drawing: Drawing, x: float, y: float, width: float, chunk: Simula
 
 
 def draw_kinds(drawing: Drawing, x: float, chunks: tuple[SimulatedChunk, ...]) -> None:
-    """What each chunk is called, and which of them are a group."""
+    """Label each chunk, and mark which of them are a group."""
     for chunk in chunks:
         y = 48 + 38 * chunk.chunk_id
         if chunk.group_id is None:
@@ -108,7 +108,7 @@ def draw_kinds(drawing: Drawing, x: float, chunks: tuple[SimulatedChunk, ...]) -
 
 
 def draw_parts(drawing: Drawing, top: float, chunks: tuple[SimulatedChunk, ...]) -> float:
-    """The split sequence as one bar of its segments, and the prefix of the last; returns where it ends."""
+    """Draw the split sequence as one bar of its segments, and the prefix of the last; returns where it ends."""
     drawing.text(LEFT, top, "The segments of A", size=15, bold=True)
     scale, y = (RIGHT - LEFT) / LENGTHS[0], top + 14
     parts = [chunk for chunk in chunks if chunk.group_id is not None]
@@ -126,18 +126,18 @@ def draw_parts(drawing: Drawing, top: float, chunks: tuple[SimulatedChunk, ...])
 
 
 def draw_block(drawing: Drawing, x: float, y: float, width: float, height: float, words: str) -> None:
-    """Attention of some queries to keys that all lie before them."""
+    """Draw the attention of some queries to keys that all lie before them."""
     drawing.box(x, y, width, height, fill=PALE, stroke="#ffffff")
     drawing.text(x + width / 2, y + height / 2 + 4, words, size=11, anchor="middle")
 
 
 def draw_triangle(drawing: Drawing, x: float, y: float, side: float, fill: str) -> None:
-    """Attention of tokens to themselves and those before them."""
+    """Draw the attention of tokens to themselves and those before them."""
     drawing.elements.append(f'<path d="M{x:g} {y:g}v{side:g}h{side:g}z" fill="{fill}"/>')
 
 
 def draw_attention() -> str:
-    """Three squares of queries (down) and keys (right): forward, backward, and inside of a mixed chunk."""
+    """Draw three squares of queries (down) and keys (right): forward, backward, and inside of a mixed chunk."""
     drawing, chunks = Drawing(), simulated(LENGTHS, k=2, pp=1).chunks
     parts = [chunk.segments[0] for chunk in chunks if chunk.group_id is not None]
     others = " and ".join(name_of(segment.sequence_id) for segment in chunks[-1].segments[1:])
@@ -181,7 +181,7 @@ def draw_attention() -> str:
 
 
 def draw_mixed(drawing: Drawing, x: float, y: float, chunk: SimulatedChunk) -> None:
-    """The attention of a mixed chunk, whose first segment is a part: its prefix is drawn shorter than it is."""
+    """Draw the attention of a mixed chunk, whose first segment is a part: its prefix is drawn shorter than it is."""
     prefix, own = 60, 104
     scale = own / chunk.num_tokens
     drawing.box(x + prefix, y, own, own, fill=LANE, stroke=LINE)
@@ -197,7 +197,7 @@ def draw_mixed(drawing: Drawing, x: float, y: float, chunk: SimulatedChunk) -> N
 
 
 def draw_order() -> str:
-    """The order of a group's actions for several K, and below each action what is held then."""
+    """Draw the order of a group's actions for several K, and below each action what is held then."""
     drawing, wide, top = Drawing(), 46.0, 66.0
     drawing.text(LEFT, 30, f"A sequence of {PARTS} parts", size=15, bold=True)
     words = "Below each action: which parts hold activations then, and which keys and values only."
@@ -232,7 +232,7 @@ def draw_order() -> str:
 
 
 def held_parts(simulation: Simulation) -> list[list[str]]:
-    """For each action of a group on one stage, what each part holds while it runs."""
+    """List for each action of a group on one stage what each part holds while it runs."""
     states, during = [""] * PARTS, []
     for op, part in zip(simulation.actions.ops, simulation.actions.chunk_ids, strict=True):
         states[part] = "keys and values" if OPS[op] == "forward_kv" else "activations"
@@ -243,7 +243,7 @@ def held_parts(simulation: Simulation) -> list[list[str]]:
 
 
 def draw_pipeline() -> str:
-    """What each stage does when with the chunks of the step."""
+    """Draw what each stage does when with the chunks of the step."""
     # The chunks of the first picture: on a pipeline the planner mixes parts and short sequences only if it is told to.
     config = chunkplan.PlanConfig(chunk_size=CHUNK_SIZE, k=2, pp=STAGES, tail_sharing=True)
     with planned(LENGTHS, config) as plan:

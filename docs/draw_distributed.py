@@ -23,21 +23,21 @@ BOX_HEIGHT = HEAD + 12 + 2 * ROW_PITCH
 
 #: By rank of the process: its colour and that of the letters on it. Hues are stages.
 COLOURS = [("#1d5fa8", "#ffffff"), ("#bcd5f0", INK), ("#a6480f", "#ffffff"), ("#f3cdb3", INK)]
-ACTIVATIONS, GRADIENTS, COPIES = ACTIONS["forward"][1], ACTIONS["backward"][1], "#6b46c1"
+ACTIVATIONS, GRADIENTS, REPLICAS = ACTIONS["forward"][1], ACTIONS["backward"][1], "#6b46c1"
 
 
 def layouts() -> list[Layout]:
-    """The processes, by rank."""
+    """The layouts of the processes, by rank."""
     return [Layout(PROCESSES // CONFIG.pp, CONFIG.pp, rank) for rank in range(PROCESSES)]
 
 
 def box_place(layout: Layout) -> tuple[float, float]:
-    """Where the box of a process begins: left and top."""
+    """Where the box of a process is: left and top."""
     return STAGE_X[layout.stage], TOP + layout.copy * (BOX_HEIGHT + BETWEEN)
 
 
 def draw_plan(drawing: Drawing) -> None:
-    """The plan's grid of data-parallel ranks and stages, in the colours of the processes that serve them."""
+    """Draw the plan's grid of data-parallel ranks and stages, in the colours of the processes that serve them."""
     for stage in range(CONFIG.pp):
         x = CELL_X + stage * (CELL_WIDTH + 4)
         drawing.text(x + CELL_WIDTH / 2, TOP + 18, f"stage {stage}", fill=FAINT, anchor="middle")
@@ -54,7 +54,7 @@ def draw_plan(drawing: Drawing) -> None:
 
 
 def draw_actions(drawing: Drawing, x: float, y: float, actions: list[Action]) -> None:
-    """A row of the plan: its actions in order, each with its chunk."""
+    """Draw a row of the plan: its actions in order, each with its chunk."""
     for place, action in enumerate(actions):
         letter, fill, ink = ACTIONS[action.op]
         left = x + place * ACTION_WIDTH
@@ -64,7 +64,7 @@ def draw_actions(drawing: Drawing, x: float, y: float, actions: list[Action]) ->
 
 
 def draw_process(drawing: Drawing, layout: Layout, step: PlanStep) -> None:
-    """The box of a process: who it is, and what it does."""
+    """Draw the box of a process: its place, and what it does."""
     x, y = box_place(layout)
     fill, ink = COLOURS[layout.rank]
     drawing.box(x, y, BOX_WIDTH, BOX_HEIGHT, fill=LANE, stroke=LINE)
@@ -78,7 +78,7 @@ def draw_process(drawing: Drawing, layout: Layout, step: PlanStep) -> None:
 
 
 def draw_links(drawing: Drawing) -> None:
-    """What goes from stage to stage, and between the copies of a stage."""
+    """Draw what goes from stage to stage, and between the replicas of a stage."""
     right, left = STAGE_X[0] + BOX_WIDTH + 6, STAGE_X[1] - 6
     for layout in layouts():
         x, y = box_place(layout)
@@ -87,7 +87,7 @@ def draw_links(drawing: Drawing) -> None:
             arrow(drawing, (left, y + 76, right, y + 76), GRADIENTS)
         if layout.copy:
             middle = x + 30
-            arrow(drawing, (middle, y - 6, middle, y - BETWEEN + 6), COPIES, both=True)
+            arrow(drawing, (middle, y - 6, middle, y - BETWEEN + 6), REPLICAS, both=True)
             for row, words in enumerate(("weights, before a step", "gradients, after it")):
                 drawing.text(middle + 12, y - BETWEEN / 2 - 3 + 15 * row, words, fill=FAINT)
     middle = (right + left) / 2
@@ -96,7 +96,7 @@ def draw_links(drawing: Drawing) -> None:
 
 
 def draw_heads(drawing: Drawing) -> None:
-    """What stands in each column."""
+    """Draw the heading of each column."""
     drawing.text(PLAN_X, 31, "1  The plan", size=15, bold=True)
     drawing.text(PLAN_X, 50, f"--dp {CONFIG.dp} --pp {CONFIG.pp}:", fill=FAINT)
     drawing.text(PLAN_X, 66, f"{CONFIG.dp} rows of {CONFIG.pp} stages", fill=FAINT)
@@ -109,7 +109,7 @@ def draw_heads(drawing: Drawing) -> None:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Draw the whole picture, as SVG."""
     with planned(LENGTHS, CONFIG) as plan:
         [step] = plan.iter_steps()
     drawing = Drawing()
@@ -128,10 +128,10 @@ def draw() -> str:
     )
     return drawing.svg(
         end + 52,
-        "How a plan is spread over processes",
+        "How a plan is laid over processes",
         f"On the left the plan: {CONFIG.dp} data-parallel ranks of {CONFIG.pp} stages. On the right {PROCESSES} "
         f"processes: {served}. Each does the actions of its ranks one after another. Activations go from the first "
-        "stage to the last, their gradients back. The two copies of a stage gather their weights before a step and "
+        "stage to the last, their gradients back. The two replicas of a stage gather their weights before a step and "
         "sum their gradients once after it.",
     )
 

@@ -23,17 +23,17 @@ LANE_HEAD, LANE_GAP = 27, 14
 
 
 def letter(sequence: int) -> str:
-    """What a sequence is called in the picture."""
+    """The name of a sequence in the picture."""
     return chr(ord("A") + sequence)
 
 
 def colour(sequence: int) -> str:
-    """Of a whole sequence."""
+    """The colour of a whole sequence."""
     return SPLIT[sequence][0] if LENGTHS[sequence] > CONFIG.chunk_size else SHORT
 
 
 def draw_bar(drawing: Drawing, x: float, y: float, sequence: int, *, count: bool) -> None:
-    """One sequence: its letter, and a bar as long as its tokens; y is the bar's top."""
+    """Draw one sequence: its letter, and a bar as long as its tokens; y is the bar's top."""
     width = LENGTHS[sequence] / LENGTHS[0] * BAR_WIDTH
     drawing.text(x + 5, y + BAR_HEIGHT - 2, letter(sequence), anchor="middle")
     drawing.box(x + 14, y, width, BAR_HEIGHT, fill=colour(sequence), stroke=LINE if colour(sequence) == SHORT else "")
@@ -44,7 +44,7 @@ def draw_bar(drawing: Drawing, x: float, y: float, sequence: int, *, count: bool
 
 
 def draw_chunk(drawing: Drawing, y: float, chunk: Chunk) -> None:
-    """One chunk: its number, the room it has, its segments."""
+    """Draw one chunk: its number, the room it has, its segments."""
     drawing.text(CHUNK_X - 7, y + 16, str(chunk.chunk_id), fill=FAINT, anchor="end")
     drawing.box(CHUNK_X, y, CHUNK_WIDTH, CHUNK_HEIGHT, fill="none", stroke=LINE, dashed=True)
     x = float(CHUNK_X)
@@ -63,7 +63,7 @@ def draw_chunk(drawing: Drawing, y: float, chunk: Chunk) -> None:
 
 
 def draw_actions(drawing: Drawing, rows: Callable[[int], float], chunks: list[Chunk], actions: list[Action]) -> None:
-    """What a rank does, in order from left to right, each action in the row of its chunk; `rows` gives their tops."""
+    """Draw what a rank does from left to right, each action in the row of its chunk; `rows` gives their tops."""
     for chunk in chunks:
         y = rows(chunk.chunk_id) + CHUNK_HEIGHT / 2
         drawing.box(ORDER_X, y, ACTION_WIDTH * len(actions), 0.5, fill=LINE)
@@ -75,7 +75,7 @@ def draw_actions(drawing: Drawing, rows: Callable[[int], float], chunks: list[Ch
 
 
 def draw_rank(drawing: Drawing, rank: int, top: float, step: PlanStep) -> float:
-    """The lane of one rank: its sequences, chunks and actions; returns where it ends."""
+    """Draw the lane of one rank: its sequences, chunks and actions; returns where it ends."""
     chunks = step.chunks[rank]
     sequences = sorted({segment.sequence_id for chunk in chunks for segment in chunk.segments})
     height = LANE_HEAD + 6 + max(len(sequences) * BAR_PITCH, len(chunks) * CHUNK_PITCH)
@@ -94,10 +94,10 @@ def draw_rank(drawing: Drawing, rank: int, top: float, step: PlanStep) -> float:
 
 
 def draw_heads(drawing: Drawing) -> None:
-    """What happens in each column."""
+    """Draw the heading of each column."""
     heads = [
         (STEP_X, "1  Take a step", f"{len(LENGTHS)} sequences,", f"{sum(LENGTHS):,} tokens"),
-        (RANK_X, "2  Spread", "by predicted time,", f"over {CONFIG.dp} ranks"),
+        (RANK_X, "2  Assign", "by predicted time,", f"to {CONFIG.dp} ranks"),
         (CHUNK_X, "3  Split and pack", "into chunks of at", f"most {CONFIG.chunk_size:,} tokens"),
         (ORDER_X, "4  Order", f"at most K = {CONFIG.k} chunks of a", "sequence hold activations"),
     ]
@@ -110,7 +110,7 @@ def draw_heads(drawing: Drawing) -> None:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Draw the whole picture, as SVG."""
     with planned(LENGTHS, CONFIG) as plan:
         [step] = plan.iter_steps()
     drawing = Drawing()
@@ -130,7 +130,7 @@ def draw() -> str:
     return drawing.svg(
         end + 50,
         "How a step becomes chunks and actions",
-        f"From left to right: the {len(LENGTHS)} sequences of a step; the same spread over {CONFIG.dp} ranks whose "
+        f"From left to right: the {len(LENGTHS)} sequences of a step; the same assigned to {CONFIG.dp} ranks whose "
         f"predicted times are alike; their chunks ({chunks} of split sequences, short ones in the room at their ends); "
         "what each rank does with its chunks in order: parts forward ascending, backward descending, recomputed where "
         "only keys and values were kept.",

@@ -32,7 +32,7 @@ ACTIONS = {
 
 @contextmanager
 def planned(lengths: list[int], config: chunkplan.PlanConfig) -> Iterator[Plan]:
-    """The plan of sequences of `lengths`, as `chunkplan.build` makes it, until its folder is removed."""
+    """Build the plan of sequences of `lengths`; within the block its folder is there."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lengths.npy"
         np.save(file, np.array(lengths))
@@ -40,7 +40,7 @@ def planned(lengths: list[int], config: chunkplan.PlanConfig) -> Iterator[Plan]:
 
 
 class Drawing:
-    """SVG elements, one after another."""
+    """A picture of SVG elements, one after another."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
@@ -77,7 +77,7 @@ class Drawing:
 
 
 def arrow(drawing: Drawing, points: tuple[float, float, float, float], colour: str, *, both: bool = False) -> None:
-    """From x, y to x, y, straight along one of the axes, with a head at the end or at both."""
+    """Draw an arrow from x, y to x, y, straight along one of the axes, with a head at the end or at both."""
     x, y, to_x, to_y = points
     right, down = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
     path = f"M{x:g} {y:g}L{to_x:g} {to_y:g}"
@@ -89,7 +89,7 @@ def arrow(drawing: Drawing, points: tuple[float, float, float, float], colour: s
 
 
 def draw_legend(drawing: Drawing, x: float, y: float, words: tuple[str, ...]) -> None:
-    """What the letters of the actions mean: `words` for each of them, in their order."""
+    """Draw what the letters of the actions mean: `words` for each of them, in their order."""
     for (name, fill, ink), label in zip(ACTIONS.values(), words, strict=True):
         drawing.box(x, y - 14, 17, 18, fill=fill)
         drawing.text(x + 8.5, y, name, fill=ink, bold=True, anchor="middle")

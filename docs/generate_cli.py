@@ -68,7 +68,7 @@ several processes.
 
 
 def commands() -> Iterator[str]:
-    """A section for each command, in the order of `chunkplan --help`."""
+    """Yield a section for each command, in the order of `chunkplan --help`."""
     parsed = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for command in app.registered_commands:
         assert command.callback is not None
@@ -76,7 +76,7 @@ def commands() -> Iterator[str]:
 
 
 def section(command: CommandInfo, parameters: list[Any]) -> Iterator[str]:
-    """The words of a command, how it is called, what it takes, and its example."""
+    """Yield the words of a command, how it is called, what it takes, and its example."""
     assert command.callback is not None and command.help and command.epilog
     name = command.callback.__name__
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
@@ -91,7 +91,7 @@ def section(command: CommandInfo, parameters: list[Any]) -> Iterator[str]:
 
 
 def argument(parameter: Any) -> str:
-    """As it is typed: with dots where there may be several, in brackets where it may be left out."""
+    """An argument as it is typed: with dots where there may be several, in brackets where it may be left out."""
     words = parameter.metavar + ("..." if parameter.nargs == -1 else "")
     return words if parameter.required else f"[{words}]"
 
@@ -110,7 +110,7 @@ def option(parameter: Any) -> tuple[str, str]:
 
 
 def trainer() -> Iterator[str]:
-    """The options of the trainer, group by group, and its example."""
+    """Yield the options of the trainer, group by group, and its example."""
     parser = make_parser(lambda error: 2)
     yield TRAINER
     for group in parser._action_groups:  # argparse has no public way to ask for them
@@ -121,7 +121,7 @@ def trainer() -> Iterator[str]:
 
 
 def flag_row(action: argparse.Action) -> tuple[str, str]:
-    """How one of its options is typed, and what it does."""
+    """How an option of the trainer is typed, and what it does."""
     flags = " / ".join(action.option_strings)
     takes = "|".join(action.choices) if action.choices else action.metavar or ""
     return f"`{flags} {takes}`" if takes else f"`{flags}`", str(action.help)

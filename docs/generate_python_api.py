@@ -131,12 +131,12 @@ TRAINER = {
 
 
 def spans(texts: Iterable[str]) -> str:
-    """Each as code."""
+    """Format each name as code."""
     return ", ".join(f"`{text}`" for text in texts)
 
 
 def names(module: Any) -> Iterator[str]:
-    """An entry for each public name of `module`: functions first, then classes."""
+    """Yield an entry for each public name of `module`: functions first, then classes."""
     public = {name: getattr(module, name) for name in sorted(module.__all__) if not name.startswith("__")}
     for kind in (FunctionType, type):
         for name, thing in public.items():
@@ -145,14 +145,14 @@ def names(module: Any) -> Iterator[str]:
 
 
 def entries(places: dict[str, list[str]]) -> Iterator[str]:
-    """Entries of what lies in modules that users need not import all of."""
+    """Yield entries of what lies in modules that users need not import all of."""
     for place, inside in places.items():
         for name in inside:
             yield from entry(place, name, getattr(import_module(place), name))
 
 
 def entry(module: str, name: str, thing: Any) -> Iterator[str]:
-    """Its name, signature and first line, and of a class its members."""
+    """Yield a name, its signature and first line, and of a class its members."""
     yield f"### {module}.{name}"
     yield code(signature(name, thing), "python")
     yield paragraph(first_line(thing))
@@ -161,7 +161,7 @@ def entry(module: str, name: str, thing: Any) -> Iterator[str]:
 
 
 def signature(name: str, thing: Any) -> str:
-    """As it would be written, on one line where that is short enough."""
+    """Format a signature, on one line where that is short enough."""
     found = inspect.signature(thing)
     shown: list[str] = []
     for parameter in found.parameters.values():
@@ -174,7 +174,7 @@ def signature(name: str, thing: Any) -> str:
 
 
 def written(parameter: inspect.Parameter) -> str:
-    """`name: kind = default`."""
+    """Format a parameter as `name: kind = default`."""
     before = stars(parameter)
     kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
     if parameter.default is parameter.empty:
@@ -184,17 +184,17 @@ def written(parameter: inspect.Parameter) -> str:
 
 
 def stars(parameter: inspect.Parameter) -> str:
-    """What is written before a parameter that takes all others."""
+    """The stars before a parameter that takes all others."""
     return {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
 
 
 def annotation(kind: Any) -> str:
-    """As it is written in the source."""
+    """Format a type as it stands in the source."""
     return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 
 def members(kind: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties of a class of ours, in their order, each with its first line."""
+    """Yield public methods and properties of a class of ours, in their order, each with its first line."""
     for name, member in vars(kind).items():
         if name.startswith("_") or name == "to_dict":
             continue
@@ -212,14 +212,14 @@ def first_line(thing: Any) -> str:
 
 
 def named() -> Iterator[tuple[str, str]]:
-    """Rows: every class of `NAMED` and its first line."""
+    """Yield a row for every class of `NAMED` with its first line."""
     for place, inside in NAMED.items():
         for name in inside:
             yield f"`{place}.{name}`", first_line(getattr(import_module(place), name))
 
 
 def errors() -> Iterable[tuple[str, str]]:
-    """Rows: every kind, its exit code and its words."""
+    """Yield a row for every kind of error with its exit code and its words."""
     from chunkplan.errors import ChunkplanError
 
     for kind in (ChunkplanError, *ChunkplanError.__subclasses__()):

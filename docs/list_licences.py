@@ -29,7 +29,7 @@ writes this page. Sources and licences of the sample data are in [sample_data/RE
 
 
 def project() -> dict[str, list[Requirement]]:
-    """What pyproject.toml asks for, by extra; the core is ""."""
+    """The requirements of pyproject.toml by extra; the core is ""."""
     described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"": described["dependencies"], **described["optional-dependencies"]}
     return {
@@ -54,7 +54,7 @@ def licence(name: str) -> str:
 
 
 def version(name: str) -> str:
-    """Without the build, which differs between machines: 2.13.0 of 2.13.0+cpu."""
+    """The version of a package without its build, which differs between machines: 2.13.0 of 2.13.0+cpu."""
     return "-" if name in NOT_INSTALLED else metadata.version(name).partition("+")[0]
 
 
@@ -74,14 +74,14 @@ def whole(direct: Iterable[Requirement]) -> dict[str, set[str]]:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """In Markdown."""
+    """Format a table in Markdown."""
     head = list(head)
     lines = [head, ["---"] * len(head), *sorted(map(list, rows))]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def write() -> str:
-    """The page."""
+    """Format the whole page of licences."""
     asked = project()
     core = [
         (name, version(name), licence(name), ", ".join(sorted(parents)))

@@ -11,18 +11,18 @@ WIDTH = 120
 
 
 def paragraph(text: str) -> str:
-    """`text` on lines of the width of a page."""
+    """Wrap `text` into lines of the width of a page."""
     return fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; "|" in its cells is escaped, also in code, as GitHub reads it."""
+    """Format a table; "|" in its cells is escaped, also in code, as GitHub reads it."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def code(text: str, language: str = "") -> str:
-    """A block of code."""
+    """Format a block of code."""
     return f"```{language}\n{text}\n```"
 
 
