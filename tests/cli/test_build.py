@@ -11,20 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
 
-#: A model of half a billion weights.
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 4096,
-}
+#: A model with few positions.
+CONFIG = SMALL_MODEL | {"max_position_embeddings": 4096}
 
 
 @pytest.fixture(scope="module")

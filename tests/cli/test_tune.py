@@ -15,6 +15,7 @@ import pytest
 
 from chunkplan import load_plan, validate
 from chunkplan.cost.model import CostModel
+from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
 
 GRID = ("--chunk-sizes", "2048,8192", "--ks", "1,4", "--global-batch", "32")
@@ -26,18 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     tokens = np.random.default_rng(0).lognormal(6.3, 1.5, 4000)
     np.save(folder / "lengths.npy", np.clip(tokens, 1, 150_000).astype(np.int32))
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(SMALL_MODEL))
     return folder
 
 

@@ -6,15 +6,14 @@ import inspect
 import re
 import runpy
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import PlanConfig, build
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan_runtime import ChunkTrainer
 from chunkplan_runtime.hf.arguments import REFUSED_ARGUMENTS, REFUSED_SETTINGS
+from tests.support.analyses import write_analysis
 from tests.support.places import ROOT
 
 PAGE = (ROOT / "docs" / "chunk-trainer.md").read_text(encoding="utf-8")
@@ -26,13 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 @pytest.fixture
 def workspace(tmp_path, monkeypatch, tiny_config, random_sequences):
     """An empty folder but for a model and a plan, under the names that the page calls them by."""
-    (tmp_path / "chunkplan-out" / "analysis").mkdir(parents=True)
-    writer = AnalysisWriter(tmp_path / "chunkplan-out" / "analysis")
-    for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 5, 9, 17])):
-        writer.add(0, record, ids.astype(np.int32), target)
-    writer.finish(exact=True, sources=[])
+    analysis = write_analysis(tmp_path / "chunkplan-out/analysis", random_sequences([25, 6, 14, 40, 5, 9, 17]))
     config = PlanConfig(chunk_size=8, k=2, global_batch=3, holdout=1)
-    build(tmp_path / "chunkplan-out" / "analysis", tmp_path / "chunkplan-out" / "plan", config)
+    build(analysis, tmp_path / "chunkplan-out" / "plan", config)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config())).save_pretrained(tmp_path / "path/to/model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import chunkplan
 from chunkplan.exporting.export import FORMATS, Export
 from chunkplan.exporting.rows import SplitSequences, WholeSequences
-from chunkplan.planfile.analysis_writer import AnalysisWriter
+from tests.support.analyses import write_analysis
 from tests.support.places import ROOT
 
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
@@ -27,13 +26,9 @@ LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
 @pytest.fixture
 def workspace(tmp_path, monkeypatch, tiny_config, random_sequences) -> Path:
     """A model and a plan that splits no sequence, under the names that the page calls them by."""
-    (tmp_path / "chunkplan-out" / "analysis").mkdir(parents=True)
-    writer = AnalysisWriter(tmp_path / "chunkplan-out" / "analysis")
-    for record, (ids, target) in enumerate(random_sequences(LENGTHS)):
-        writer.add(0, record, ids.astype(np.int32), target)
-    writer.finish(exact=True, sources=[])
+    analysis = write_analysis(tmp_path / "chunkplan-out/analysis", random_sequences(LENGTHS))
     config = chunkplan.PlanConfig(chunk_size=40, k=1, global_batch=6)
-    chunkplan.build(tmp_path / "chunkplan-out" / "analysis", tmp_path / "chunkplan-out" / "plan", config)
+    chunkplan.build(analysis, tmp_path / "chunkplan-out" / "plan", config)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config())).save_pretrained(tmp_path / "path/to/model")
     AutoTokenizer.from_pretrained(ROOT / "sample_data" / "tokenizer").save_pretrained(tmp_path / "path/to/model")
     monkeypatch.chdir(tmp_path)

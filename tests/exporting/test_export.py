@@ -27,9 +27,9 @@ from chunkplan.exporting.export import FORMATS
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.shards import write_shards
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.validation.validate import validate
 from chunkplan_cli.export import Format
+from tests.support.analyses import write_analysis
 from tests.support.plan_rows import tamper
 
 LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
@@ -38,20 +38,11 @@ LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
 Row = tuple[list[tuple[list[int], list[bool]]], dict[str, int]]
 
 
-def analysis_in(folder: Path, sequences: list[tuple[Any, Any]]) -> Path:
-    folder.mkdir()
-    writer = AnalysisWriter(folder)
-    for record, (ids, target) in enumerate(sequences):
-        writer.add(0, record, np.asarray(ids, np.int32), np.asarray(target, bool))
-    writer.finish(exact=True, sources=[])
-    return folder
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory, random_sequences) -> Path:
     """`analysis`, and a `plan` of two epochs on two ranks in which the four longest sequences are split."""
     folder = tmp_path_factory.mktemp("workspace")
-    analysis_in(folder / "analysis", random_sequences(LENGTHS))
+    write_analysis(folder / "analysis", random_sequences(LENGTHS))
     config = chunkplan.PlanConfig(chunk_size=16, k=2, global_batch=5, epochs=2, dp=2, equal_chunks=True)
     chunkplan.build(folder / "analysis", folder / "plan", config)
     assert validate(folder / "plan").ok
@@ -235,7 +226,7 @@ def test_the_same_plan_gives_the_same_bytes(workspace, tmp_path, to) -> None:
 def counting(tmp_path_factory) -> Analysis:
     """One sequence 0, 1, 2, ..., all of it targets but its first token."""
     ids = np.arange(12 * 4 * 9)
-    return chunkplan.load_analysis(analysis_in(tmp_path_factory.mktemp("counting") / "analysis", [(ids, ids > 0)]))
+    return chunkplan.load_analysis(write_analysis(tmp_path_factory.mktemp("counting") / "analysis", [(ids, ids > 0)]))
 
 
 @given(
@@ -326,7 +317,7 @@ def test_an_export_without_any_row_is_refused(handmade_plan, tmp_path, source) -
 
 def test_a_plan_of_other_data_is_refused(workspace, tmp_path, random_sequences, handmade_plan) -> None:
     """Another analysis; tokens that the analysis has not; and tokens of another one."""
-    other = analysis_in(tmp_path / "other", random_sequences(LENGTHS, seed=1))
+    other = write_analysis(tmp_path / "other", random_sequences(LENGTHS, seed=1))
     with pytest.raises(DataError, match="not the analysis of the plan"):
         chunkplan.export(workspace / "plan", tmp_path / "out", "hf", whole_only=True, analysis=other)
     plan, _ = handmade_plan([(np.arange(6), np.arange(6) > 0)], [{0: [[(0, 0, 9)]]}])

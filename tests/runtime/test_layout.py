@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,11 +14,11 @@ import pytest
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import Layout, choose_layout
+from tests.support.analyses import write_analysis
 
 Built = Callable[..., tuple[Path, Path]]
 
@@ -30,11 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callable[.
 
     def make(cost: CostModel | None = None, **settings: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("layout")
-        (folder / "analysis").mkdir()
-        writer = AnalysisWriter(folder / "analysis")
-        for record, (ids, target) in enumerate(random_sequences([9, 20, 3, 14])):
-            writer.add(0, record, ids.astype(np.int32), target)
-        writer.finish(exact=True, sources=[])
+        write_analysis(folder / "analysis", random_sequences([9, 20, 3, 14]))
         config = PlanConfig(**{"chunk_size": 6, "k": 1, "global_batch": 4, **settings})
         build(folder / "analysis", folder / "plan", config, cost=cost)
         return folder / "plan", folder / "analysis"

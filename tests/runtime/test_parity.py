@@ -20,6 +20,7 @@ from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import check_config, new_model
 from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
 from chunkplan_runtime.spans import Span
+from tests.support.mixed_chunks import LENGTHS, MIXED
 
 MODELS = {
     "llama": {"model_type": "llama"},
@@ -104,19 +105,6 @@ MODELS = {
     "phi3, sliding window": {"model_type": "phi3", "sliding_window": 11, "pad_token_id": None},
     "smollm3": {"model_type": "smollm3", "pad_token_id": None, "no_rope_layers": [1, 0]},
 }
-
-LENGTHS = [23, 5, 9, 3, 30, 1, 8]
-
-#: Sequence 0 and 4 are split; 0 has one mixed chunk in its middle and one at its end, where the part is not first.
-MIXED = [
-    [(0, 0, 8)],
-    [(0, 8, 11), (1, 0, 5)],
-    [(3, 0, 3), (0, 11, 23), (5, 0, 1)],
-    [(2, 0, 9), (6, 0, 8)],
-    [(4, 0, 13)],
-    [(4, 13, 14)],
-    [(4, 14, 30)],
-]
 
 
 @pytest.fixture

@@ -24,6 +24,19 @@ class Ran:
     err: str
 
 
+#: The config.json of a model of half a billion weights.
+SMALL_MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+
 #: Runs `chunkplan ARGUMENTS`: the fixture `command`.
 Run = Callable[..., Ran]
 

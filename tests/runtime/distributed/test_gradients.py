@@ -12,7 +12,6 @@ import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.operations import OPS
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import PlanStep
 from chunkplan.schedule.actions import Actions
@@ -20,6 +19,7 @@ from chunkplan.schedule.footprint import fullest_moments
 from chunkplan.schedule.retained import peak_retained
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.test_parity import MODELS
+from tests.support.analyses import write_analysis
 from tests.support.distributed_cases import compare_masters, compare_steps, gradients_with_dropout
 from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
@@ -47,11 +47,9 @@ def made(
         **plan: Any,
     ) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("distributed")
-        (folder / "analysis").mkdir()
-        writer = AnalysisWriter(folder / "analysis")
-        for record, (ids, target) in enumerate(random_sequences(lengths, seed=3)):
-            writer.add(0, record, ids.astype(np.int32), target & (record not in no_targets))
-        writer.finish(exact=True, sources=[])
+        sequences = enumerate(random_sequences(lengths, seed=3))
+        targets = ((ids, target & (record not in no_targets)) for record, (ids, target) in sequences)
+        write_analysis(folder / "analysis", targets)
         settings = {"chunk_size": 8, "k": 2, "global_batch": len(lengths), **plan}
         build(folder / "analysis", folder / "plan", PlanConfig(**settings))
         (folder / "config.json").write_text(json.dumps(tiny_config(**four_layers(model or {"model_type": "qwen2"}))))

@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan_runtime.train import main
 from tests.support import training_checks
+from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.training_cases import run_main, run_main_on_gpus
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
@@ -128,11 +127,8 @@ def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
     more, changes, tiny_config, random_sequences, tmp_path, pool
 ):
     """With a head of its own: a chunk that has no targets gives it no gradient, and embeddings one in float32."""
-    (tmp_path / "analysis").mkdir()
-    writer = AnalysisWriter(tmp_path / "analysis")
-    for record, (ids, target) in enumerate(random_sequences([9, 7, 8], seed=4)):
-        writer.add(0, record, ids.astype(np.int32), target & (record < 1))
-    writer.finish(exact=True, sources=[])
+    first, *others = random_sequences([9, 7, 8], seed=4)
+    write_analysis(tmp_path / "analysis", [first, *((ids, target & False) for ids, target in others)])
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2", tie_word_embeddings=False)))
     several = {"dp": 2, **changes}
     for name, size, how in (("one", 1, {}), ("two", 2 * several.get("pp", 1), several)):

@@ -26,27 +26,16 @@ from transformers import (
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import _relative_errors, _vanishing
+from tests.support.analyses import write_analysis
+from tests.support.mixed_chunks import LENGTHS, MIXED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
-]
-
-#: Sequence 0 and 4 are split; 0 has one mixed chunk in its middle and one at its end, where the part is not first.
-LENGTHS = [23, 5, 9, 3, 30, 1, 8]
-MIXED = [
-    [(0, 0, 8)],
-    [(0, 8, 11), (1, 0, 5)],
-    [(3, 0, 3), (0, 11, 23), (5, 0, 1)],
-    [(2, 0, 9), (6, 0, 8)],
-    [(4, 0, 13)],
-    [(4, 13, 14)],
-    [(4, 14, 30)],
 ]
 
 
@@ -63,11 +52,7 @@ def one_thread():
 def made(tmp_path_factory, random_sequences):
     """A folder with the analysis of eleven sequences, a plan of nine of them over two epochs, and one of the others."""
     folder = tmp_path_factory.mktemp("chunk_trainer")
-    (folder / "analysis").mkdir()
-    writer = AnalysisWriter(folder / "analysis")
-    for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 5, 9, 17, 4, 33, 8, 12], seed=4)):
-        writer.add(0, record, ids.astype(np.int32), target)
-    writer.finish(exact=True, sources=[])
+    write_analysis(folder / "analysis", random_sequences([25, 6, 14, 40, 5, 9, 17, 4, 33, 8, 12], seed=4))
     build(folder / "analysis", folder / "plan", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=2, holdout=2))
     return folder
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from chunkplan import PlanConfig, build, load_plan, simulate_plan
-from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -27,6 +26,7 @@ from chunkplan_runtime.layout import Layout, choose_layout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes, TimedAction, stage_rows
+from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]
@@ -40,12 +40,7 @@ def pool() -> Iterator[ProcessPool]:
 
 @pytest.fixture(scope="module")
 def analysis(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callable[..., Any]) -> Path:
-    folder = tmp_path_factory.mktemp("timeline")
-    writer = AnalysisWriter(folder)
-    for record, (ids, target) in enumerate(random_sequences(LENGTHS, seed=3)):
-        writer.add(0, record, ids.astype(np.int32), target)
-    writer.finish(exact=True, sources=[])
-    return folder
+    return write_analysis(tmp_path_factory.mktemp("timeline"), random_sequences(LENGTHS, seed=3))
 
 
 @pytest.fixture
