@@ -64,8 +64,8 @@ def bare_loop(tokenizer: Path, strings: Path, with_offsets: bool) -> tuple[int, 
     encode = loaded.encode_batch if with_offsets else loaded.encode_batch_fast
     started = time.perf_counter()
     num_tokens = 0
-    for first in range(0, len(values), _BATCH):
-        for encoding in encode(values[first : first + _BATCH], add_special_tokens=not with_offsets):
+    for start in range(0, len(values), _BATCH):
+        for encoding in encode(values[start : start + _BATCH], add_special_tokens=not with_offsets):
             num_tokens += len(encoding.ids)
     return num_tokens, time.perf_counter() - started
 

@@ -132,10 +132,10 @@ class _Sleeper:
     def hidden_states(
         self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
-        """Sleep as long as a forward takes, and return hidden states of zero, [num_tokens, 1]."""
+        """Sleep as long as a forward takes, and return a hidden state of one number a token, [num_tokens, 1]."""
         forward, forward_kv, backward = self.seconds[tensors.spans]
-        begin = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
-        hidden: Tensor = _Sleep.apply(begin, forward if torch.is_grad_enabled() else forward_kv, backward)
+        received = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
+        hidden: Tensor = _Sleep.apply(received, forward if torch.is_grad_enabled() else forward_kv, backward)
         return hidden
 
 
@@ -169,14 +169,14 @@ def _work_of(job: Job, stage: int) -> RankWork:
 
 
 def _tensors(chunk: Chunk, sequences: Sequence[npt.NDArray[np.int32]]) -> ChunkTensors:
-    ids, positions, labels, spans, first = [], [], [], [], 0
+    ids, positions, labels, spans, offset = [], [], [], [], 0
     for sequence_id, start, end in ((each.sequence_id, each.start, each.end) for each in chunk.segments):
         sequence = sequences[sequence_id]
         with_next = sequence[start : end + 1]
         ids.append(sequence[start:end])
         positions.append(np.arange(start, end, dtype=np.int32))
         labels.append(shifted_labels(with_next, np.ones(len(with_next), np.bool_))[: end - start])
-        spans.append(Span(sequence_id, start, end, len(sequence), first, chunk.group_id))
-        first += end - start
+        spans.append(Span(sequence_id, start, end, len(sequence), offset, chunk.group_id))
+        offset += end - start
     input_ids, position_ids, targets = (torch.from_numpy(np.concatenate(each)) for each in (ids, positions, labels))
     return ChunkTensors(input_ids[None], position_ids[None], targets, tuple(spans))

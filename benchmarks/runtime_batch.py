@@ -87,7 +87,7 @@ def _write_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed:
 
 
 @contextmanager
-def as_today(model: CausalLM) -> Iterator[None]:
+def as_baseline(model: CausalLM) -> Iterator[None]:
     """Within the block the same model runs as transformers has it: SDPA, with activation checkpointing."""
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("sdpa")
@@ -121,7 +121,7 @@ def run_rows(model: CausalLM, rows: Sequence[ChunkTensors], num_target_tokens: i
 
 def run_whole(model: CausalLM, batch: Batch) -> float:
     """Run the step in rows of one sequence each, as transformers runs them; returns the loss."""
-    with as_today(model):
+    with as_baseline(model):
         return run_rows(model, batch.rows, batch.work.step.num_target_tokens)
 
 

@@ -1,4 +1,4 @@
-"""A step of long-tail lengths in chunks, beside the ways of today: one sequence a row, and packed to the longest."""
+"""A step of long-tail lengths in chunks, beside the baselines: one sequence a row, and packed to the longest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from allocations import Allocations
-from runtime_batch import as_today, interleaved, make_batch, qwen2, run_rows, run_whole, zero_gradients
+from runtime_batch import as_baseline, interleaved, make_batch, qwen2, run_rows, run_whole, zero_gradients
 from runtime_time import run_chunks
 
 from chunkplan_runtime.models.model import new_model
@@ -44,7 +44,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
     num_targets = batch.work.step.num_target_tokens
 
     def packed() -> float:
-        with as_today(model):
+        with as_baseline(model):
             return run_rows(model, batch.packed, num_targets)
 
     def chunked_checkpointing() -> float:
@@ -70,7 +70,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     num_rows = dict.fromkeys(ways, len(batch.work.ranks[0].chunks))
     num_rows |= {"unpacked, checkpointing": len(batch.rows), "packed to the longest, checkpointing": len(batch.packed)}
-    today = "unpacked, checkpointing", "packed to the longest, checkpointing"
+    baselines = "unpacked, checkpointing", "packed to the longest, checkpointing"
     rows = [
         {
             "": name,
@@ -78,8 +78,8 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
             "tokens/s": round(batch.num_tokens / medians[name]),
             "peak MB": round(peaks[name] / 1e6),
             "loss": f"{losses[name]:.6f}",
-            "speed over unpacked, packed": " ".join(f"{medians[other] / medians[name]:.2f}" for other in today),
-            "peak over unpacked, packed": " ".join(f"{peaks[name] / peaks[other]:.2f}" for other in today),
+            "speed over unpacked, packed": " ".join(f"{medians[other] / medians[name]:.2f}" for other in baselines),
+            "peak over unpacked, packed": " ".join(f"{peaks[name] / peaks[other]:.2f}" for other in baselines),
         }
         for name in ways
     ]

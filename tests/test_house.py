@@ -1,6 +1,6 @@
 """The product keeps to its house rules: sizes, names and docstrings; what does not yet is listed, to the name.
 
-A list of exceptions is exactly what is found: who mends one takes it off, and none comes back.
+A list of exceptions is exactly what is found: who fixes one takes it off, and none comes back.
 """
 
 from __future__ import annotations

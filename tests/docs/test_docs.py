@@ -187,7 +187,7 @@ OPTION = r"(?<!\S)--[a-z][a-z-]*"
 
 @cache
 def options_of(command: str) -> set[str]:
-    """What `--help` names; of the trainer also what torchrun is told."""
+    """What `--help` names; of the trainer also what torchrun is given."""
     if command == "train":
         return {*(one.flag for one in declared_by(TrainConfig).values()), "--nproc-per-node"}
     ran = subprocess.run(

@@ -61,9 +61,9 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
 
 def test_the_commands_print_what_is_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line `...` stands for any lines; of training and parity numbers may be others."""
-    told = list(commands())
-    assert len(told) == 16
-    for command, screen in told:
+    shown = list(commands())
+    assert len(shown) == 16
+    for command, screen in shown:
         code, printed = run(command, monkeypatch)
         assert code == (2 if screen.startswith("error: ") else 0), printed
         if command.startswith(("python", "chunkplan parity")):
