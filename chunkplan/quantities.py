@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
+
+
+class Selection(TypedDict):
+    """How many sequences the data of a plan has, and how many of them are held out, as its manifest says it."""
+
+    num_sequences: int
+    num_held_out: int
 
 
 def counted(number: int, noun: str) -> str:
@@ -52,7 +59,7 @@ def power_of_two(tokens: int) -> str:
     return str(tokens)
 
 
-def selection_words(config: PlanConfig, selection: dict[str, Any]) -> list[tuple[str, str]]:
+def selection_words(config: PlanConfig, selection: Selection) -> list[tuple[str, str]]:
     """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
     rows = []
     if config.holdout is not None:

@@ -20,6 +20,9 @@ from chunkplan.summary import summarize_plan
 Verdict = Literal["identical", "equal content, other manifest", "different"]
 Unit = Literal["count", "share", "ratio", "us"]
 
+#: A manifest, or an object in it, whatever its entries are: all of them are compared.
+Manifest = Mapping[str, Any]
+
 _PLAN_NUMBERS: dict[str, Unit] = {
     "num_steps": "count",
     "num_sequences": "count",
@@ -123,7 +126,7 @@ def diff(before: str | Path, after: str | Path) -> Difference:
 
 
 def _diff_plans(before: Plan, after: Plan) -> Difference:
-    manifests = before.manifest, after.manifest
+    manifests: tuple[Manifest, Manifest] = before.manifest, after.manifest
     if _is_same_data(before, after):
         manifests = _without_place(before.manifest), _without_place(after.manifest)
     return Difference(
@@ -157,14 +160,12 @@ def _is_same_data(before: Plan, after: Plan) -> bool:
     return bool(before.manifest["analysis"]["content_hash"] == after.manifest["analysis"]["content_hash"])
 
 
-def _without_place(manifest: dict[str, Any]) -> dict[str, Any]:
+def _without_place(manifest: Manifest) -> Manifest:
     """The manifest of a plan without where its analysis lies: of the same one that is no difference."""
     return {**manifest, "analysis": {name: value for name, value in manifest["analysis"].items() if name != "path"}}
 
 
-def _verdict(
-    before: Plan | Analysis, after: Plan | Analysis, left: Mapping[str, Any], right: Mapping[str, Any]
-) -> Verdict:
+def _verdict(before: Plan | Analysis, after: Plan | Analysis, left: Manifest, right: Manifest) -> Verdict:
     if before.content_hash != after.content_hash:
         return "different"
     return "identical" if left == right else "equal content, other manifest"
@@ -175,7 +176,7 @@ def _side(one: Plan | Analysis) -> Side:
     return Side(str(one.path), one.content_hash, data["exact"], data.get("sample"))
 
 
-def _plan_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _plan_sections(manifest: Manifest) -> dict[str, Manifest]:
     counts = {name: count for name, count in manifest["selection"].items() if name != "sources"}
     return {
         "configuration": manifest["config"],
@@ -185,7 +186,7 @@ def _plan_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _analysis_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _analysis_sections(manifest: Manifest) -> dict[str, Manifest]:
     return {
         "data": {name: manifest.get(name) for name in ("kind", "exact", "sample")},
         "tokens": {name: manifest.get(name) for name in ("tokenizer", "template_hash", "max_token_id")},
@@ -194,12 +195,12 @@ def _analysis_sections(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _written_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _written_by(manifest: Manifest) -> Manifest:
     return {name: manifest.get(name) for name in ("tool_version", "schema_version")}
 
 
 def _entries(
-    sections: Callable[[Mapping[str, Any]], dict[str, Any]], before: Mapping[str, Any], after: Mapping[str, Any]
+    sections: Callable[[Manifest], dict[str, Manifest]], before: Manifest, after: Manifest
 ) -> tuple[Entry, ...]:
     left, right = sections(before), sections(after)
     found = []
@@ -210,11 +211,12 @@ def _entries(
     return tuple(found)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Manifest, prefix: str = "") -> Manifest:
     """{"a": {"b": 1}} as {"a.b": 1}."""
-    flat: dict[str, Any] = {}
+    flat: Manifest = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat = {**flat, **inner}
     return flat
 
 
@@ -224,7 +226,7 @@ def _numbers(
     return tuple(Number(name, unit, before[name], after[name]) for name, unit in units.items())
 
 
-def _plan_numbers(plan: Plan) -> dict[str, Any]:
+def _plan_numbers(plan: Plan) -> dict[str, float | None]:
     return summarize_plan(plan.steps(), plan.chunks(), plan.manifest).to_dict()
 
 

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import StageMemory
+from chunkplan.quantities import Selection
+from chunkplan.tuning.document_entries import CostModelEntry
 
 _PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
 
 
-def caveats(manifest: dict[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class PlanHeader:
+    """What the manifest of a plan says of it: with what it was built, for which machine, of which data."""
+
+    config: PlanConfig
+    cost_model: CostModelEntry
+    selection: Selection
+    exact: bool
+    sample: float | None
+    content_hash: str
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> PlanHeader:
+        """The header in the `manifest` of a plan, which `read_manifest` has checked."""
+        return cls(
+            config=PlanConfig.from_entries(manifest["config"]),
+            cost_model=manifest["predictions"]["cost_model"],
+            selection=manifest["selection"],
+            exact=manifest["analysis"]["exact"],
+            sample=manifest["analysis"].get("sample"),
+            content_hash=manifest["content_hash"],
+        )
+
+
+def caveats(*, exact: bool, sample: float | None) -> list[str]:
     """What has to be said above everything else: that lengths behind a plan were estimated, or are a sample."""
     said = []
-    if sample := manifest["analysis"].get("sample"):
+    if sample is not None:
         said.append(f"A SAMPLE of {100 * sample:g}% of the records: a plan to look at, not to train.")
-    if not manifest["analysis"]["exact"]:
+    if not exact:
         said.append("ESTIMATED lengths, from bytes: a plan to look at, not to train.")
     return said
 
@@ -28,7 +55,7 @@ def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
     return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
 
 
-def machine_words(cost_model: dict[str, Any]) -> str:
+def machine_words(cost_model: CostModelEntry) -> str:
     """The model and the GPUs that times are predicted for, and how memory is saved."""
     shape, hardware = cost_model["shape"], cost_model["hardware"]
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []

@@ -5,29 +5,56 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NotRequired, TypedDict
 
-#: What is compared of a source, beside where it is.
-_COMPARED = ("content_hash", "schema", "records", "rejected", "num_sequences", "num_tokens")
 
-#: `path` and what is compared.
-Source = dict[str, Any]
+class SourceEntry(TypedDict):
+    """A source in the manifest of an analysis; earlier versions wrote fewer entries.
+
+    `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
+    that nothing was made of, each with the number of records, or None where that is not known.
+    """
+
+    path: str
+    format: NotRequired[str]
+    schema: str | None
+    evidence: NotRequired[str | None]
+    content_hash: NotRequired[str]
+    records: int
+    rejected: NotRequired[int]
+    reasons: NotRequired[dict[str, int]]
+    not_sampled: NotRequired[int]
+    num_sequences: NotRequired[int]
+    num_tokens: NotRequired[int]
+    unread_keys: NotRequired[dict[str, int | None]]
+    num_unread_keys: NotRequired[int]
+
+
+class ComparedSource(TypedDict):
+    """What is compared of a source; None where its manifest does not say it."""
+
+    path: str
+    content_hash: str | None
+    schema: str | None
+    records: int
+    rejected: int | None
+    num_sequences: int | None
+    num_tokens: int | None
 
 
 @dataclass(frozen=True)
 class SourceChange:
     """A source that is not the same in both analyses; `before` or `after` is None where it is not there.
 
-    Both have `path`, `content_hash`, `schema`, `records`, `rejected`, `num_sequences` and `num_tokens`. One that is
-    "moved" has the same content under another path.
+    One that is "moved" has the same content under another path.
     """
 
     change: Literal["added", "removed", "changed", "moved"]
-    before: Source | None
-    after: Source | None
+    before: ComparedSource | None
+    after: ComparedSource | None
 
 
-def compare_sources(before: Iterable[Source], after: Iterable[Source]) -> tuple[SourceChange, ...]:
+def compare_sources(before: Iterable[SourceEntry], after: Iterable[SourceEntry]) -> tuple[SourceChange, ...]:
     """The sources of two manifests that are not the same in both, in the order of `before`, then of `after`."""
     old, new = _by_place(before), _by_place(after)
     added = {place: source for place, source in new.items() if place not in old}
@@ -45,16 +72,24 @@ def compare_sources(before: Iterable[Source], after: Iterable[Source]) -> tuple[
     return (*found, *(SourceChange("added", None, source) for source in added.values()))
 
 
-def _same_content(one: Source, other: Source) -> bool:
+def _same_content(one: ComparedSource, other: ComparedSource) -> bool:
     return one["content_hash"] is not None and one["content_hash"] == other["content_hash"]
 
 
-def _by_place(sources: Iterable[Source]) -> dict[tuple[str, int], Source]:
+def _by_place(sources: Iterable[SourceEntry]) -> dict[tuple[str, int], ComparedSource]:
     """By path, and the number among those of that path: a file that is named twice is two sources."""
     seen: Counter[str] = Counter()
-    found = {}
+    found: dict[tuple[str, int], ComparedSource] = {}
     for source in sources:
         path = source["path"]
-        found[path, seen[path]] = {"path": path, **{name: source.get(name) for name in _COMPARED}}
+        found[path, seen[path]] = {
+            "path": path,
+            "content_hash": source.get("content_hash"),
+            "schema": source["schema"],
+            "records": source["records"],
+            "rejected": source.get("rejected"),
+            "num_sequences": source.get("num_sequences"),
+            "num_tokens": source.get("num_tokens"),
+        }
         seen[path] += 1
     return found

@@ -80,7 +80,7 @@ class Tuning:
         return self.recommended or self.chosen
 
     @property
-    def best_of_today(self) -> Baseline | None:
+    def best_baseline(self) -> Baseline | None:
         """The fastest way of today that fits and loses no token."""
         fitting = [row for row in self.baselines if row.fits and not row.lost]
         return min(fitting, key=lambda row: row.step_ns, default=None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from chunkplan.quantities import counted
 from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
+    from chunkplan.reporting.source_changes import SourceEntry
 
 #: Sources that are listed one by one.
 _LISTED = 20
@@ -44,15 +45,14 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, g
     from chunkplan_cli.length_report import print_length_report
 
     report = length_report(analysis)
-    manifest = analysis.manifest
     if as_json:
-        kept = {name: manifest[name] for name in _KEPT}
+        kept = {name: analysis.manifest[name] for name in _KEPT}
         print_json({"analysis": str(analysis.path), "report": report.to_dict(), **kept})
     else:
-        print_length_report(stdout(), report, manifest)
+        print_length_report(stdout(), report, analysis)
         if gain:
             _print_gain(analysis)
-    _say_what_was_read(analysis.path, manifest)
+    _say_what_was_read(analysis)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
 
@@ -95,8 +95,9 @@ def describe_old(target: Path) -> str | None:
         return "something that is no analysis this version can read"
 
 
-def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
-    sources = [source for source in manifest["sources"] if source["format"] != "link"]
+def _say_what_was_read(analysis: Analysis) -> None:
+    all_sources: list[SourceEntry] = analysis.manifest["sources"]
+    sources = [source for source in all_sources if source["format"] != "link"]
     for source in sources[:_LISTED]:
         counts = counted(source["records"], "record")
         if source["rejected"]:
@@ -106,20 +107,20 @@ def _say_what_was_read(folder: Path, manifest: dict[str, Any]) -> None:
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
         _say_what_was_not_read(sources[_LISTED:], "not read of them")
-    records, rejected, left_out = (
-        sum(source[name] for source in sources) for name in ("records", "rejected", "not_sampled")
-    )
+    records = sum(source["records"] for source in sources)
+    rejected = sum(source["rejected"] for source in sources)
+    left_out = sum(source["not_sampled"] for source in sources)
     if rejected or left_out:
-        parts = [f"{manifest['totals']['num_sequences']:,} sequences"]
+        parts = [f"{analysis.num_sequences:,} sequences"]
         parts += [f"{rejected:,} rejected"] if rejected else []
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
         note(f"{records:,} records = {' + '.join(parts)}")
     if rejected:
-        note(f"rejected records are listed in {folder / 'rejected.jsonl'}")
-    _warn_of_sources(manifest["sources"])
+        note(f"rejected records are listed in {analysis.path / 'rejected.jsonl'}")
+    _warn_of_sources(all_sources)
 
 
-def _say_what_was_not_read(sources: list[dict[str, Any]], words: str) -> None:
+def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
     """The keys of records that nothing was made of, the most frequent first."""
     from chunkplan.intake.result import add_unread, most_unread
 
@@ -136,9 +137,9 @@ def _say_what_was_not_read(sources: list[dict[str, Any]], words: str) -> None:
         note(*_indented(f"{words}: {_several(named, num_keys, 'at least ' if is_least else '')}"))
 
 
-def _warn_of_sources(sources: list[dict[str, Any]]) -> None:
+def _warn_of_sources(sources: list[SourceEntry]) -> None:
     """What is most likely not meant: sources that are mostly blank, and links that lead to data."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[SourceEntry]] = {}
     for source in sources:  # a text file is one record: together they are a corpus
         groups.setdefault("text files" if source["format"] == "text" else _name(source), []).append(source)
     blank = []
@@ -154,8 +155,8 @@ def _warn_of_sources(sources: list[dict[str, Any]]) -> None:
         note("hint: name the folders themselves to have what is in them read")
 
 
-def _name(source: dict[str, Any]) -> str:
-    return "the standard input" if source["path"] == _STDIN else str(source["path"])
+def _name(source: SourceEntry) -> str:
+    return "the standard input" if source["path"] == _STDIN else source["path"]
 
 
 def _several(names: list[str], number: int, least: str = "") -> str:

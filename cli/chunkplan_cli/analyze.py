@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -133,14 +133,28 @@ def analyze(
     target = output or place.analysis
     replaced = describe_old(target)
     with reading_progress() as progress:
-        analysis = run(data, target, options, cache=place.cache, progress=progress, **_how(how))
+        analysis = run(data, target, options, cache=place.cache, progress=progress, **_run_options(how))
     print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline)
     print_next(output, workspace)
 
 
-def _how(how: AnalyzeOptions) -> dict[str, Any]:
-    """What a run is told beside data and options."""
-    return {name: getattr(how, name) for name in ("tokenizer", "chat_template", "workers", "ray", "use_cache")}
+class _RunOptions(TypedDict):
+    tokenizer: str | None
+    chat_template: Path | None
+    workers: int | None
+    ray: str | None
+    use_cache: bool
+
+
+def _run_options(how: AnalyzeOptions) -> _RunOptions:
+    """What a run takes beside data and the options of the intake."""
+    return {
+        "tokenizer": how.tokenizer,
+        "chat_template": how.chat_template,
+        "workers": how.workers,
+        "ray": how.ray,
+        "use_cache": how.use_cache,
+    }
 
 
 def _write_shard(data: list[str], target: Path, options: IntakeOptions, how: AnalyzeOptions, place: Workspace) -> None:
@@ -149,16 +163,16 @@ def _write_shard(data: list[str], target: Path, options: IntakeOptions, how: Ana
 
     assert how.shard is not None
     with reading_progress() as progress:
-        request = IntakeRequest(paths=data, cache=place.cache, options=options, progress=progress, **_how(how))
+        request = IntakeRequest(paths=data, cache=place.cache, options=options, progress=progress, **_run_options(how))
         write_shard(request, target, how.shard)
     note(f"shard {how.shard[0]} of {how.shard[1]} in {target}")
 
 
-def _with_length_column(intake: Given, key: str | None) -> dict[str, Any]:
+def _with_length_column(intake: Given, key: str | None) -> Given:
     """The options, with the key of the role `length` among the columns."""
     if key is None:
         return intake
     columns = intake.get("columns", {})
     if "length" in columns:
         raise UsageError("two columns for the role length", hint="give every role at most once")
-    return {**intake, "columns": {**columns, "length": key}}
+    return Given({**intake, "columns": {**columns, "length": key}})

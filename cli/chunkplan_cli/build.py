@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chunkplan.building import BuiltPlan
     from chunkplan.lengths import Positions
     from chunkplan.reporting.plan_memory import PlanMemory
+    from chunkplan.tuning.document import Tuned
 
 
 @takes(
@@ -78,21 +79,28 @@ def build(
     target = output or place.plan
     replaced = describe_old(target)
     loaded = load_analysis(source)
+    found: Tuned | None = None
     with note_compilation():
         if auto:
-            found = choose(loaded, values, Given(machine | tuning), from_file)
-            values, cost = found.settings, found.cost
-            held_by: dict[str, Any] = {"sharding": found.sharding, "gpu_bytes": found.gpu_memory}
+            settings, found = choose(loaded, values, Given(machine | tuning), from_file)
+            cost = found.cost
         else:
             _refuse_without_auto(tuning, from_file)
-            cost, held_by = CostModel(**machine), {}
-        settings = plan_config(values)
+            cost = CostModel(**machine)
+            settings = plan_config(values)
         with progress("planning", "steps") as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=workers, progress=report_progress, dry_run=dry_run
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
-    memory = memory_at(plans[target].moments, plans[target].ranks, settings, cost, **held_by)
+    memory = memory_at(
+        plans[target].moments,
+        plans[target].ranks,
+        settings,
+        cost,
+        sharding=found.sharding if found else None,
+        gpu_bytes=found.gpu_memory if found else None,
+    )
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, machine, tuning)
     if not auto and settings.split != "none":
@@ -125,6 +133,7 @@ def _show(
     built: BuiltPlan, target: Path | None, memory: PlanMemory, positions: Positions | None, *, as_json: bool
 ) -> None:
     """The report of what was written to `target`, or of a dry run."""
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import summarize_plan
     from chunkplan_cli.plan_report import print_plan_report
 
@@ -134,7 +143,7 @@ def _show(
         document = {"plan": target and str(target), "manifest": manifest, "summary": summary.to_dict()}
         print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions)})
     else:
-        print_plan_report(stdout(), summary, manifest, memory)
+        print_plan_report(stdout(), summary, PlanHeader.of(manifest), memory)
 
 
 def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: str | None, *, dry_run: bool) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
@@ -16,16 +15,18 @@ from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.tuning.document import Tuned
 
 
-def choose(analysis: Analysis, values: dict[str, Any], machine: Given, file: Path | None) -> Tuned:
+def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None) -> tuple[PlanConfig, Tuned]:
     """What the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
 
-    The settings that are returned are `values` with what was chosen.
+    The configuration that is returned has `values`, and of the tuning what these do not say.
     """
     from chunkplan.tuning.document import read_tuning, tuned
+    from chunkplan.tuning.document_entries import PLAN_ENTRIES
     from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.tuning.tune import tune
     from chunkplan_cli.build_options import plan_config
@@ -48,10 +49,12 @@ def choose(analysis: Analysis, values: dict[str, Any], machine: Given, file: Pat
         options = tune_options(Given(machine | shared | tried))
         with progress("simulating", "runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
-    settings = {name: value for name, value in found.settings.items() if name != "k_by_length" or "k" not in values}
+    settings = Given({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
+    if "k" in values:
+        del settings["k_by_length"]
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
-    words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", str(settings["schedule"])]
+    words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
@@ -60,7 +63,7 @@ def choose(analysis: Analysis, values: dict[str, Any], machine: Given, file: Pat
         warn(f"plan only: the runtime cannot run {plan_only} yet")
     if file is not None:
         _compare(analysis, found, config)
-    return replace(found, settings=settings)
+    return config, found
 
 
 def _refuse_machine(machine: Given) -> None:
@@ -72,7 +75,7 @@ def _refuse_machine(machine: Given) -> None:
         )
 
 
-def _compare(analysis: Analysis, found: Tuned, config: Any) -> None:
+def _compare(analysis: Analysis, found: Tuned, config: PlanConfig) -> None:
     """Say how the data differ from what was tuned for; refuse what would no longer fit."""
     from chunkplan.tuning.drift import find_drift
 

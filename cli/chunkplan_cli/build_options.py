@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of, read_toml
-
-if TYPE_CHECKING:
-    from chunkplan_cli.declared import Given
+from chunkplan_cli.declared import Given
 
 
-def resolve(given: Given, config: Path | None) -> dict[str, Any]:
+def resolve(given: Given, config: Path | None) -> Given:
     """Of all options of a plan those of the TOML file, and those given, which win."""
-    return (read_toml(config, PlanConfig) if config is not None else {}) | given
+    return Given((read_toml(config, PlanConfig) if config is not None else {}) | given)
 
 
-def plan_config(values: dict[str, Any]) -> PlanConfig:
+def plan_config(values: Given) -> PlanConfig:
     """A plan's configuration; what is missing takes its default."""
     for name, one in options_of(PlanConfig).items():
         if one.is_required and name not in values:

@@ -34,7 +34,7 @@ def calibrate(
     from chunkplan_cli.calibration_report import chunk_words, print_calibration
     from chunkplan_runtime.requirements import require_torch
 
-    options = make(CalibrationOptions, {**asked, "name": output.stem})
+    options = make(CalibrationOptions, Given({**asked, "name": output.stem}))
     refuse_other_profile(output)
     refuse_overwriting(output, (config_file(options.model_config), options.base))
     require_torch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,14 +16,15 @@ from chunkplan_cli.visible import marks, visible
 
 if TYPE_CHECKING:
     from chunkplan.reporting.chunk_view import ChunkAction, ChunkView, SegmentView
+    from chunkplan.reporting.plan_words import PlanHeader
 
 
-def print_chunk(console: Console, view: ChunkView, manifest: dict[str, Any]) -> None:
+def print_chunk(console: Console, view: ChunkView, header: PlanHeader) -> None:
     """Print `view`; the text of its segments, where it is decoded, below all else."""
-    print_estimated(console, manifest)
+    print_estimated(console, header)
     title = f"step {view.step}, rank {view.dp_rank}, chunk {view.chunk.chunk_id}: {kind_words(view.chunk)}"
     console.print(Text(title, style="bold"))
-    console.print(_facts(view, manifest["config"]["chunk_size"]))
+    console.print(_facts(view, header.config.chunk_size))
     if view.segments:
         console.print()
         console.print(_segments(console, view))

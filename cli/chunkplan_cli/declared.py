@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -18,11 +18,14 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 class Given(dict[str, Any]):
-    """Values that were given, by field; what was not given is not in it. `typed` has the words of each."""
+    """Values that were given, by field of a configuration, which checks them; what was not given is not in it.
 
-    def __init__(self, *values: Any) -> None:
-        super().__init__(*values)
-        self.typed: dict[str, Any] = {}
+    `typed` has the text of each that was typed as one.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(values or {})
+        self.typed: dict[str, str] = {}
 
 
 def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> Callable[[Command], Command]:
@@ -53,7 +56,8 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
                     if typed in (None, []) and not given:
                         continue
                     values[name].update(_value(one, typed, given))
-                    values[name].typed[one.name] = typed
+                    if isinstance(typed, str):
+                        values[name].typed[one.name] = typed
             command(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -63,7 +67,7 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
     return decorate
 
 
-def make(config: type[Config], given: dict[str, Any]) -> Config:
+def make(config: type[Config], given: Given) -> Config:
     """The configuration of the values that were given; raises UsageError where one that is required was not."""
     for name, one in options_of(config).items():
         if one.is_required and name not in given:
@@ -77,17 +81,17 @@ def _declared(config: type[Options] | tuple[type[Options], tuple[str, ...]]) -> 
     return [one for one in options_of(config).values() if one.flag]
 
 
-def _value(one: Option, typed: Any, given: list[str]) -> dict[str, Any]:
+def _value(one: Option, typed: Any, given: list[str]) -> Given:
     """What was typed for an option, read; several fields where the flag fills several."""
     if given:
         if len(given) > 1 or typed not in (None, []):
             both = [*given, *([one.flag] if typed not in (None, []) else [])]
             raise _exclude(both)
-        return {one.name: one.also[given[0]]}
+        return Given({one.name: one.also[given[0]]})
     if isinstance(typed, bool):
-        return {one.name: not one.default if one.flag.startswith("--no-") else typed}
+        return Given({one.name: not one.default if one.flag.startswith("--no-") else typed})
     value = one.read(typed)
-    return value if one.fills else {one.name: value}
+    return Given(value if one.fills else {one.name: value})
 
 
 def _exclude(flags: list[str]) -> UsageError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +99,7 @@ def _worth_showing(entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def _value(console: Console, value: Any) -> Text:
+def _value(console: Console, value: object) -> Text:
     if isinstance(value, bool):
         return Text("yes" if value else "no")
     if value is None:
@@ -118,15 +118,11 @@ def _sources(console: Console, changes: tuple[SourceChange, ...]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for change in changes:
         before, after = change.before, change.after
-        shown: dict[str, Any] = after or before or {}
-        path = (
-            f"{before['path']} -> {after['path']}" if change.change == "moved" and before and after else shown["path"]
-        )
-        counts = [
-            _from_to(before[name] if before else None, after[name] if after else None)
-            for name in ("num_sequences", "num_tokens")
-        ]
-        table.add_row(Text(visible(path, console)), change.change, *counts)
+        paths = [side["path"] for side in (before, after) if side is not None]
+        path = " -> ".join(paths) if change.change == "moved" else paths[-1]
+        sequences = _from_to(before and before["num_sequences"], after and after["num_sequences"])
+        tokens = _from_to(before and before["num_tokens"], after and after["num_tokens"])
+        table.add_row(Text(visible(path, console)), change.change, sequences, tokens)
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,11 +113,12 @@ def _show_analysis(path: Path, as_json: bool) -> None:
     if as_json:
         print_json({"analysis": str(path), "report": report.to_dict(), "manifest": analysis.manifest})
     else:
-        print_length_report(stdout(), report, analysis.manifest)
+        print_length_report(stdout(), report, analysis)
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
     from chunkplan.reporting.plan_report import plan_report
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_plan_report
     from chunkplan_cli.plan_tables import print_plan_tables
@@ -127,12 +128,14 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json({"plan": str(plan.path), "manifest": plan.manifest, **report.to_dict()})
     else:
-        print_plan_report(stdout(), report.summary, plan.manifest, report.memory)
-        print_plan_tables(stdout(), report, plan.manifest)
+        header = PlanHeader.of(plan.manifest)
+        print_plan_report(stdout(), report.summary, header, report.memory)
+        print_plan_tables(stdout(), report, header)
 
 
 def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None:
     from chunkplan.planfile.places import check_rank, find_step
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.step_report import print_step
 
     step = find_step(plan, number)
@@ -144,9 +147,9 @@ def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None
             actions={place: done for place, done in step.actions.items() if place[0] == rank},
         )
     if as_json:
-        print_json({"exact": plan.manifest["analysis"]["exact"], **_step_document(step)})
+        _print_step_json(step, exact=plan.manifest["analysis"]["exact"])
     else:
-        print_step(stdout(), step, plan.manifest)
+        print_step(stdout(), step, PlanHeader.of(plan.manifest))
 
 
 def _one_rank(plan: Plan, rank: int | None) -> int:
@@ -173,6 +176,7 @@ def _show_chunk(
 ) -> None:
     from chunkplan.planfile.load import load_same_analysis
     from chunkplan.reporting.chunk_view import view_chunk
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.chunk_report import print_chunk
 
     analysis = None
@@ -185,7 +189,7 @@ def _show_chunk(
     if as_json:
         print_json({"exact": plan.manifest["analysis"]["exact"], **view.to_dict()})
     else:
-        print_chunk(stdout(), view, plan.manifest)
+        print_chunk(stdout(), view, PlanHeader.of(plan.manifest))
 
 
 def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:
@@ -200,8 +204,8 @@ def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:
     return found
 
 
-def _step_document(step: PlanStep) -> dict[str, Any]:
-    document = asdict(step)
+def _print_step_json(step: PlanStep, *, exact: bool) -> None:
+    document = {"exact": exact, **asdict(step)}
     del document["actions"], document["schedule_us"]
     document["chunks"] = [
         {"dp_rank": rank, **asdict(chunk)} for rank, chunks in step.chunks.items() for chunk in chunks
@@ -215,4 +219,4 @@ def _step_document(step: PlanStep) -> dict[str, Any]:
         }
         for (rank, stage), actions in step.actions.items()
     ]
-    return document
+    print_json(document)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,14 +13,15 @@ from chunkplan_cli.tables import bar, titled_table
 
 if TYPE_CHECKING:
     from chunkplan.lengths import Estimate, LengthReport, Quantile, Tail
+    from chunkplan.planfile.analysis import Analysis
 
 _MAX_BAR = 30
 #: Columns of the histogram that are not bars, and the space between all of them.
 _BESIDE_BARS = 52
 
 
-def print_length_report(console: Console, report: LengthReport, manifest: dict[str, Any]) -> None:
-    """Print `report`, and what `manifest` (of the same analysis) says of records rejected and sequences cut."""
+def print_length_report(console: Console, report: LengthReport, analysis: Analysis) -> None:
+    """Print `report`, and what `analysis`, which it is of, says of records rejected and sequences cut."""
     if report.sample is not None:
         message = f"A SAMPLE of {100 * report.sample:g}% of the records; ranges hold in 95 of 100 samples."
         console.print(Text(message, style="bold yellow"))
@@ -29,24 +30,24 @@ def print_length_report(console: Console, report: LengthReport, manifest: dict[s
         message = "ESTIMATED from bytes, no tokenizer: every 4 bytes are taken for one token."
         console.print(Text(message, style="bold yellow"))
         console.print()
-    for part in (_totals(report, manifest), _cumulative(report), _histogram(report, console), _tails(report)):
+    for part in (_totals(report, analysis), _cumulative(report), _histogram(report, console), _tails(report)):
         console.print(part)
         console.print()
     console.print("* attention: the sum of squared lengths")
     console.print(f"Padded to the longest, {_share(report.padding_share)} of what is computed would be padding.")
 
 
-def _totals(report: LengthReport, manifest: dict[str, Any]) -> Table:
+def _totals(report: LengthReport, analysis: Analysis) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     estimated = "" if report.exact else "estimated"
     table.add_row(
-        "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, manifest))
+        "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, analysis))
     )
     table.add_row("tokens", f"{report.num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
-    if manifest.get("tokens") or not report.exact:
+    if analysis.has_tokens or not report.exact:
         targets = _share(report.num_target_tokens / report.num_tokens)
         table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{targets} of the tokens")
     table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
@@ -62,12 +63,12 @@ def _join(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _dropped(report: LengthReport, manifest: dict[str, Any]) -> str:
+def _dropped(report: LengthReport, analysis: Analysis) -> str:
     """What a reader should know before trusting the number of sequences."""
-    rejected = manifest.get("rejected", {})
+    rejected: dict[str, int] = analysis.manifest.get("rejected", {})
     reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
     notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
-    truncated = manifest.get("truncated", {"num_sequences": 0})
+    truncated: dict[str, int] = analysis.manifest.get("truncated", {"num_sequences": 0})
     if truncated["num_sequences"]:
         notes.append(f"{truncated['num_sequences']:,} cut by {truncated['num_tokens']:,} tokens")
     if report.num_without_target:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -13,30 +13,28 @@ from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, se
 
 if TYPE_CHECKING:
     from chunkplan.reporting.plan_memory import PlanMemory
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import PlanSummary
 
 
-def print_plan_report(
-    console: Console, summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory | None
-) -> None:
+def print_plan_report(console: Console, summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> None:
     """Print what a plan comes to; `memory` is None where it does not describe the model and the GPU."""
-    print_estimated(console, manifest)
-    console.print(Panel(Group(*_overview(summary, manifest, memory)), title="plan", title_align="left", expand=False))
+    print_estimated(console, header)
+    console.print(Panel(Group(*_overview(summary, header, memory)), title="plan", title_align="left", expand=False))
 
 
-def print_estimated(console: Console, manifest: dict[str, Any]) -> None:
+def print_estimated(console: Console, header: PlanHeader) -> None:
     """Where the lengths behind a plan were estimated or are a sample, say so above everything else."""
     from chunkplan.reporting.plan_words import caveats
 
-    for caveat in caveats(manifest):
+    for caveat in caveats(exact=header.exact, sample=header.sample):
         console.print(Text(caveat, style="bold yellow"))
 
 
-def _overview(summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory | None) -> list[Any]:
-    from chunkplan.planfile.manifest import config_of
+def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> list[RenderableType]:
     from chunkplan.reporting.plan_words import machine_words, schedule_words
 
-    config, cost_model = config_of(manifest), manifest["predictions"]["cost_model"]
+    config, cost_model = header.config, header.cost_model
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -48,7 +46,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory
         ),
         ("steps", _steps(summary)),
         ("tokens", f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets"),
-        *selection_words(config, manifest["selection"]),
+        *selection_words(config, header.selection),
         ("chunks", _chunks(summary)),
         ("fewest chunks", _bound(summary)),
         (
@@ -85,7 +83,7 @@ def _overview(summary: PlanSummary, manifest: dict[str, Any], memory: PlanMemory
     return [
         grid,
         Text(f"\ntimes: {machine_words(cost_model)}", style="dim"),
-        Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
+        Text(f"content hash {header.content_hash[:16]}", style="dim"),
     ]
 
 

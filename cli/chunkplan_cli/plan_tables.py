@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +14,7 @@ from chunkplan_cli.tables import bar, titled_table
 if TYPE_CHECKING:
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.slow_steps import StepTimes
 
 _MAX_BAR = 30
@@ -22,7 +23,7 @@ _MAX_BAR = 30
 _MOST_RANKS = 3
 
 
-def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, Any]) -> None:
+def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) -> None:
     """Print all of them; those of which there is nothing to say are left out."""
     from chunkplan.reporting.plan_words import machine_words
 
@@ -37,7 +38,7 @@ def print_plan_tables(console: Console, report: PlanReport, manifest: dict[str, 
     console.print()
     console.print(_memory(report.memory))
     console.print()
-    machine = machine_words(manifest["predictions"]["cost_model"])
+    machine = machine_words(header.cost_model)
     console.print(Text(f"* pairs of a query and a key. Times and memory are predictions, of {machine}.", style="dim"))
 
 

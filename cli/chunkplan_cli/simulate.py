@@ -98,6 +98,7 @@ def simulate(
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
     from chunkplan.files.whole_file import refuse_overwriting
+    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
     from chunkplan_cli.compilation import note_compilation
@@ -142,7 +143,7 @@ def simulate(
     else:
         console = stdout()
         if lengths is None:
-            print_estimated(console, loaded.manifest)
+            print_estimated(console, PlanHeader.of(loaded.manifest))
         if compared:
             print_comparison(console, compared)
         else:

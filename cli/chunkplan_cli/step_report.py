@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from chunkplan_cli.tables import titled_table
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
+    from chunkplan.reporting.plan_words import PlanHeader
 
 #: By op its letter, for the line of a stage's actions.
 _LETTERS = dict(zip(OPS, LETTERS, strict=True))
@@ -26,12 +27,10 @@ _MAX_CHUNKS = 40
 _MAX_ACTIONS = 200
 
 
-def print_step(console: Console, step: PlanStep, manifest: dict[str, Any]) -> None:
+def print_step(console: Console, step: PlanStep, header: PlanHeader) -> None:
     """Print the chunks of each rank of a step, and what its stages do."""
-    from chunkplan.planfile.manifest import config_of
-
-    config = config_of(manifest)
-    print_estimated(console, manifest)
+    config = header.config
+    print_estimated(console, header)
     console.print(
         f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
         f"{counted(step.num_tokens, 'token')}, {counted(step.num_target_tokens, 'target')}, "

@@ -130,7 +130,7 @@ def _verdict(tuning: Tuning) -> list[Text]:
     today = tuning.baselines[0]
     gain = f"{today.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
     gain += "" if today.fits else f" (which would need {gibibytes(today.memory.total)} a GPU)"
-    best = tuning.best_of_today
+    best = tuning.best_baseline
     if best is not None and best is not today:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
@@ -161,7 +161,7 @@ def _words(choice: Choice, tuning: Tuning) -> str:
 
 def print_headline(console: Console, tuning: Tuning) -> None:
     """Print what chunks would gain, in one line: over the best of today's ways that fits and loses nothing."""
-    choice, best, today = tuning.chosen, tuning.best_of_today, tuning.baselines[0]
+    choice, best, today = tuning.chosen, tuning.best_baseline, tuning.baselines[0]
     dp, tp, pp = choice.layout
     if best is not None:
         gain = f", {best.step_ns / choice.step_ns:.1f}x as fast as {best.name} ({seconds(best.step_ns / 1e3)}), the "

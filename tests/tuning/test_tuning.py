@@ -255,7 +255,7 @@ def test_ranks_that_share_weights_get_equal_chunks_and_k_1(lengths: Path) -> Non
     found = tune(lengths, options_with(tp=1, dp=4, pp=1, gpu_memory=400 * GIB, sharding="weights", schedules=None))
     assert found.recommended is not None
     assert (found.recommended.config.k, found.recommended.config.equal_chunks) == (1, True)
-    assert tuned(found).settings["equal_chunks"]
+    assert tuned(found).config.equal_chunks
 
 
 def test_less_memory_means_checkpointing_then_nothing(lengths: Path) -> None:
@@ -427,7 +427,7 @@ def test_what_is_no_document_is_refused(tmp_path: Path, text: str) -> None:
 def test_drift_is_the_share_of_tokens_that_changed_their_length_class(tuning: Tuning, lengths: Path) -> None:
     before = np.load(lengths)
     choice = tuned(tuning)
-    config = PlanConfig(**choice.settings)
+    config = choice.config
     same = find_drift(before, choice, config)
     assert same.moved == pytest.approx(0)
     assert same.fits

@@ -1,18 +1,24 @@
-"""What `tune` tried: time against memory, with what people run today beside it."""
+"""What `tune` tried: time against memory, with the baselines beside it."""
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes, k_words, percent, seconds
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, plain
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, axis, layout, plain
 from chunkplan.reporting.page.parts import Table
-from chunkplan.tuning.document import PLAN_ENTRIES
+from chunkplan.tuning.document_entries import (
+    PLAN_ENTRIES,
+    BaselineEntry,
+    ChoiceEntry,
+    CostModelEntry,
+    PlanEntries,
+    TuningDocument,
+)
 
 #: Rows of the table: the choices that fit, fastest first.
 _MOST_ROWS = 100
@@ -24,19 +30,24 @@ _TICKS = ((0.8, (1, 1.5, 2, 3, 4, 5, 7)), (1.2, (1, 2, 3, 5)), (3.0, (1, 2, 5)),
 #: Room around what is drawn, of the range.
 _ROOM = 0.06
 
+#: A point of the chart.
+Row = ChoiceEntry | BaselineEntry
 
-def choice_of_plan(document: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+
+def choice_of_plan(document: TuningDocument, plan: Plan) -> ChoiceEntry | None:
     """The choice of a tuning (see `tuning_document`) with the layout and all settings of `plan`, if there is one."""
-
-    def key(config: dict[str, Any], cost_model: dict[str, Any]) -> str:
-        entries = [config[name] for name in PLAN_ENTRIES]
-        return json.dumps([*entries, *(cost_model[name] for name in ("tp", "checkpointing", "kv_offload"))])
-
-    wanted = key(plan.manifest["config"], plan.manifest["predictions"]["cost_model"])
-    return next((choice for choice in document["choices"] if key(choice, choice) == wanted), None)
+    wanted = _settings(plan.manifest["config"], plan.manifest["predictions"]["cost_model"])
+    return next((choice for choice in document["choices"] if _settings(choice, choice) == wanted), None)
 
 
-def candidates_figure(document: dict[str, Any], own: dict[str, Any] | None) -> go.Figure:
+def _settings(config: PlanEntries, cost_model: CostModelEntry | ChoiceEntry) -> list[object]:
+    """What sets a choice apart from others; a tuning that was not written to a file has tuples for the lists of one."""
+    by_length = [list(pair) for pair in config["k_by_length"] or ()]
+    entries = [config.get(name) for name in PLAN_ENTRIES if name != "k_by_length"]
+    return [*entries, by_length, cost_model["tp"], cost_model["checkpointing"], cost_model["kv_offload"]]
+
+
+def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.Figure:
     """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step; `own` is a plan's."""
     figure = go.Figure()
     fitting = [choice for choice in document["choices"] if choice["fits"]]
@@ -62,7 +73,7 @@ def candidates_figure(document: dict[str, Any], own: dict[str, Any] | None) -> g
     return figure
 
 
-def limit_words(document: dict[str, Any]) -> str:
+def limit_words(document: TuningDocument) -> str:
     """What a GPU has, and where in the chart that is."""
     limit = document["options"]["gpu_memory"]
     memory = _memory(document)
@@ -70,11 +81,11 @@ def limit_words(document: dict[str, Any]) -> str:
     return f"A GPU has {gibibytes(limit)}, {where}; what is drawn takes {min(memory):,.1f} to {max(memory):,.1f}."
 
 
-def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(document: TuningDocument) -> list[Row]:
     return [*document["choices"], *document["baselines"]]
 
 
-def _memory(document: dict[str, Any]) -> list[float]:
+def _memory(document: TuningDocument) -> list[float]:
     """GiB of all that is drawn."""
     return [row["memory"]["total"] / 2**30 for row in _rows(document)]
 
@@ -84,7 +95,7 @@ def _is_near(limit: float, memory: list[float]) -> bool:
     return min(memory) / 2 <= limit <= max(memory) * 2
 
 
-def _axis(title: str, values: list[float]) -> dict[str, Any]:
+def _axis(title: str, values: list[float]) -> PlotlyEntries:
     """An axis with all `values`: a log one with ticks at round numbers where they are far apart."""
     low, high = min(values), max(values)
     if high < _FAR_APART * low:
@@ -99,7 +110,7 @@ def _axis(title: str, values: list[float]) -> dict[str, Any]:
 
 
 def _add(
-    figure: go.Figure, name: str, rows: list[dict[str, Any]], marker: dict[str, Any], line: dict[str, Any] | None = None
+    figure: go.Figure, name: str, rows: Sequence[Row], marker: PlotlyEntries, line: PlotlyEntries | None = None
 ) -> None:
     if rows:
         figure.add_scatter(
@@ -114,23 +125,23 @@ def _add(
         )
 
 
-def _words(row: dict[str, Any]) -> str:
+def _words(row: Row) -> str:
     """What a choice, or a baseline, is."""
     if "name" in row:
-        return str(row["name"])
+        return row["name"]
     return f"ChunkSize {row['chunk_size']:,}, K {k_words(row['k'], row['k_by_length'])}, {_how(row)}"
 
 
-def _how(row: dict[str, Any]) -> str:
+def _how(row: ChoiceEntry) -> str:
     """The schedule and layout of a choice, and how memory is saved."""
     words = [row["schedule"], f"dp {row['dp']}, tp {row['tp']}, pp {row['pp']}"]
     words += ["checkpoints"] if row["checkpointing"] == "full" else []
     return ", ".join(words + (["KV offload"] if row["kv_offload"] else []))
 
 
-def candidates_tables(document: dict[str, Any], own: dict[str, Any] | None) -> list[Table]:
-    """What people run today, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
-    today = [
+def candidates_tables(document: TuningDocument, own: ChoiceEntry | None) -> list[Table]:
+    """The baselines, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
+    baselines = [
         (
             row["name"],
             seconds(row["step_seconds"] * 1e6),
@@ -150,7 +161,7 @@ def candidates_tables(document: dict[str, Any], own: dict[str, Any] | None) -> l
     num_fitting = sum(row["fits"] for row in choices)
     caption = f"Choices: {len(rows):,} of the {num_fitting:,} that fit, of {len(choices):,} in all"
     return [
-        Table("What people run today", ("way", "step", "memory", "fits", "tokens lost"), today),
+        Table("What people run today", ("way", "step", "memory", "fits", "tokens lost"), baselines),
         Table(
             caption,
             ("ChunkSize", "K", "how", "step", "memory", "MFU", "bubble", "recomputed", "notes"),
@@ -160,9 +171,7 @@ def candidates_tables(document: dict[str, Any], own: dict[str, Any] | None) -> l
     ]
 
 
-def _choice_row(
-    row: dict[str, Any], on_front: bool, chosen: dict[str, Any], own: dict[str, Any] | None
-) -> tuple[str, ...]:
+def _choice_row(row: ChoiceEntry, on_front: bool, chosen: ChoiceEntry, own: ChoiceEntry | None) -> tuple[str, ...]:
     notes = ["this plan"] if row == own else []
     notes += ["chosen"] if row == chosen else []
     notes += ["Pareto front"] if on_front else []

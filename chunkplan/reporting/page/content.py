@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
@@ -23,14 +22,15 @@ from chunkplan.reporting.page.sections import (
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_report import report_of
-from chunkplan.reporting.plan_words import caveats
+from chunkplan.reporting.plan_words import PlanHeader, caveats
+from chunkplan.tuning.document_entries import TuningDocument
 
 
 def plan_page(
     plan: Plan,
     analysis: Analysis | None,
     why_no_analysis: str | None,
-    tuning: dict[str, Any] | None,
+    tuning: TuningDocument | None,
     warnings: Sequence[str],
     step: int | None,
 ) -> str:
@@ -55,15 +55,15 @@ def plan_page(
     ]
     sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
     title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"
-    return render(title, caveats(plan.manifest), plan_facts(plan, report), sections)
+    header = PlanHeader.of(plan.manifest)
+    warned = caveats(exact=header.exact, sample=header.sample)
+    return render(title, warned, plan_facts(plan, report), sections)
 
 
-def analysis_page(analysis: Analysis, tuning: dict[str, Any] | None, warnings: Sequence[str]) -> str:
+def analysis_page(analysis: Analysis, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
     """HTML of an analysis; `tuning` is as `tuning_document` has it."""
     sections = [analysis_lengths_section(analysis.num_tokens)]
     sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
     facts = analysis_facts(analysis, length_report(analysis))
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
-    return render(
-        title, caveats({"analysis": {"exact": analysis.is_exact, "sample": analysis.sample}}), facts, sections
-    )
+    return render(title, caveats(exact=analysis.is_exact, sample=analysis.sample), facts, sections)

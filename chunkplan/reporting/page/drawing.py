@@ -5,6 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+#: Entries of a layout, an axis or a marker by the names that plotly has for them; what they may be, plotly checks.
+PlotlyEntries = dict[str, Any]
+
 #: Told apart by people who see fewer colours, on light and dark grounds alike; white text on them can be read.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", "#6b7684"
 
@@ -12,7 +15,7 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", 
 FONT_SIZE = 12
 
 
-def layout(height: int, **more: Any) -> dict[str, Any]:
+def layout(height: int, **more: Any) -> PlotlyEntries:
     """Of a chart as wide as its place and `height` pixels high; `more` are entries of a plotly layout."""
     return dict(
         height=height,
@@ -37,18 +40,18 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
     )
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
+def axis(title: str, **more: Any) -> PlotlyEntries:
     """An axis with a title of plain text."""
     title_text = {"text": plain(title), "standoff": 8}
     return {"title": title_text, "automargin": True, "zeroline": False, "separatethousands": True, **more}
 
 
-def narrowest(width: float) -> dict[str, Any]:
+def narrowest(width: float) -> PlotlyEntries:
     """Entries of a layout of which the page's buttons never show less than `width` of the x axis."""
     return {"meta": {"narrowest": width}}
 
 
-def within(least: float, most: float) -> dict[str, Any]:
+def within(least: float, most: float) -> PlotlyEntries:
     """Entries of an axis that shows all from `least` to `most`, and that nobody can move or zoom out of it."""
     return {"range": [least, most], "minallowed": least, "maxallowed": most}
 

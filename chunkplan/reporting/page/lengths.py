@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.quantities import percent, power_of_two
-from chunkplan.reporting.page.drawing import BLUE, GREY, ORANGE, axis, layout
+from chunkplan.reporting.page.drawing import BLUE, GREY, ORANGE, PlotlyEntries, axis, layout
 from chunkplan.reporting.page.parts import Table
 
 #: Half a power of two is a bar.
@@ -82,7 +81,7 @@ def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size
     return figure
 
 
-def _ticks(panels: list[Histogram], chunk_size: int | None) -> dict[str, Any]:
+def _ticks(panels: list[Histogram], chunk_size: int | None) -> PlotlyEntries:
     """Entries of an axis on which a bar is one wide, with room for ChunkSize.
 
     Ticks are at the powers of two around all bars, and between them at every other one that is not too near.

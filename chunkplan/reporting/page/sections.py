@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import polars as pl
 
@@ -24,6 +23,7 @@ from chunkplan.reporting.page.parts import Chart, Section
 from chunkplan.reporting.page.plan_tables import plan_tables
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
+from chunkplan.tuning.document_entries import TuningDocument
 
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
 _BEFORE_AND_AFTER = (
@@ -66,7 +66,7 @@ def plan_lengths_section(
     )
 
 
-def candidates_section(tuning: dict[str, Any] | None, warnings: Sequence[str], plan: Plan | None) -> Section:
+def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
     """What a tuning (see `tuning_document`) found, with `warnings` of it and the place of `plan`, or how to get one."""
     title = "Candidates: time against memory"
     if tuning is None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent
+from chunkplan.tuning.document_entries import CostModelEntry, DataEntry, TuningDocument
 from chunkplan.tuning.drift import length_drift
 
 
-def tuning_warnings(tuning: dict[str, Any], plan: Plan | None, analysis: Analysis | None) -> list[str]:
+def tuning_warnings(tuning: TuningDocument, plan: Plan | None, analysis: Analysis | None) -> list[str]:
     """What a tuning (see `tuning_document`) was found for and `plan`, or `analysis`, is not; those that are None are
     not looked at."""
     said = [] if analysis is None else _of_data(tuning["data"], analysis)
     return said if plan is None else [*said, *_of_plan(tuning, plan)]
 
 
-def _of_data(data: dict[str, Any], analysis: Analysis) -> list[str]:
+def _of_data(data: DataEntry, analysis: Analysis) -> list[str]:
     before = {int(length): share for length, share in data["token_histogram"].items()}
     drift = length_drift(analysis.num_tokens, before, data["longest_sequence"])
     if not drift.has_drifted:
@@ -29,15 +29,20 @@ def _of_data(data: dict[str, Any], analysis: Analysis) -> list[str]:
     ]
 
 
-def _of_plan(tuning: dict[str, Any], plan: Plan) -> list[str]:
-    here, there = plan.manifest["predictions"]["cost_model"], tuning["cost_model"]
+def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
+    here: CostModelEntry = plan.manifest["predictions"]["cost_model"]
+    there = tuning["cost_model"]
     said = []
-    for name, what in (("shape", "model"), ("hardware", "GPU")):
-        mine, other = here[name], there[name]
-        if mine["name"] != other["name"]:
-            said.append(f"The tuning is for another {what}: {other['name']}, the plan's times are for {mine['name']}.")
-        elif json.dumps(mine, sort_keys=True) != json.dumps(other, sort_keys=True):
-            said.append(f"The tuning has other numbers for the {what} {mine['name']} than the plan.")
+    for what, planned, tuned in (
+        ("model", here["shape"], there["shape"]),
+        ("GPU", here["hardware"], there["hardware"]),
+    ):
+        if planned["name"] != tuned["name"]:
+            said.append(
+                f"The tuning is for another {what}: {tuned['name']}, the plan's times are for {planned['name']}."
+            )
+        elif json.dumps(planned, sort_keys=True) != json.dumps(tuned, sort_keys=True):
+            said.append(f"The tuning has other numbers for the {what} {planned['name']} than the plan.")
     if here.get("precision", there["precision"]) != there["precision"]:
         said.append(f"The tuning is for {there['precision']}, the plan's times are for {here['precision']}.")
     layout = tuning["chosen"]  # every choice has as many GPUs

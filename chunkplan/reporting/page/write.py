@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.files.whole_file import refuse_overwriting, refuse_unwritable, whole_file
@@ -12,6 +11,7 @@ from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.tuning.document import read_tuning_document, tuning_document
+from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.tuning.tune import Tuning
 
 
@@ -72,7 +72,7 @@ def _refuse_sources(path: Path, analysis: Analysis | None) -> None:
         refuse_overwriting(path, [source["path"] for source in analysis.manifest.get("sources", [])])
 
 
-def _document(tuning: Tuning | str | Path) -> dict[str, Any]:
+def _document(tuning: Tuning | str | Path) -> TuningDocument:
     return tuning_document(tuning) if isinstance(tuning, Tuning) else read_tuning_document(Path(tuning))
 
 
