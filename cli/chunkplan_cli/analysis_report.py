@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.quantities import counted
 from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
@@ -65,7 +66,6 @@ def print_next(output: Path | None, workspace: Path | None) -> None:
 
 
 def _print_gain(analysis: Analysis) -> None:
-    from chunkplan.errors import UsageError
     from chunkplan.tuning.headline import headline
     from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.tune_report import print_headline
@@ -81,7 +81,6 @@ def _print_gain(analysis: Analysis) -> None:
 
 def describe_old(target: Path) -> str | None:
     """What `target` holds now, in words, if it is something that the new analysis replaces."""
-    from chunkplan.errors import ChunkplanError
     from chunkplan.planfile.manifest import read_manifest
 
     if not target.is_dir() or not any(target.iterdir()):

@@ -15,7 +15,7 @@ from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
@@ -93,7 +93,7 @@ def analyze(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to write. Default: analysis, or shard-I-of-N, of the workspace."),
+        output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace."),
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,

@@ -14,8 +14,8 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.build_options import describe_old, plan_config, resolve
-from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.build_options import BuildOptions, describe_old, plan_config, resolve
+from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
 from chunkplan_cli.progress import progress
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     plan=PlanConfig,
     machine=(CostModel, ("shape", "hardware", "tp", "precision", "checkpointing")),
     tuning=(TuneOptions, ("gpus", "gpu_memory", "sharding")),
+    how=BuildOptions,
 )
 def build(
     analysis: AnalysisArgument = None,
@@ -42,20 +43,9 @@ def build(
     auto: Annotated[
         bool, typer.Option("--auto", help="Choose what is not given for this model and hardware, as `tune` does.")
     ] = False,
-    from_file: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="With --auto: what `tune --output FILE` found.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="These options as `chunk-size = 8192`; options given win.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write the plan. Default: WORKSPACE/plan.")
-    ] = None,
+    how: Given,
+    output: Annotated[Path | None, output_option("Where to write the plan. Default: WORKSPACE/plan.")] = None,
     workspace: WorkspaceOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Threads that plan; the plan is the same. Default: processors."),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and report, write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,7 +63,8 @@ def build(
     from chunkplan_cli.build_auto import choose
     from chunkplan_cli.compilation import note_compilation
 
-    values = resolve(plan, config)
+    options = BuildOptions(**how)
+    values = resolve(plan, options.config)
     place = Workspace.find(workspace)
     source = find_analysis(analysis, place)
     target = output or place.plan
@@ -82,15 +73,15 @@ def build(
     found: Tuned | None = None
     with note_compilation():
         if auto:
-            settings, found = choose(loaded, values, Given(machine | tuning), from_file)
+            settings, found = choose(loaded, values, Given(machine | tuning), options.from_file)
             cost = found.cost
         else:
-            _refuse_without_auto(tuning, from_file)
+            _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
             settings = plan_config(values)
         with progress("planning", "steps") as report_progress:
             plans = build_plans(
-                loaded, target, settings, cost=cost, workers=workers, progress=report_progress, dry_run=dry_run
+                loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     memory = memory_at(
@@ -106,7 +97,7 @@ def build(
     if not auto and settings.split != "none":
         totals = plans[target].manifest["totals"]
         warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
-    warn_of_memory(memory, cost, settings, None if from_file else tune)
+    warn_of_memory(memory, cost, settings, None if options.from_file else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
     if not dry_run:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.errors import UsageError
-from chunkplan.options import options_of, read_toml
-from chunkplan_cli.declared import Given
+from chunkplan.domains import path, whole
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.options import Options, option, options_of, read_toml
+from chunkplan_cli.declared import OPTIONS, Given
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(Options):
+    """Where the options of a plan come from beside the command line, and how much of the machine plans."""
+
+    from_file: Path | None = option(
+        path("FILE"), "With --auto: what `tune --output FILE` found.", group=OPTIONS, default=None, flag="--from"
+    )
+    config: Path | None = option(
+        path("FILE.toml"), "These options as `chunk-size = 8192`; options given win.", group=OPTIONS, default=None
+    )
+    workers: int | None = option(
+        whole(1),
+        "Threads that plan; the plan is the same.",
+        group=OPTIONS,
+        default=None,
+        default_words="processors",
+    )
 
 
 def resolve(given: Given, config: Path | None) -> Given:
@@ -28,7 +49,6 @@ def plan_config(values: Given) -> PlanConfig:
 
 def describe_old(target: Path) -> str | None:
     """What `target` holds now, in words, if it is something that the new plan replaces."""
-    from chunkplan.errors import ChunkplanError
     from chunkplan.planfile.load import load_plan
 
     if not target.is_dir() or not any(target.iterdir()):

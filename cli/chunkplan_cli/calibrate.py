@@ -6,9 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from chunkplan_cli.declared import Given, JsonOption, make, takes
+from chunkplan_cli.declared import Given, JsonOption, make, output_option, takes
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 from chunkplan_runtime.calibration.options import CalibrationOptions
@@ -18,7 +16,7 @@ from chunkplan_runtime.calibration.options import CalibrationOptions
 def calibrate(
     *,
     asked: Given,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, such as h200-here.toml.")],
+    output: Annotated[Path, output_option("The profile to write, such as h200-here.toml.", metavar="FILE")],
     as_json: JsonOption = False,
 ) -> None:
     """Time chunks on this machine and fit a hardware profile for `tune` and `build` to them.

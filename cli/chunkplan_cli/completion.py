@@ -7,6 +7,8 @@ from pathlib import Path
 
 import typer
 
+from chunkplan.errors import ChunkplanError
+
 #: Of more steps or ranks the first ones are offered.
 _MOST_NUMBERS = 10_000
 
@@ -44,7 +46,6 @@ def ranks(context: typer.Context) -> list[str]:
 
 def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
     """0 up to a number of the plan's manifest; nothing where there is no plan, or none that can be read."""
-    from chunkplan.errors import ChunkplanError
     from chunkplan.files.json_file import read_json
     from chunkplan.workspace import Workspace
 

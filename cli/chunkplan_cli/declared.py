@@ -14,6 +14,9 @@ from chunkplan.errors import UsageError
 from chunkplan.options import Config, Option, Options, options_of
 from chunkplan_cli.completion import one_of, some_of
 
+#: The panel of the help for options that are of no other.
+OPTIONS = "Options"
+
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -149,3 +152,8 @@ WorkspaceOption = Annotated[
     typer.Option("--workspace", metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")]
+
+
+def output_option(help: str, *, metavar: str = "DIR") -> Any:
+    """The `--output` of a command, whose help says what is written and where it goes without it."""
+    return typer.Option("--output", metavar=metavar, help=help)

@@ -16,7 +16,7 @@ from chunkplan.domains import one_of, tokens
 from chunkplan.options import Options, option
 from chunkplan.quantities import percent
 from chunkplan.visible import one_line
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout
@@ -78,9 +78,7 @@ def export(
     analysis: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to write. Default: WORKSPACE/export-FORMAT.")
-    ] = None,
+    output: Annotated[Path | None, output_option("The folder to write. Default: WORKSPACE/export-FORMAT.")] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chunkplan import domains
+from chunkplan.errors import UsageError
+from chunkplan.options import Options, option
 from chunkplan_cli.completion import ranks, steps
-from chunkplan_cli.declared import JsonOption, WorkspaceOption
-from chunkplan_cli.page import write_page
+from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.places import find_plan
-from chunkplan_cli.terminal import print_json, stdout, warn
+from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
@@ -20,6 +22,36 @@ if TYPE_CHECKING:
     from chunkplan.planfile.plan import Plan, PlanStep
 
 
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Options):
+    """What is read or written beside the plan."""
+
+    tokenizer: str | None = option(
+        domains.text("TOKENIZER"),
+        "Decode with this one.",
+        group=OPTIONS,
+        default=None,
+        default_words="the analysis's own, where it was",
+    )
+    analysis: Path | None = option(
+        domains.path("DIR"),
+        "Where the plan's analysis is now.",
+        group=OPTIONS,
+        default=None,
+        default_words="where it was",
+    )
+    html: Path | None = option(
+        domains.path("FILE"),
+        "Write one HTML page with charts instead; --step N is drawn first.",
+        group=OPTIONS,
+        default=None,
+    )
+    tuning: Path | None = option(
+        domains.path("FILE"), "Show on that page what `tune --output FILE` found.", group=OPTIONS, default=None
+    )
+
+
+@takes(beside=InspectOptions)
 def inspect(
     path: Annotated[
         Path | None,
@@ -40,20 +72,8 @@ def inspect(
         typer.Option(metavar="C", help="Of that step and rank only this chunk, with where its segments come from."),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Decode that chunk's tokens, targets marked.")] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENIZER", help="Decode with this one. Default: the analysis's own, where it was."),
-    ] = None,
-    analysis: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the plan's analysis is now. Default: where it was.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write one HTML page with charts instead; --step N is drawn first."),
-    ] = None,
-    tuning: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Show on that page what `tune --output FILE` found.")
-    ] = None,
+    *,
+    beside: Given,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,32 +83,32 @@ def inspect(
 
     Example: chunkplan inspect --step 3
     """
-    from chunkplan.errors import UsageError
     from chunkplan.planfile.load import is_analysis, load_plan
     from chunkplan.workspace import Workspace
 
     place = Workspace.find(workspace)
     path = find_plan(path, place, "a PLAN or an ANALYSIS")
-    given: dict[str, object] = {"step": step, "rank": rank, "chunk": chunk}
-    given |= {"text": text or None, "tokenizer": tokenizer, "analysis": analysis}
-    if tuning is not None and html is None:
-        raise UsageError("--tuning needs --html", hint="give --html, or leave --tuning out")
-    if html is not None:
-        for name, value in {**given, "json": as_json or None}.items():
-            if value is not None and name not in ("step", "analysis"):
+    options = InspectOptions(**beside)
+    asked = [name for name, value in (("step", step), ("rank", rank), ("chunk", chunk)) if value is not None]
+    asked += ["text"] if text else []
+    given = [*asked, *beside]
+    if options.html is not None:
+        for name in [*given, *(["json"] if as_json else [])]:
+            if name not in ("step", "analysis", "html", "tuning"):
                 raise UsageError(f"--{name} and --html exclude one another", hint="leave one of them out")
-        write_page(html, path, tuning=tuning, analysis=analysis, step=step)
+        _write_page(options.html, path, options, step)
         return
+    if options.tuning is not None:
+        raise UsageError("--tuning needs --html", hint="give --html, or leave --tuning out")
     if is_analysis(path):
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(
-                    f"--{name} is for plans, this is an analysis", where=str(path), hint="give the folder of a plan"
-                )
+        if given:
+            raise UsageError(
+                f"--{given[0]} is for plans, this is an analysis", where=str(path), hint="give the folder of a plan"
+            )
         _show_analysis(path, as_json)
         return
     for name, other in _NEEDS.items():
-        if given[name] is not None and given[other] is None:
+        if name in given and other not in given:
             raise UsageError(f"--{name} needs --{other}", hint=f"give --{other}, or leave --{name} out")
     plan = load_plan(path)
     if step is None:
@@ -96,11 +116,23 @@ def inspect(
     elif chunk is None:
         _show_step(plan, step, rank, as_json)
     else:
-        _show_chunk(plan, step, _one_rank(plan, rank), chunk, text, tokenizer, analysis, as_json)
+        _show_chunk(plan, step, _one_rank(plan, rank), chunk, options, decodes=text, as_json=as_json)
 
 
 #: What an option is of no use without.
 _NEEDS = {"rank": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
+
+
+def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:
+    """Write the page of what is at `shown`, and say so."""
+    from chunkplan.reporting.page.write import write_report
+    from chunkplan_cli.compilation import note_compilation
+
+    with note_compilation():
+        warnings = write_report(page, shown, tuning=options.tuning, analysis=options.analysis, step=step)
+    for warning in warnings:
+        warn(warning)
+    note(f"page in {page}")
 
 
 def _show_analysis(path: Path, as_json: bool) -> None:
@@ -154,8 +186,6 @@ def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None
 
 def _one_rank(plan: Plan, rank: int | None) -> int:
     """The rank whose chunk is meant: the only one, where there is one."""
-    from chunkplan.errors import UsageError
-
     if rank is None and plan.config.dp > 1:
         raise UsageError(
             "--chunk needs --rank: every rank numbers its own chunks",
@@ -165,14 +195,7 @@ def _one_rank(plan: Plan, rank: int | None) -> int:
 
 
 def _show_chunk(
-    plan: Plan,
-    step: int,
-    rank: int,
-    chunk: int,
-    text: bool,
-    tokenizer: str | None,
-    moved: Path | None,
-    as_json: bool,
+    plan: Plan, step: int, rank: int, chunk: int, options: InspectOptions, *, decodes: bool, as_json: bool
 ) -> None:
     from chunkplan.planfile.load import load_same_analysis
     from chunkplan.reporting.chunk_view import view_chunk
@@ -180,11 +203,11 @@ def _show_chunk(
     from chunkplan_cli.chunk_report import print_chunk
 
     analysis = None
-    if text or moved or plan.analysis_path.exists():
-        analysis = load_same_analysis(plan, moved)
+    if decodes or options.analysis or plan.analysis_path.exists():
+        analysis = load_same_analysis(plan, options.analysis)
     else:
         warn(f"the analysis of the plan is not at {plan.analysis_path}: say where it is with --analysis")
-    decoder = _decoder(analysis, tokenizer) if text and analysis else None
+    decoder = _decoder(analysis, options.tokenizer) if decodes and analysis else None
     view = view_chunk(plan, step, chunk, dp_rank=rank, analysis=analysis, tokenizer=decoder)
     if as_json:
         print_json({"exact": plan.manifest["analysis"]["exact"], **view.to_dict()})

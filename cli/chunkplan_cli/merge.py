@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
-from chunkplan_cli.declared import JsonOption, WorkspaceOption
+from chunkplan_cli.declared import JsonOption, WorkspaceOption, output_option
 
 
 def merge(
     shards: Annotated[list[Path], typer.Argument(metavar="SHARD", help="The folders of all N shards, in any order.")],
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write the analysis. Default: WORKSPACE/analysis.")
-    ] = None,
+    output: Annotated[Path | None, output_option("Where to write the analysis. Default: WORKSPACE/analysis.")] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -6,10 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.machine_options import files_read, tune_options
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_positions
@@ -23,7 +21,7 @@ def tune(
     *,
     asked: Given,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what was found, for `build --auto --from FILE`.")
+        Path | None, output_option("Write what was found, for `build --auto --from FILE`.", metavar="FILE")
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
