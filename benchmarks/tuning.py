@@ -27,13 +27,13 @@ import chunkplan
 from chunkplan.arrays import Int32Array
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 
 Row = dict[str, Any]
 
-LAYOUT = Layout(dp=1, tp=4, pp=4)
+LAYOUT = GpuLayout(dp=1, tp=4, pp=4)
 PARTS = ("tune", "choice", "schedules")
 
 

@@ -17,22 +17,22 @@ class Selection(TypedDict):
 
 
 def counted(number: int, noun: str) -> str:
-    """How many there are: "1 step", "1,030 steps"."""
+    """Print how many there are: "1 step", "1,030 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:
-    """A share of 1."""
+    """Print a share of 1 as a percentage."""
     return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2%}" if share >= 0.0001 else "<0.01%"
 
 
 def ratio(value: float) -> str:
-    """How often one thing goes into another: to four places near 1, to two above."""
+    """Print how often one thing goes into another: to four places near 1, to two above."""
     return f"{value:.4f}" if value < 1.1 else f"{value:,.2f}"
 
 
 def seconds(microseconds: float) -> str:
-    """A duration."""
+    """Print a duration, given in microseconds."""
     value = microseconds / 1e6
     if value >= 7200:
         return f"{value / 3600:,.1f} h"
@@ -42,17 +42,17 @@ def seconds(microseconds: float) -> str:
 
 
 def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
-    """K, and what it is for longer sequences."""
+    """Print K, and what it is for longer sequences."""
     return ", ".join([str(k), *(f"{longer} over {tokens:,}" for tokens, longer in k_by_length or ())])
 
 
 def gibibytes(num_bytes: int) -> str:
-    """A size of memory."""
+    """Print a size of memory, given in bytes."""
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def power_of_two(tokens: int) -> str:
-    """A power of two as people write it: 512, 8K, 1M (K = 1024)."""
+    """Print a power of two as people write it: 512, 8K, 1M (K = 1024)."""
     for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if tokens >= size:
             return f"{tokens // size}{unit}"
@@ -60,7 +60,7 @@ def power_of_two(tokens: int) -> str:
 
 
 def selection_words(config: PlanConfig, selection: Selection) -> list[tuple[str, str]]:
-    """What the plan holds of the data, by name, where that is not every sequence once an epoch."""
+    """List what the plan holds of the data, by name, where that is not every sequence once an epoch."""
     rows = []
     if config.holdout is not None:
         held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"

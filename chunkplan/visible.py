@@ -14,18 +14,20 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 
 
 def harmless(text: str) -> str:
-    """`text` with a question mark for each character that would steer a terminal. Its lines stay."""
+    """Return `text` with a question mark for each character that would steer a terminal. Its lines stay."""
     return _STEERING.sub("?", text)
 
 
 def one_line(text: str) -> str:
-    """`harmless` text on one line: a name in it cannot begin a line that looks like one of ours."""
+    """Return `harmless` text on one line: a name in it cannot begin a line that looks like one of ours."""
     return harmless(text).replace("\n", "?")
 
 
 def visible(text: str, *, marks: tuple[str, ...] = ()) -> str:
-    """`text` with symbols for control characters, and its lines below each other; others of the kind, and `marks`, as
-    `\\u27e6`."""
+    """Return `text` with symbols for control characters, and its lines below each other.
+
+    Other hidden characters, and `marks`, become codes such as `\\u27e6`.
+    """
     return text.translate({ord(letter): _symbol(letter) for letter in set(text) if letter in marks or _is_odd(letter)})
 
 

@@ -26,7 +26,7 @@ class Workspace:
 
     @classmethod
     def find(cls, option: Path | None = None) -> Workspace:
-        """The workspace named by `option`, else by CHUNKPLAN_WORKSPACE, else `./chunkplan-out`."""
+        """Return the workspace named by `option`, else by CHUNKPLAN_WORKSPACE, else `./chunkplan-out`."""
         return cls(option or _environment("CHUNKPLAN_WORKSPACE") or Path("chunkplan-out"))
 
     @property
@@ -45,7 +45,7 @@ class Workspace:
         return self.root / "cache"
 
     def tokenizer(self) -> str | None:
-        """The `tokenizer` entry of the optional `workspace.toml`: a path relative to the workspace, or a name.
+        """Read the `tokenizer` entry of the optional `workspace.toml`: a path relative to the workspace, or a name.
 
         Raises:
             DataError: the file is not TOML, has an unknown key, or the entry is not a path.
@@ -69,11 +69,11 @@ class Workspace:
 
 
 def find_tokenizer(option: str | None, workspace: Workspace) -> str | None:
-    """The tokenizer named by `option`, else by CHUNKPLAN_TOKENIZER, else by the workspace; None where none is."""
+    """Return the tokenizer named by `option`, else by CHUNKPLAN_TOKENIZER, else by the workspace; or None."""
     return option or os.environ.get("CHUNKPLAN_TOKENIZER") or workspace.tokenizer()
 
 
 def _environment(name: str) -> Path | None:
-    """The path in an environment variable; an empty one counts as not set."""
+    """Return the path in an environment variable; an empty one counts as not set."""
     value = os.environ.get(name)
     return Path(value) if value else None

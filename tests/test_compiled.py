@@ -18,11 +18,11 @@ import time
 import numpy as np
 from chunkplan.compiled import has_compiled
 from chunkplan.packing.best_fit import best_fit
-from chunkplan_cli import compilation
+from chunkplan_cli import progress
 none = np.zeros(0, np.int64)
 bins, number = best_fit(np.array([6, 5]), 10, none, none > 0, 0)
-compilation.PATIENCE = 0
-with compilation.note_compilation():
+progress.PATIENCE = 0
+with progress.note_compilation():
     time.sleep(0.3)
 print(bins.tolist(), number, has_compiled())
 """
@@ -76,7 +76,7 @@ def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 #: The command, which looks later whether it compiles: a busy machine may not have begun to after 2 seconds.
-PATIENT = "from chunkplan_cli import compilation, main; compilation.PATIENCE = 6; main.main()"
+PATIENT = "from chunkplan_cli import main, progress; progress.PATIENCE = 6; main.main()"
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.places import check_rank, find_chunk, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
-from chunkplan.reporting.token_text import NUM_CONTEXT, Piece, decode_pieces
+from chunkplan.reporting.token_text import NUM_CONTEXT, TextPiece, decode_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SegmentView:
     part: tuple[int, int] | None
     num_target_tokens: int | None
     place: str | None
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[TextPiece, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)

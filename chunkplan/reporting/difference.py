@@ -103,7 +103,7 @@ class Difference:
     rejected: tuple[Number, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for one JSON document."""
+        """Return all of it, for one JSON document."""
         return asdict(self)
 
 
@@ -161,7 +161,7 @@ def _is_same_data(before: Plan, after: Plan) -> bool:
 
 
 def _without_place(manifest: Manifest) -> Manifest:
-    """The manifest of a plan without where its analysis lies: of the same one that is no difference."""
+    """Leave out where the analysis of a plan lies: if it is the same one, that is no difference."""
     return {**manifest, "analysis": {name: value for name, value in manifest["analysis"].items() if name != "path"}}
 
 
@@ -212,7 +212,7 @@ def _entries(
 
 
 def _flat(values: Manifest, prefix: str = "") -> Manifest:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """Flatten a manifest: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: Manifest = {}
     for name, value in values.items():
         inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -242,7 +242,7 @@ def _analysis_numbers(analysis: Analysis) -> dict[str, float | None]:
 
 
 def _same_steps(before: Plan, after: Plan) -> SameSteps | None:
-    """None where sequences cannot be told to be the same, as the plans are of other data."""
+    """Count the steps with the same sequences; None where the plans are of other data, whose ids mean other ones."""
     if not _is_same_data(before, after):
         return None
     left, right = _sequences_by_step(before), _sequences_by_step(after)
@@ -251,7 +251,7 @@ def _same_steps(before: Plan, after: Plan) -> SameSteps | None:
 
 
 def _sequences_by_step(plan: Plan) -> pl.DataFrame:
-    """`step` and its `sequence_ids`, ascending; one that comes twice is there twice."""
+    """Return each `step` with its `sequence_ids`, ascending; a sequence is there as often as the step holds it."""
     chunks = pl.DataFrame(pl.from_arrow(plan.chunks().select(["step", "segments"])))
     return (
         chunks.explode("segments")

@@ -75,7 +75,7 @@ class PlanReport:
     memory: PlanMemory | None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for one JSON document."""
+        """Return all of it, for one JSON document."""
         return {**asdict(self), "memory": self.memory and self.memory.to_dict()}
 
 
@@ -92,7 +92,7 @@ def plan_report(plan: Plan | str | Path) -> PlanReport:
 
 
 def report_of(plan: Plan, chunks: pl.DataFrame, steps: pl.DataFrame) -> PlanReport:
-    """The `plan_report` of a plan whose `chunk_frame` and `per_step` are there already."""
+    """Make the `plan_report` of a plan whose `chunk_frame` and `per_step` are there already."""
     config = plan.config
     return PlanReport(
         summary=summarize_plan(plan.steps(), chunks.select(_NUMBERS).to_arrow(), plan.manifest),

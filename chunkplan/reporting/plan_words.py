@@ -17,7 +17,7 @@ _PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inp
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """What the manifest of a plan says of it: with what it was built, for which machine, of which data."""
+    """What the manifest of a plan says of it: its configuration, its machine and its data."""
 
     config: PlanConfig
     cost_model: CostModelEntry
@@ -28,7 +28,7 @@ class PlanHeader:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> PlanHeader:
-        """The header in the `manifest` of a plan, which `read_manifest` has checked."""
+        """Take the header from the `manifest` of a plan, which `read_manifest` has checked."""
         return cls(
             config=PlanConfig.from_entries(manifest["config"]),
             cost_model=manifest["predictions"]["cost_model"],
@@ -40,7 +40,7 @@ class PlanHeader:
 
 
 def caveats(*, exact: bool, sample: float | None) -> list[str]:
-    """What has to be said above everything else: that lengths behind a plan were estimated, or are a sample."""
+    """List what stands above everything else: that the lengths behind a plan were estimated, or are a sample."""
     said = []
     if sample is not None:
         said.append(f"A SAMPLE of {100 * sample:g}% of the records: a plan to look at, not to train.")
@@ -50,29 +50,29 @@ def caveats(*, exact: bool, sample: float | None) -> list[str]:
 
 
 def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
-    """What of it there is, by name, most bytes first."""
+    """List what takes memory by name, in bytes, most first."""
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
 
 
 def machine_words(cost_model: CostModelEntry) -> str:
-    """The model and the GPUs that times are predicted for, and how memory is saved."""
+    """Say which model and GPUs times are predicted for, and how memory is saved."""
     shape, hardware = cost_model["shape"], cost_model["hardware"]
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
-    words += ["layers checkpointed"] if cost_model["checkpointing"] == "full" else []
+    words += ["activation checkpointing"] if cost_model["checkpointing"] == "full" else []
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])
 
 
 def schedule_words(config: PlanConfig, num_layers: int) -> str:
-    """The schedule, the layers of its stages, and what a stage may hold."""
+    """Say which schedule it is, how many layers its stages have, and what a stage may hold."""
     layers = split_layers(num_layers, config.pp * config.virtual_stages)
     words = [config.schedule]
     if config.virtual_stages > 1:
-        words.append(f"{config.virtual_stages} model parts a stage")
+        words.append(f"{config.virtual_stages} virtual stages a stage")
     if config.pp > 1:
         even = f"{layers[0]}" if len(set(layers)) == 1 else f"{layers[0]} to {layers[-1]}"
-        words.append(f"{even} layers a {'part' if config.virtual_stages > 1 else 'stage'}")
+        words.append(f"{even} layers {'each' if config.virtual_stages > 1 else 'a stage'}")
     if config.memory_tokens is not None:
         words.append(f"activations of {config.memory_tokens:,} tokens a stage at most")
     return ", ".join(words)

@@ -55,7 +55,7 @@ class SourceChange:
 
 
 def compare_sources(before: Iterable[SourceEntry], after: Iterable[SourceEntry]) -> tuple[SourceChange, ...]:
-    """The sources of two manifests that are not the same in both, in the order of `before`, then of `after`."""
+    """Find the sources of two manifests that are not the same in both, in the order of `before`, then of `after`."""
     old, new = _by_place(before), _by_place(after)
     added = {place: source for place, source in new.items() if place not in old}
     found = []
@@ -77,7 +77,7 @@ def _same_content(one: ComparedSource, other: ComparedSource) -> bool:
 
 
 def _by_place(sources: Iterable[SourceEntry]) -> dict[tuple[str, int], ComparedSource]:
-    """By path, and the number among those of that path: a file that is named twice is two sources."""
+    """Key sources by path and their number among those of that path: a file that is named twice is two sources."""
     seen: Counter[str] = Counter()
     found: dict[tuple[str, int], ComparedSource] = {}
     for source in sources:

@@ -1,4 +1,4 @@
-"""Tokens of an analysis as text again, by the tokenizer that made them."""
+"""Decodes tokens of an analysis to text, by the tokenizer that made them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_CONTEXT = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A run of tokens that all are targets, or all are not. A character that is cut shows as U+FFFD on both sides, an
     id that is no token as `[token ID]`."""
 
@@ -30,7 +30,7 @@ class Piece:
 
 
 def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> RecordTokenizer:
-    """The tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
+    """Load the tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
 
     Raises:
         UsageError: there is none.
@@ -61,25 +61,27 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
     return found
 
 
-def decode_pieces(backend: Backend, input_ids: Int32Array, target: BoolArray, num_context: int) -> tuple[Piece, ...]:
-    """The text of tokens with their target mask, both [n]; the first `num_context` are there for context only."""
+def decode_pieces(
+    backend: Backend, input_ids: Int32Array, target: BoolArray, num_context: int
+) -> tuple[TextPiece, ...]:
+    """Decode tokens with their target mask, both [n], of which the first `num_context` are context only."""
     ids = input_ids.tolist()
     is_known = np.array([backend.knows(input_id) for input_id in ids], np.bool_)
     changes = np.flatnonzero((np.diff(target) | np.diff(is_known))[num_context:]) + num_context + 1
     return tuple(
-        Piece(
-            text=_decode(backend, ids, first, last) if is_known[first] else _unknown(ids[first:last]),
-            is_target=bool(target[first]),
-            num_tokens=last - first,
+        TextPiece(
+            text=_decode(backend, ids, start, stop) if is_known[start] else _unknown(ids[start:stop]),
+            is_target=bool(target[start]),
+            num_tokens=stop - start,
         )
-        for first, last in pairwise([num_context, *changes.tolist(), len(ids)])
+        for start, stop in pairwise([num_context, *changes.tolist(), len(ids)])
     )
 
 
-def _decode(backend: Backend, ids: list[int], first: int, last: int) -> str:
-    context = [input_id for input_id in ids[max(0, first - NUM_CONTEXT) : first] if backend.knows(input_id)]
-    before, through = backend.decode(context), backend.decode([*context, *ids[first:last]])
-    return through.removeprefix(before) if through.startswith(before) else backend.decode(ids[first:last])
+def _decode(backend: Backend, ids: list[int], start: int, stop: int) -> str:
+    context = [input_id for input_id in ids[max(0, start - NUM_CONTEXT) : start] if backend.knows(input_id)]
+    before, through = backend.decode(context), backend.decode([*context, *ids[start:stop]])
+    return through.removeprefix(before) if through.startswith(before) else backend.decode(ids[start:stop])
 
 
 def _unknown(ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""What people run today, timed with the same model and the same simulation, under the same memory."""
+"""Baselines: what people run today, timed with the same model and the same simulation, under the same memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
 from chunkplan.schedule.actions import RankChunks
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import memory_of_stages, reduction_ns
 
@@ -27,7 +27,8 @@ _PADDED = (8, 4, 2)
 #: loses no more than this share of the tokens.
 _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 
-#: Tokens and squares of the micro-batches that the sequences of a step make, in their order; both [m].
+#: Tokens and attention pairs (see `squares_of`) of the micro-batches that the sequences of a step make, in their order;
+#: both [m].
 MicroBatches = tuple[Int64Array, Float64Array]
 
 #: A rank that no micro-batch is left for runs an empty one.
@@ -36,7 +37,7 @@ _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
 
 @dataclass(frozen=True)
 class Baseline:
-    """A way to train: `largest`, tokens of its largest micro-batch; `lost`, share of tokens that are cut off."""
+    """A way to train. `largest`: tokens of its largest micro-batch; `lost`: the share of tokens that it cuts off."""
 
     name: str
     step_ns: float
@@ -47,11 +48,11 @@ class Baseline:
     lost: float = 0.0
 
 
-def baselines(sample: Sample, options: TuneOptions, layout: Layout) -> list[Baseline]:
-    """What people run today on this layout: plain 1F1B, micro-batches dealt out to ranks in the order of the data.
+def baselines(sample: Sample, options: TuneOptions, layout: GpuLayout) -> list[Baseline]:
+    """Time the baselines on this layout: plain 1F1B, micro-batches dealt out to ranks in the order of the data.
 
-    Each with full checkpointing where it does not fit without; where it does not fit with it either, its time is what
-    it would take on larger GPUs.
+    Each runs with full activation checkpointing where it does not fit without; where it does not fit with it either,
+    its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
     rows = [_run("one sequence a micro-batch", _one, sample, options, layout)]
@@ -68,8 +69,8 @@ def baselines(sample: Sample, options: TuneOptions, layout: Layout) -> list[Base
     return rows
 
 
-def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: Layout) -> Baseline:
-    """Sequences cut to `capacity` tokens, and packed."""
+def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:
+    """Time sequences that are cut to `capacity` tokens, and packed."""
     tokens = sample.num_tokens.astype(np.float64)
     lost = np.add.reduceat(np.maximum(tokens - capacity, 0), sample.first_of_step[:-1])
     row = _run(f"cut to {capacity:,} and packed", _packed(capacity), sample, options, layout)
@@ -85,8 +86,8 @@ def _padded(size: int) -> Callable[[Int64Array], MicroBatches]:
         starts = np.arange(0, num_tokens.size, size)
         rows: Int64Array = np.diff(np.append(starts, num_tokens.size)).astype(np.int64)
         longest: Int64Array = np.maximum.reduceat(num_tokens, starts)
-        squares: Float64Array = rows.astype(np.float64) * longest.astype(np.float64) ** 2
-        return rows * longest, squares
+        pairs: Float64Array = rows.astype(np.float64) * longest.astype(np.float64) ** 2
+        return rows * longest, pairs
 
     return pad
 
@@ -95,18 +96,18 @@ def _packed(capacity: int) -> Callable[[Int64Array], MicroBatches]:
     def pack(num_tokens: Int64Array) -> MicroBatches:
         kept = np.minimum(num_tokens, capacity)
         packing = pack_lengths(kept, capacity, "bfd", certify=False)
-        squares: Float64Array = np.bincount(packing.bin_of, weights=kept.astype(np.float64) ** 2).astype(np.float64)
-        return np.bincount(packing.bin_of, weights=kept).astype(np.int64), squares
+        pairs: Float64Array = np.bincount(packing.bin_of, weights=kept.astype(np.float64) ** 2).astype(np.float64)
+        return np.bincount(packing.bin_of, weights=kept).astype(np.int64), pairs
 
     return pack
 
 
 def _run(
-    name: str, make: Callable[[Int64Array], MicroBatches], sample: Sample, options: TuneOptions, layout: Layout
+    name: str, make: Callable[[Int64Array], MicroBatches], sample: Sample, options: TuneOptions, layout: GpuLayout
 ) -> Baseline:
-    """Time and memory: without checkpointing if that fits, else with."""
-    firsts = sample.first_of_step
-    steps = [make(sample.num_tokens[first:last].astype(np.int64)) for first, last in itertools.pairwise(firsts)]
+    """Take the time and memory of a baseline: without activation checkpointing if that fits, else with."""
+    edges = itertools.pairwise(sample.first_of_step)
+    steps = [make(sample.num_tokens[start:stop].astype(np.int64)) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, largest, 1, "algorithm2" if layout.pp == 1 else "1f1b")
     for memory in LADDER:
@@ -126,19 +127,19 @@ def _run(
 def _simulate(
     steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel
 ) -> tuple[float, Int64Array]:
-    """(Mean time of a step, what each stage holds at its fullest moment, see `fullest_moments`)."""
+    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 3]."""
     dealt = [
-        (tokens[rank :: config.dp], squares[rank :: config.dp]) if rank < tokens.size else _NOTHING
-        for tokens, squares in steps
+        (tokens[rank :: config.dp], pairs[rank :: config.dp]) if rank < tokens.size else _NOTHING
+        for tokens, pairs in steps
         for rank in range(config.dp)
     ]
     rank_chunks = offsets_of([tokens.size for tokens, _ in dealt])
-    tokens, squares = (np.concatenate(column) for column in zip(*dealt, strict=True))
+    tokens, pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
     chunks = RankChunks(
         np.full(tokens.size, -1, np.int32),
         np.ones(tokens.size, bool),
         tokens,
-        durations(tokens, squares, cost.rates, split_layers(cost.shape.num_layers, config.pp)),
+        durations(tokens, pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp)),
         link_times(tokens, cost.rates),
     )
     scheduled = schedule_ranks(rank_chunks, chunks, config.pp, config.schedule, None, str)

@@ -45,7 +45,7 @@ class Tuned:
 
 
 def tuned(tuning: Tuning) -> Tuned:
-    """What a plan takes: the recommended choice, or where there is none, the fastest."""
+    """Take from a tuning what a plan needs: the recommended choice, or where there is none, the fastest."""
     return Tuned(
         config=tuning.best.config,
         cost=tuning.best.cost,
@@ -57,7 +57,7 @@ def tuned(tuning: Tuning) -> Tuned:
 
 
 def tuning_document(tuning: Tuning) -> TuningDocument:
-    """All of it, for JSON. Times are in seconds, memory in bytes.
+    """Return all of a tuning, for JSON. Times are in seconds, memory in bytes.
 
     `chosen` is what a plan is built with: the recommended choice, where there is one, else the fastest.
     """
@@ -155,7 +155,7 @@ def write_tuning(tuning: Tuning, path: Path) -> None:
 
 
 def read_tuning_document(path: Path) -> TuningDocument:
-    """The document at `path`, with every entry that is relied on checked.
+    """Read the document at `path`, and check every entry that is relied on.
 
     Raises:
         UsageError: there is no such file.
@@ -173,7 +173,7 @@ def read_tuning_document(path: Path) -> TuningDocument:
 
 
 def read_tuning(path: Path) -> Tuned:
-    """What a plan takes from the document at `path`; raises as `read_tuning_document` does."""
+    """Read what a plan takes from the document at `path`; raises as `read_tuning_document` does."""
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
     by_length = chosen["k_by_length"]

@@ -103,14 +103,14 @@ class DataEntry(TypedDict):
 
 
 class ShapeEntry(TypedDict):
-    """The model of a cost model."""
+    """The model that a cost model is for."""
 
     name: str
     num_layers: int
 
 
 class HardwareEntry(TypedDict):
-    """The GPU of a cost model."""
+    """The GPU that a cost model is for."""
 
     name: str
 

@@ -19,7 +19,11 @@ _DRIFTED = 0.05
 
 @dataclass(frozen=True)
 class LengthDrift:
-    """`moved`: share of tokens in other length classes (powers of two) than when tuned."""
+    """How lengths differ from those tuned for.
+
+    `moved`: the share of tokens in other length classes (powers of two) than when tuned. `longest_before` and
+    `longest_now`: tokens of the longest sequence.
+    """
 
     moved: float
     longest_before: int
@@ -34,7 +38,7 @@ class LengthDrift:
 
 @dataclass(frozen=True)
 class Drift(LengthDrift):
-    """`memory`: of the fullest stage with the data as it is now."""
+    """How data differ from those tuned for. `memory`: of the fullest stage with the data as it is now, in bytes."""
 
     memory: StageMemory
     gpu_memory: int

@@ -13,7 +13,7 @@ import numpy as np
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
-from chunkplan.tuning.options import LADDER, Layout, Memory, TuneOptions
+from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
@@ -30,7 +30,7 @@ Tick = Callable[[], None]
 class Choice:
     """A configuration and what it comes to; see `Outcome`.
 
-    `memory` is that of the fullest stage in any step. `mfu`: model FLOPs, none of them twice, over the peak of all
+    `memory` is that of the fullest stage in any step. `mfu`: model FLOPs without recompute, over the peak of all
     GPUs. `plan_only`: why the runtime cannot run it, or None.
     """
 
@@ -46,22 +46,22 @@ class Choice:
     plan_only: str | None
 
     @property
-    def layout(self) -> Layout:
-        """How GPUs are used."""
-        return Layout(self.config.dp, self.cost.tp, self.config.pp)
+    def layout(self) -> GpuLayout:
+        """The layout that the configuration and the cost model have."""
+        return GpuLayout(self.config.dp, self.cost.tp, self.config.pp)
 
 
 def try_grid(
-    sample: Sample, options: TuneOptions, layout: Layout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
+    sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> list[Choice]:
-    """One choice for each ChunkSize, K and schedule, and the winners of the integer program, which mix Ks.
+    """Try one choice for each ChunkSize, K and schedule, and the winners of the integer program, which mix Ks.
 
     A choice is of the first rung of the ladder that fits; where none does, of the last.
     """
     runs = list(product(options.schedules_of(layout), sensible_sizes(chunk_sizes, sample, layout)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def tries(memory: Memory, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], list[Outcome]]:
+        def tries(memory: MemorySaving, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], list[Outcome]]:
             cost = options.cost(layout, memory)
             started = {
                 (schedule, chunk_size): [
@@ -79,7 +79,7 @@ def try_grid(
         plain = tries(LADDER[0], runs)
         tight = [run for run in runs if not any(_fits(each, LADDER[0], options, layout) for each in plain[run])]
         checkpointed = tries(LADDER[2], tight)
-    rungs: dict[tuple[str, int], list[tuple[Memory, list[Outcome]]]] = {}
+    rungs: dict[tuple[str, int], list[tuple[MemorySaving, list[Outcome]]]] = {}
     for run in runs:
         rungs[run] = [(memory, plain[run]) for memory in _usable(LADDER[:2], run[1], options, layout)]
         if run in checkpointed:
@@ -92,8 +92,8 @@ def try_grid(
     return choices + _mixed(sample, options, layout, list(rungs.values()))
 
 
-def sensible_sizes(chunk_sizes: Sequence[int], sample: Sample, layout: Layout) -> list[int]:
-    """No larger than the first one that holds all that a rank has in the largest step, and any sequence."""
+def sensible_sizes(chunk_sizes: Sequence[int], sample: Sample, layout: GpuLayout) -> list[int]:
+    """Leave out ChunkSizes above the first one that holds all that a rank has in the largest step, and any sequence."""
     of_steps = np.add.reduceat(sample.num_tokens.astype(np.int64), sample.first_of_step[:-1])
     most = max(int(sample.num_tokens.max()), -(-int(of_steps.max()) // layout.dp))
     enough = min((size for size in chunk_sizes if size >= most), default=max(chunk_sizes))
@@ -101,30 +101,32 @@ def sensible_sizes(chunk_sizes: Sequence[int], sample: Sample, layout: Layout) -
 
 
 def _sensible_ks(ks: Sequence[int], chunk_size: int, sample: Sample) -> list[int]:
-    """No larger than the first one that keeps all chunks of the longest sequence."""
+    """Leave out Ks larger than the first one that keeps all chunks of the longest sequence."""
     most_parts = -(-int(sample.num_tokens.max()) // chunk_size)
     enough = min((k for k in ks if k >= most_parts), default=max(ks))
     return [k for k in ks if k <= enough]
 
 
-def _usable(rungs: Sequence[Memory], chunk_size: int, options: TuneOptions, layout: Layout) -> list[Memory]:
-    """Without those whose transfers to and from host memory would take longer than what hides them."""
+def _usable(
+    rungs: Sequence[MemorySaving], chunk_size: int, options: TuneOptions, layout: GpuLayout
+) -> list[MemorySaving]:
+    """Leave out rungs whose transfers to and from host memory would take longer than what hides them."""
     return [
         rung for rung in rungs if not rung.kv_offload or chunk_size >= options.cost(layout, rung).offload_chunk_size
     ]
 
 
-def _fits(outcome: Outcome, memory: Memory, options: TuneOptions, layout: Layout) -> bool:
+def _fits(outcome: Outcome, memory: MemorySaving, options: TuneOptions, layout: GpuLayout) -> bool:
     return outcome.memory(options.cost(layout, memory), options.sharding).total <= options.gpu_memory
 
 
-def _choice(outcome: Outcome, memory: Memory, options: TuneOptions, sample: Sample) -> Choice:
+def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
     needed = outcome.memory(cost, options.sharding)
     step_ns = outcome.step_ns + reduction_ns(cost, outcome.config, options.sharding)
     seconds = step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
-    flops = cost.model_flops(sample.tokens_per_step, sample.squares_per_step)
+    flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step)
     return Choice(
         config=outcome.config,
         cost=cost,
@@ -140,9 +142,9 @@ def _choice(outcome: Outcome, memory: Memory, options: TuneOptions, sample: Samp
 
 
 def _mixed(
-    sample: Sample, options: TuneOptions, layout: Layout, families: list[list[tuple[Memory, list[Outcome]]]]
+    sample: Sample, options: TuneOptions, layout: GpuLayout, families: list[list[tuple[MemorySaving, list[Outcome]]]]
 ) -> list[Choice]:
-    """The winners of the integer program, simulated; those with one K for all lengths are among the others already."""
+    """Simulate the winners of the integer program; those with one K for all lengths are among the others already."""
     rungs = [(family, *rung) for family, ladder in enumerate(families) for rung in ladder]
     candidates = [_candidate(*rung, options, layout, sample) for rung in rungs]
     choices = []
@@ -163,9 +165,9 @@ def _mixed(
 
 
 def _candidate(
-    family: int, memory: Memory, outcomes: list[Outcome], options: TuneOptions, layout: Layout, sample: Sample
+    family: int, memory: MemorySaving, outcomes: list[Outcome], options: TuneOptions, layout: GpuLayout, sample: Sample
 ) -> Candidate:
-    """What the integer program knows of a ChunkSize, from trials with one K for all.
+    """Make what the integer program knows of a ChunkSize, from trials with one K for all.
 
     Recomputing costs a length class its share of what a step takes longer with the smallest K than with the largest.
     """

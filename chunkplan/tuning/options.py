@@ -23,7 +23,7 @@ _ON_A_PIPELINE = ("1f1b", "zero-bubble")
 _MOST_STAGES = 16
 
 
-class Layout(NamedTuple):
+class GpuLayout(NamedTuple):
     """How GPUs are used: dp x tp x pp of them."""
 
     dp: int
@@ -32,11 +32,11 @@ class Layout(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """All together."""
+        """How many GPUs a layout uses in all."""
         return self.dp * self.tp * self.pp
 
 
-class Memory(NamedTuple):
+class MemorySaving(NamedTuple):
     """A way to run a model in less memory than it takes as it is."""
 
     checkpointing: Checkpointing
@@ -44,7 +44,12 @@ class Memory(NamedTuple):
 
 
 #: From the fastest to the one that takes least memory.
-LADDER = (Memory("none", False), Memory("none", True), Memory("full", False), Memory("full", True))
+LADDER = (
+    MemorySaving("none", False),
+    MemorySaving("none", True),
+    MemorySaving("full", False),
+    MemorySaving("full", True),
+)
 
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
@@ -116,10 +121,14 @@ class TuneOptions(Options):
                 config = self.plan_config(layout, self.chunk_sizes[0], self.ks[0], schedule)
                 config.check_layers(self.shape.num_layers, self.shape.name)
 
-    def layouts(self) -> list[Layout]:
-        """The layouts to try."""
+    def layouts(self) -> list[GpuLayout]:
+        """List the layouts to try.
+
+        Raises:
+            UsageError: no layout uses all GPUs.
+        """
         if self.gpus is None:
-            return [Layout(self.dp, self.tp, self.pp)]
+            return [GpuLayout(self.dp, self.tp, self.pp)]
         layouts = []
         for tp in range(1, self.hardware.gpus_per_node + 1):
             if self.gpus % tp or self.shape.num_query_heads % tp or self.shape.num_kv_heads % tp:
@@ -127,26 +136,26 @@ class TuneOptions(Options):
             for pp in range(1, min(_MOST_STAGES, self.shape.num_layers) + 1):
                 dp = self.gpus // tp // pp
                 if dp * tp * pp == self.gpus and dp <= self.global_batch:
-                    layouts.append(Layout(dp, tp, pp))
+                    layouts.append(GpuLayout(dp, tp, pp))
         if not layouts:
             raise UsageError(f"{self.gpus} GPUs cannot be used whole", hint="give --dp, --tp and --pp instead")
         return layouts
 
-    def schedules_of(self, layout: Layout) -> tuple[str, ...]:
-        """The schedules to try on a layout."""
+    def schedules_of(self, layout: GpuLayout) -> tuple[str, ...]:
+        """Return the schedules to try on a layout."""
         if layout.pp == 1:
             return ("algorithm2",)
         return self.schedules or _ON_A_PIPELINE
 
     def plan_config(
         self,
-        layout: Layout,
+        layout: GpuLayout,
         chunk_size: int,
         k: int,
         schedule: str,
         k_by_length: tuple[tuple[int, int], ...] | None = None,
     ) -> PlanConfig:
-        """A plan's configuration; ranks that share the weights fetch them together, and so have equally many chunks."""
+        """Return the configuration of a plan; ranks that share weights fetch them together, so have as many chunks."""
         return PlanConfig(
             chunk_size=chunk_size,
             k=k,
@@ -159,8 +168,8 @@ class TuneOptions(Options):
             equal_chunks=self.sharding == "weights" and layout.dp > 1,
         )
 
-    def cost(self, layout: Layout, memory: Memory) -> CostModel:
-        """What it costs."""
+    def cost(self, layout: GpuLayout, memory: MemorySaving) -> CostModel:
+        """Return the cost model of a layout and a way to save memory."""
         return CostModel(
             shape=self.shape,
             hardware=self.hardware,

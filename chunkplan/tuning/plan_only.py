@@ -7,7 +7,7 @@ from chunkplan.cost.model import CostModel, Sharding
 
 
 def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> str | None:
-    """What the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
+    """Say what the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
 
     The runtime shards optimizer states, or with them weights. On one data-parallel rank there is nothing to shard, and
     "none" is run as "optimizer", which takes less than was predicted.
@@ -23,7 +23,7 @@ def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> st
 
 
 def _of_sharded_weights(config: PlanConfig) -> list[str]:
-    """Ranks fetch weights together, for every chunk as often."""
+    """Say what the runtime cannot run with sharded weights: ranks fetch them together, equally often for each chunk."""
     largest_k = max([config.k, *(k for _, k in config.k_by_length or ())])
     reasons = ["sharded weights on a pipeline"] if config.pp > 1 else []
     reasons += ["sharded weights with K above 1"] if largest_k > 1 else []

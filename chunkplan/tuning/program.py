@@ -29,11 +29,12 @@ class Candidate:
 
 
 def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The `most` best candidates of different families, fastest first: (its place, each length class's place of K).
+    """Choose the `most` best candidates of different families: (its place, each length class's place of K).
 
-    Minimises predicted time under the memory of each stage, as an integer program that CP-SAT solves to the optimum;
-    longer sequences, whose keys and values take more room, never get a larger K. Of solutions that take the same time
-    it is the one of the lower rung with the smaller Ks. Fewer are returned where no more fit.
+    The fastest comes first. Minimises predicted time under the memory of each stage, as an integer program that
+    CP-SAT solves to the optimum; longer sequences, whose keys and values take more room, never get a larger K. Of
+    solutions that take the same time it is the one of the lower rung with the smaller Ks. Fewer are returned where
+    no more fit.
     """
     from ortools.sat.python import cp_model
 
@@ -78,7 +79,7 @@ def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tupl
 
 
 def _hopeful(candidates: list[Candidate], gpu_memory: int, most: int) -> list[int]:
-    """Places of those that can be among the `most` best: no slower at best than so many families with one K for all."""
+    """Return places of those that can be among the `most` best: at best no slower than so many families with one K."""
     best: dict[int, float] = {}
     for candidate in candidates:
         for place in range(len(candidate.extra_ns[0]) if candidate.extra_ns else 0):

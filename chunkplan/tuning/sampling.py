@@ -44,24 +44,24 @@ class Sample:
 
     @property
     def tokens_per_step(self) -> float:
-        """On average."""
+        """Tokens of a step, on average over all steps."""
         return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64), self.first_of_step[:-1]))
 
     @property
-    def squares_per_step(self) -> float:
-        """On average; see `squares_of`."""
+    def attention_pairs_per_step(self) -> float:
+        """Attention pairs of a step, on average over all steps: squared lengths of its sequences, see `squares_of`."""
         return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64) ** 2, self.first_of_step[:-1]))
 
     @property
     def first_of_step(self) -> Int64Array:
-        """Where each step's sequences begin, int64 [num_steps + 1]."""
+        """Where each step's sequences start, and the last one's stop, int64 [num_steps + 1]."""
         return offsets_of(self.sizes)
 
 
 def sample_steps(
     num_tokens: Int32Array, config: PlanConfig, cost: CostModel, num_strata: int, num_heaviest: int = 0
 ) -> Sample:
-    """Steps of the first epoch of a plan with this `config` (its seed and global batch) of sequences of `num_tokens`.
+    """Choose steps of the first epoch of a plan of sequences of `num_tokens` with seed and global batch of `config`.
 
     Steps are sorted by their work and cut into `num_strata` strata of equal work; each is stood for by the step whose
     work is nearest to its mean. The few steps with long sequences, which take much of the time, so count as what they
@@ -98,7 +98,7 @@ def sample_steps(
 
 
 def _stratify(work: Float64Array, num_strata: int) -> tuple[Int64Array, Float64Array]:
-    """(Steps, the share of all that each stands for), at most `num_strata` of them."""
+    """Return at most `num_strata` steps, and the share of all steps that each stands for."""
     if work.size <= num_strata:
         return np.arange(work.size), np.full(work.size, 1 / work.size)
     order = np.argsort(work, kind="stable")
@@ -112,12 +112,12 @@ def _stratify(work: Float64Array, num_strata: int) -> tuple[Int64Array, Float64A
 
 
 def length_class(num_tokens: int) -> int:
-    """The power of two that a sequence does not exceed."""
+    """Return the power of two that a sequence does not exceed."""
     return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 def token_histogram(num_tokens: npt.NDArray[np.int32]) -> dict[int, float]:
-    """Share of all tokens in sequences of up to each power of two, from the shortest to the longest there is."""
+    """Return the share of all tokens in sequences of up to each power of two, from the shortest to the longest."""
     tokens = num_tokens.astype(np.float64)
     exponent = np.ceil(np.log2(np.maximum(tokens, 1))).astype(np.int64)
     sums = np.bincount(exponent, weights=tokens)

@@ -20,7 +20,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, sensible_sizes, try_grid
-from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
 from chunkplan.tuning.trial import try_out
 
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 class FirstLook(NamedTuple):
     """A layout, and by a first look at it the time of a step, and of one that the runtime can run; None: none fits."""
 
-    layout: Layout
+    layout: GpuLayout
     step_ns: float | None
     runnable_ns: float | None
 
@@ -81,7 +81,7 @@ class Tuning:
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """The fastest way of today that fits and loses no token."""
+        """The fastest baseline that fits and loses no token; None where there is none."""
         fitting = [row for row in self.baselines if row.fits and not row.lost]
         return min(fitting, key=lambda row: row.step_ns, default=None)
 
@@ -149,8 +149,8 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     return sample_steps(num_tokens, config, options.cost(layout, LADDER[0]), min(num_strata, most))
 
 
-def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> list[FirstLook]:
-    """Layouts by a first look at each: fastest first, and last those in which nothing fits."""
+def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout]) -> list[FirstLook]:
+    """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
     found = []
     for layout in layouts:
         choices = try_grid(sample, options, layout, _COARSE_CHUNK_SIZES, _COARSE_KS, _ignore)
@@ -162,8 +162,8 @@ def _compare(sample: Sample, options: TuneOptions, layouts: list[Layout]) -> lis
     return [look for look, _ in found]
 
 
-def _worth_a_closer_look(compared: list[FirstLook]) -> list[Layout]:
-    """The best, and the best that the runtime can run, which need not be among them."""
+def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
+    """Choose the best layouts, and the best that the runtime can run, which need not be among them."""
     layouts = [look.layout for look in compared[:_LAYOUTS]]
     runnable = [(look.runnable_ns, look.layout) for look in compared if look.runnable_ns is not None]
     if runnable and min(runnable)[1] not in layouts:
@@ -172,18 +172,18 @@ def _worth_a_closer_look(compared: list[FirstLook]) -> list[Layout]:
 
 
 def _ignore() -> None:
-    """A first look is not counted."""
+    """Do nothing: a first look is not counted in the progress."""
 
 
 def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:
-    """The steps that memory is checked on: all, or the heaviest of many."""
+    """Sample the steps that memory is checked on: all, or the heaviest of many."""
     return sample_steps(num_tokens, config, cost, 1, max(4, _HEAVIEST_SEQUENCES // config.global_batch))
 
 
 def _verified(
     choices: list[Choice], heaviest: Sample, options: TuneOptions, accept: Callable[[Choice], bool]
 ) -> Choice | None:
-    """The best acceptable one of `choices` whose memory holds on the `heaviest` steps too.
+    """Find the best acceptable one of `choices` whose memory holds on the `heaviest` steps too.
 
     What is found out on the way about the memory of a choice is written into `choices`.
     """
@@ -206,8 +206,8 @@ def _best(choices: list[Choice]) -> Choice:
 
 
 def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
-    """Places of those that fit and need less memory than all faster ones, if `runnable` of those that the runtime can
-    run; what fits ascends by time."""
+    """Return the places of choices that fit and need less memory than all faster ones, if `runnable` of those that the
+    runtime can run; what fits ascends by time."""
     front, least = [], None
     for place, choice in enumerate(choices):
         if not choice.fits or (runnable and choice.plan_only is not None):

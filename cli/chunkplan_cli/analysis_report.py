@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.quantities import counted
+from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, g
 
 
 def print_next(output: Path | None, workspace: Path | None) -> None:
-    """The command that most would give next, which works as it is, and what to say in it."""
+    """Print the command that most would give next, which works as it is, and what to say in it."""
     where = [*([str(output)] if output else []), *(["--workspace", str(workspace)] if workspace else [])]
     note("next: " + shlex.join(["chunkplan", "tune", *where, "--gpus", "8", "--output", "tune.json"]))
     note(f"{_INDENT}(for Qwen2.5-7B on H100s, unless --model-config and --hardware name yours)")
@@ -67,7 +68,6 @@ def print_next(output: Path | None, workspace: Path | None) -> None:
 
 def _print_gain(analysis: Analysis) -> None:
     from chunkplan.tuning.headline import headline
-    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.tune_report import print_headline
 
     try:
@@ -80,7 +80,7 @@ def _print_gain(analysis: Analysis) -> None:
 
 
 def describe_old(target: Path) -> str | None:
-    """What `target` holds now, in words, if it is something that the new analysis replaces."""
+    """Say what `target` holds now, if it is something that the new analysis replaces."""
     from chunkplan.planfile.manifest import read_manifest
 
     if not target.is_dir() or not any(target.iterdir()):
@@ -120,7 +120,7 @@ def _say_what_was_read(analysis: Analysis) -> None:
 
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
-    """The keys of records that nothing was made of, the most frequent first."""
+    """Print the keys of records that nothing was made of, the most frequent first."""
     from chunkplan.intake.result import add_unread, most_unread
 
     unread: dict[str, int | None] = {}
@@ -137,7 +137,7 @@ def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
 
 
 def _warn_of_sources(sources: list[SourceEntry]) -> None:
-    """What is most likely not meant: sources that are mostly blank, and links that lead to data."""
+    """Warn of what is most likely not meant: sources that are mostly blank, and links that lead to data."""
     groups: dict[str, list[SourceEntry]] = {}
     for source in sources:  # a text file is one record: together they are a corpus
         groups.setdefault("text files" if source["format"] == "text" else _name(source), []).append(source)
@@ -159,12 +159,12 @@ def _name(source: SourceEntry) -> str:
 
 
 def _several(names: list[str], number: int, least: str = "") -> str:
-    """The first of a number of names, and how many more there are."""
+    """Join the first of a number of names, and say how many more there are."""
     return ", ".join(names) + (f" and {least}{number - len(names):,} more" if number > len(names) else "")
 
 
 def _beside(text: str, more: str) -> list[str]:
-    """Lines with `more` beside `text` where the terminal has room for it, else below."""
+    """Return lines with `more` beside `text` where the terminal has room for it, else below."""
     width = stderr().width
     if len(text) + 1 + len(more) <= width:
         return [f"{text} {more}"]

@@ -37,7 +37,7 @@ _SHARD = Domain(lambda value: isinstance(value, tuple), "I/N", read=_read_shard,
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """With what records are tokenized, and by whom."""
+    """How records become tokens, and which processes and machines do the work."""
 
     tokenizer: str | None = option(
         text("NAME"),
@@ -147,7 +147,7 @@ class _RunOptions(TypedDict):
 
 
 def _run_options(how: AnalyzeOptions) -> _RunOptions:
-    """What a run takes beside data and the options of the intake."""
+    """Return what a run takes beside data and the options of the intake."""
     return {
         "tokenizer": how.tokenizer,
         "chat_template": how.chat_template,
@@ -169,7 +169,7 @@ def _write_shard(data: list[str], target: Path, options: IntakeOptions, how: Ana
 
 
 def _with_length_column(intake: Given, key: str | None) -> Given:
-    """The options, with the key of the role `length` among the columns."""
+    """Return the options, with the key of the role `length` among the columns."""
     if key is None:
         return intake
     columns = intake.get("columns", {})

@@ -18,7 +18,7 @@ from chunkplan_cli.build_options import BuildOptions, describe_old, plan_config,
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
-from chunkplan_cli.progress import progress
+from chunkplan_cli.progress import note_compilation, progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and report, write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Split and pack the sequences of each step into chunks, spread them over ranks, order them, and write the plan.
+    """Split and pack the sequences of each step into chunks, balance them over ranks, order them, and write the plan.
 
     `tune` finds ChunkSize and K for it, as `--auto` does here; `export` turns the plan into rows for other trainers.
 
@@ -61,7 +61,6 @@ def build(
     from chunkplan.reporting.plan_memory import memory_at
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose
-    from chunkplan_cli.compilation import note_compilation
 
     options = BuildOptions(**how)
     values = resolve(plan, options.config)
@@ -112,7 +111,7 @@ _OF_TUNE = {
 
 
 def _tune_command(analysis: Path | None, workspace: Path | None, machine: Given, tuning: Given) -> list[str]:
-    """The words of `chunkplan tune` for the same data, model and GPUs."""
+    """Return the words of `chunkplan tune` for the same data, model and GPUs."""
     words = [str(analysis)] if analysis else []
     words += ["--workspace", str(workspace)] if workspace else []
     for given in (machine, tuning):
@@ -123,7 +122,7 @@ def _tune_command(analysis: Path | None, workspace: Path | None, machine: Given,
 def _show(
     built: BuiltPlan, target: Path | None, memory: PlanMemory, positions: Positions | None, *, as_json: bool
 ) -> None:
-    """The report of what was written to `target`, or of a dry run."""
+    """Print the report of what was written to `target`, or of a dry run."""
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import summarize_plan
     from chunkplan_cli.plan_report import print_plan_report

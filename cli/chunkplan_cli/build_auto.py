@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None) -> tuple[PlanConfig, Tuned]:
-    """What the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
+    """Choose what the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
 
     The configuration that is returned has `values`, and of the tuning what these do not say.
     """

@@ -32,12 +32,12 @@ class BuildOptions(Options):
 
 
 def resolve(given: Given, config: Path | None) -> Given:
-    """Of all options of a plan those of the TOML file, and those given, which win."""
+    """Join the options of a plan in the TOML file with those given, which win."""
     return Given((read_toml(config, PlanConfig) if config is not None else {}) | given)
 
 
 def plan_config(values: Given) -> PlanConfig:
-    """A plan's configuration; what is missing takes its default."""
+    """Make a plan's configuration; what is missing takes its default."""
     for name, one in options_of(PlanConfig).items():
         if one.is_required and name not in values:
             raise UsageError(
@@ -48,7 +48,7 @@ def plan_config(values: Given) -> PlanConfig:
 
 
 def describe_old(target: Path) -> str | None:
-    """What `target` holds now, in words, if it is something that the new plan replaces."""
+    """Say what `target` holds now, if it is something that the new plan replaces."""
     from chunkplan.planfile.load import load_plan
 
     if not target.is_dir() or not any(target.iterdir()):

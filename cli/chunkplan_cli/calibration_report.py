@@ -28,7 +28,7 @@ _UNITS = {
 
 
 def print_calibration(console: Console, calibration: Calibration) -> None:
-    """Print `calibration`."""
+    """Print every chunk measured and predicted, the rates of the profile, and how far off it is."""
     console.print(f"{calibration.rates.device}: {calibration.what}")
     console.print()
     console.print(_chunks(calibration))
@@ -42,7 +42,7 @@ def print_calibration(console: Console, calibration: Calibration) -> None:
 
 
 def chunk_words(segments: tuple[int, ...], prefix_tokens: int) -> str:
-    """What a chunk is."""
+    """Say how many tokens a chunk has, in how many segments or after which prefix."""
     if prefix_tokens:
         return f"{segments[0]:,} after {prefix_tokens:,}"
     return f"{sum(segments):,}" if len(segments) == 1 else f"{sum(segments):,} of {len(segments)}"
@@ -105,5 +105,5 @@ def _signed(error: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Print three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

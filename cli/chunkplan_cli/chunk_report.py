@@ -12,7 +12,7 @@ from chunkplan.quantities import percent, seconds
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.step_report import kind_words
 from chunkplan_cli.tables import titled_table
-from chunkplan_cli.visible import marks, visible
+from chunkplan_cli.terminal import marks, visible
 
 if TYPE_CHECKING:
     from chunkplan.reporting.chunk_view import ChunkAction, ChunkView, SegmentView
@@ -48,22 +48,22 @@ def _facts(view: ChunkView, chunk_size: int) -> Table:
     grid.add_row("targets", f"{chunk.num_target_tokens:,} predicted in this chunk")
     if chunk.prefix_tokens:
         grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
-    again = "" if chunk.keeps_activations else ", with the forward that is done again"
-    grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{again}")
+    recompute = "" if chunk.keeps_activations else ", with its recompute"
+    grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{recompute}")
     for stage in sorted({action.stage for action in view.actions}):
-        mine = [action for action in view.actions if action.stage == stage]
-        grid.add_row(f"stage {stage}", f"{_places(mine)} of {mine[0].num_actions:,} actions")
+        of_stage = [action for action in view.actions if action.stage == stage]
+        grid.add_row(f"stage {stage}", f"{_places(of_stage)} of {of_stage[0].num_actions:,} actions")
     return grid
 
 
 def _places(actions: list[ChunkAction]) -> str:
-    """Where in the order of a stage its actions with the chunk are; where it has several model parts, part by part."""
+    """Say where in the order of a stage its actions with the chunk are, by virtual stage where it has several."""
     words: dict[int, list[str]] = {}
     for action in sorted(actions, key=lambda action: action.virtual_stage):
         words.setdefault(action.virtual_stage, []).append(f"{action.op.replace('_', ' ')} {action.place + 1}")
     if len(words) == 1:
         return ", ".join(*words.values())
-    return "; ".join(f"virtual stage {part}: {', '.join(places)}" for part, places in words.items())
+    return "; ".join(f"virtual stage {virtual_stage}: {', '.join(places)}" for virtual_stage, places in words.items())
 
 
 def _segments(console: Console, view: ChunkView) -> Table:

@@ -16,7 +16,7 @@ Completer = Callable[[str], list[str]]
 
 
 def one_of(names: tuple[str, ...]) -> Completer:
-    """For `autocompletion=` of an option that takes one of `names`; the shell picks those that fit what is typed."""
+    """Complete an option that takes one of `names`; the shell picks those that fit what is typed."""
 
     def complete(incomplete: str) -> list[str]:
         return list(names)
@@ -25,7 +25,7 @@ def one_of(names: tuple[str, ...]) -> Completer:
 
 
 def some_of(names: tuple[str, ...]) -> Completer:
-    """For one that takes several with commas between: the last is completed."""
+    """Complete the last name of an option that takes several with commas between."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, _ = incomplete.rpartition(",")
@@ -35,17 +35,17 @@ def some_of(names: tuple[str, ...]) -> Completer:
 
 
 def steps(context: typer.Context) -> list[str]:
-    """The steps of the plan that the command is about, as far as it has been typed."""
+    """Complete the steps of the plan that the command is about, as far as it has been typed."""
     return _numbers_below(context, "totals", "num_steps")
 
 
 def ranks(context: typer.Context) -> list[str]:
-    """Likewise its data-parallel ranks."""
+    """Complete the data-parallel ranks of the plan that the command is about."""
     return _numbers_below(context, "config", "dp")
 
 
 def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
-    """0 up to a number of the plan's manifest; nothing where there is no plan, or none that can be read."""
+    """List the numbers from 0 up to one of the plan's manifest; nothing where no plan can be read."""
     from chunkplan.files.json_file import read_json
     from chunkplan.workspace import Workspace
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from chunkplan.quantities import percent, ratio, seconds
 from chunkplan_cli.tables import titled_table
-from chunkplan_cli.visible import visible
+from chunkplan_cli.terminal import visible
 
 if TYPE_CHECKING:
     from chunkplan.reporting.difference import Difference, Entry, Number, SameSteps
@@ -90,7 +90,7 @@ def _entries(console: Console, section: str, entries: list[Entry]) -> Table:
 
 
 def _worth_showing(entries: list[Entry]) -> list[Entry]:
-    """Of a model or GPU that is another one its name says enough; --json has all that follows."""
+    """Keep only the name of a model or GPU that is another one: it says enough, and --json has all that follows."""
     renamed = {entry.name.removesuffix("name") for entry in entries if entry.name.endswith(".name")}
     return [
         entry
@@ -166,7 +166,7 @@ def _number(value: float | None, number: Number) -> str:
 
 
 def _change(number: Number) -> str:
-    """Of shares in points, of everything else in percent."""
+    """Say how much a number changed: shares in points, everything else in percent."""
     before, after = number.before, number.after
     if before is None or after is None or _number(before, number) == _number(after, number):
         return ""

@@ -18,7 +18,7 @@ from chunkplan.quantities import percent
 from chunkplan.visible import one_line
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_plan
-from chunkplan_cli.progress import progress
+from chunkplan_cli.progress import note_compilation, progress
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ExportOptions(Options):
 
 
 class Format(StrEnum):
-    """Whose format it is."""
+    """The trainer whose format it is."""
 
     HF = "hf"
     MEGATRON_BRIDGE = "megatron-bridge"
@@ -91,7 +91,6 @@ def export(
     """
     from chunkplan.exporting.export import export as run
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.compilation import note_compilation
 
     place = Workspace.find(workspace)
     source = find_plan(path, place, "a PLAN or an ANALYSIS")

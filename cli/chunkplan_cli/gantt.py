@@ -19,7 +19,7 @@ _IDLE = -1
 
 #: Long schedules of few stages are shown in several bands, one below the other, of so many lines in all.
 _MAX_LINES = 18
-#: An action that is this wide can be told from its neighbours and says which chunk it is with.
+#: An action that is this wide can be distinguished from its neighbours and says which chunk it is with.
 _WIDE = 5
 
 #: Prints a time, given in the unit of the simulation.
@@ -32,11 +32,11 @@ def print_gantt(console: Console, simulation: Simulation, say: Say) -> None:
     makespan = int(simulation.ends.max())
     num_bands = _num_bands(simulation, width)
     for band in range(num_bands):
-        begin, end = band * makespan // num_bands, (band + 1) * makespan // num_bands
+        start, stop = band * makespan // num_bands, (band + 1) * makespan // num_bands
         for stage in range(simulation.pp):
-            bar = _bar(simulation, stage, begin, max(end, begin + 1), width)
+            bar = _bar(simulation, stage, start, max(stop, start + 1), width)
             console.print(Text.assemble((_label(stage, simulation.pp), "dim"), bar), no_wrap=True, soft_wrap=True)
-        axis = _axis(simulation, begin, end, width, say)
+        axis = _axis(simulation, start, stop, width, say)
         console.print(Text(" " * len(_label(0, simulation.pp)) + axis, style="dim"), soft_wrap=True)
     for line in _legend(simulation):
         console.print(line)
@@ -51,10 +51,10 @@ def _num_bands(simulation: Simulation, width: int) -> int:
     return max(1, min(wanted, _MAX_LINES // (simulation.pp + 1)))
 
 
-def _bar(simulation: Simulation, stage: int, begin: int, end: int, width: int) -> Text:
-    """What a stage does from `begin` to `end`: a label and a line for each action, dots where it waits."""
+def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> Text:
+    """Draw what a stage does from `start` to `stop`: a label and a line for each action, dots where it waits."""
     bar = Text()
-    winners = _winners(simulation, stage, begin, end, width)
+    winners = _winners(simulation, stage, start, stop, width)
     column = 0
     while column < width:
         action, first = winners[column], column
@@ -72,31 +72,31 @@ def _bar(simulation: Simulation, stage: int, begin: int, end: int, width: int) -
 
 
 def _block(simulation: Simulation, action: int, width: int) -> str:
-    """The letter of its op and its chunk, or as much of that as fits; never a part of a number."""
+    """Name an action by the letter of its op and its chunk, or as much of that as fits; never a part of a number."""
     letter = LETTERS[simulation.actions.ops[action]]
     label = f"{letter}{simulation.actions.chunk_ids[action]}"
     if simulation.virtual_stages > 1:
-        part = f"{label}.{simulation.actions.virtual_stages[action]}"
-        label = part if len(part) <= width else label
+        longer = f"{label}.{simulation.actions.virtual_stages[action]}"
+        label = longer if len(longer) <= width else label
     return label if len(label) <= width else letter
 
 
-def _winners(simulation: Simulation, stage: int, begin: int, end: int, width: int) -> list[int]:
-    """The action that each column shows, or `_IDLE`.
+def _winners(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> list[int]:
+    """Choose the action that each column shows, or `_IDLE`.
 
     Where a column is many actions, it shows what has been shown least so far for the time it takes, so that any stretch
     of columns shows ops and waiting in proportion; of the actions of an op, the longest.
     """
-    span = end - begin  # columns are as long as `span` when time is multiplied by `width`
+    span = stop - start  # columns are as long as `span` when time is multiplied by `width`
     time = [[0] * len(OPS) for _ in range(width)]
     longest = [[(0, _IDLE)] * len(OPS) for _ in range(width)]
     actions = simulation.actions
     for action in range(actions.stages[stage], actions.stages[stage + 1]):
-        start = (max(int(simulation.starts[action]), begin) - begin) * width
-        stop = (min(int(simulation.ends[action]), end) - begin) * width
+        begins = (max(int(simulation.starts[action]), start) - start) * width
+        ends = (min(int(simulation.ends[action]), stop) - start) * width
         op = int(actions.ops[action])
-        for column in range(start // span, -(-stop // span) if stop > start else 0):
-            overlap = min(stop, (column + 1) * span) - max(start, column * span)
+        for column in range(begins // span, -(-ends // span) if ends > begins else 0):
+            overlap = min(ends, (column + 1) * span) - max(begins, column * span)
             time[column][op] += overlap
             longest[column][op] = max(longest[column][op], (overlap, action))
     winners = []
@@ -110,12 +110,12 @@ def _winners(simulation: Simulation, stage: int, begin: int, end: int, width: in
     return winners
 
 
-def _axis(simulation: Simulation, begin: int, end: int, width: int, say: Say) -> str:
-    """Times below the bars, each at the right of a mark at its place; the last one left of it."""
+def _axis(simulation: Simulation, start: int, stop: int, width: int, say: Say) -> str:
+    """Draw times below the bars, each at the right of a mark at its place; the last one left of it."""
     num_marks = max(2, min(5, width // 16 + 1))
     line = [" "] * width
     for mark in range(num_marks):
-        text = say(simulation.in_unit(begin + (end - begin) * mark // (num_marks - 1)))
+        text = say(simulation.in_unit(start + (stop - start) * mark // (num_marks - 1)))
         place = (width - 1) * mark // (num_marks - 1)
         label = f"{text}|" if mark == num_marks - 1 else f"|{text}"
         first = place - len(text) if mark == num_marks - 1 else place
@@ -124,7 +124,7 @@ def _axis(simulation: Simulation, begin: int, end: int, width: int, say: Say) ->
 
 
 def _legend(simulation: Simulation) -> tuple[Text, Text]:
-    """The letters that occur; with colour, in theirs. What the rest means."""
+    """Return what the letters that occur mean, with colour in theirs, and what the rest means."""
     legend = Text()
     for op in sorted(set(simulation.actions.ops.tolist())):
         legend.append(LETTERS[op], style=f"black on {_COLOURS[op]}")

@@ -14,6 +14,7 @@ from chunkplan.options import Options, option
 from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.places import find_plan
+from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ _NEEDS = {"rank": "step", "chunk": "step", "text": "chunk", "tokenizer": "text",
 def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:
     """Write the page of what is at `shown`, and say so."""
     from chunkplan.reporting.page.write import write_report
-    from chunkplan_cli.compilation import note_compilation
 
     with note_compilation():
         warnings = write_report(page, shown, tuning=options.tuning, analysis=options.analysis, step=step)
@@ -151,7 +151,6 @@ def _show_analysis(path: Path, as_json: bool) -> None:
 def _show_plan(plan: Plan, as_json: bool) -> None:
     from chunkplan.reporting.plan_report import plan_report
     from chunkplan.reporting.plan_words import PlanHeader
-    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_plan_report
     from chunkplan_cli.plan_tables import print_plan_tables
 

@@ -55,7 +55,7 @@ def _totals(report: LengthReport, analysis: Analysis) -> Table:
 
 
 def _in_all(estimate: Estimate | None) -> str:
-    """What a sample says of all data."""
+    """Say what a sample means for all data."""
     return f"in all {estimate.value:,} ({estimate.low:,}-{estimate.high:,})" if estimate else ""
 
 
@@ -64,7 +64,7 @@ def _join(*notes: str) -> str:
 
 
 def _dropped(report: LengthReport, analysis: Analysis) -> str:
-    """What a reader should know before trusting the number of sequences."""
+    """Say what a reader should know before trusting the number of sequences."""
     rejected: dict[str, int] = analysis.manifest.get("rejected", {})
     reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
     notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
@@ -77,7 +77,7 @@ def _dropped(report: LengthReport, analysis: Analysis) -> str:
 
 
 def _cumulative(report: LengthReport) -> Table:
-    """Quantiles beside the share of sequences below round lengths: two views of one curve, so one table."""
+    """List quantiles beside the share of sequences below round lengths: two views of one curve, so one table."""
     table = _table(report, "Lengths")
     between = "" if report.sample is None else "between"
     for name in ("quantile", "tokens", between, "shorter than", "of sequences", "of tokens"):
@@ -95,7 +95,7 @@ def _cumulative(report: LengthReport) -> Table:
 
 
 def _range(quantile: Quantile, sample: float | None) -> str:
-    """Between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
+    """Say between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
     if sample is None:
         return ""
     low = quantile.num_tokens if quantile.share == 1 else quantile.low
@@ -141,12 +141,12 @@ def _tails(report: LengthReport) -> Table:
 
 
 def _table(report: LengthReport, title: str) -> Table:
-    """A table whose title says so when the lengths in it are estimated."""
+    """Make a table whose title says so when the lengths in it are estimated."""
     return titled_table(title if report.exact else f"{title} (estimated)")
 
 
 def _share(share: float) -> str:
-    """A percentage; what is not all or nothing is never rounded to it."""
+    """Print a percentage; what is not all or nothing is never rounded to it."""
     if 0 < share < 0.001:
         return "<0.1%"
     if 0.999 < share < 1:

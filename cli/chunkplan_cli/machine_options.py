@@ -11,13 +11,13 @@ from chunkplan_cli.declared import Given
 
 
 def tune_options(asked: Given) -> TuneOptions:
-    """What to tune for; what is not given takes its default."""
+    """Make the options of a tuning; what is not given takes its default."""
     if "gpus" in asked and not asked.keys().isdisjoint({"dp", "tp", "pp"}):
         raise UsageError("--gpus and --dp, --tp, --pp exclude each other", hint="give --gpus alone, or the others")
     return TuneOptions(**asked)
 
 
 def files_read(machine: Given) -> tuple[Path | str, ...]:
-    """The files behind a model and a hardware profile that were given, which nothing may be written over."""
+    """Return the files behind a model and a hardware profile that were given, which nothing may be written over."""
     model, hardware = machine.typed.get("shape"), machine.typed.get("hardware")
     return (*([config_file(Path(model))] if model else []), *([hardware] if hardware else []))

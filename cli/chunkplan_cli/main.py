@@ -32,7 +32,7 @@ from chunkplan_cli.validate import validate
 _SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
 
 #: What the system says of a path that was given wrong, rather than of a machine in trouble.
-_USERS_TO_MEND = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
+_USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
 #: As shells have it: 128 and the number of SIGINT.
 _INTERRUPTED = 130
@@ -50,7 +50,7 @@ class _Command(TyperCommand):
     """A command whose help says what is typed, and no types of Python."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its arguments and options, `--help` among them."""
+        """Return the arguments and options of the command, `--help` among them."""
         parameters: list[Any] = super().get_params(ctx)
         for parameter in parameters:
             if parameter.param_type_name == "argument":
@@ -83,11 +83,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options that come before the command."""
+    """Take the options that come before the command."""
 
 
 def main() -> None:
-    """Run the command line; never a traceback for what a user can mend."""
+    """Run the command line; never a traceback for what a user can fix."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False)
@@ -112,7 +112,7 @@ def main() -> None:
         # What writes files says which: a full one without a name is what was printed to.
         name = error.filename or ("standard output" if error.errno == errno.ENOSPC else None)
         place = f"{name}: " if name else ""
-        kind = UsageError if error.errno in _USERS_TO_MEND else ChunkplanError
+        kind = UsageError if error.errno in _USERS_TO_FIX else ChunkplanError
         _fail(kind(f"{place}{error.strerror or error}", hint=_SYSTEM_HINT))
     except Exception:
         traceback.print_exc()
@@ -135,7 +135,7 @@ def _fail(error: ChunkplanError) -> NoReturn:
 
 
 def _program() -> str:
-    """What was run, as it is typed: typer's errors do not always say which command they are of."""
+    """Say what was run, as it is typed: typer's errors do not always say which command they are of."""
     given = sys.argv[1] if len(sys.argv) > 1 else ""
     return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"
 

@@ -26,7 +26,7 @@ _WHAT, _HOW = "What is compared", "How chunks are run"
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(Options):
-    """What is compared."""
+    """The sequences and the model that are compared, and how chunks of them are run."""
 
     lengths: tuple[int, ...] = option(
         several(tokens(), metavar="N,N,...", example="700,130,90"), "Lengths of the sequences, in tokens.", group=_WHAT

@@ -10,7 +10,7 @@ from chunkplan.workspace import Workspace
 
 
 def find_analysis(given: Path | None, place: Workspace) -> Path:
-    """The analysis that was given, or that of the workspace; raises UsageError where there is none."""
+    """Return the analysis that was given, or that of the workspace; raises UsageError where there is none."""
     if given is None and not place.analysis.exists():
         raise UsageError(
             f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
@@ -19,7 +19,7 @@ def find_analysis(given: Path | None, place: Workspace) -> Path:
 
 
 def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
-    """The plan, or whatever else was given in its place, or the plan of the workspace.
+    """Return the plan, or whatever else was given in its place, or the plan of the workspace.
 
     Raises:
         UsageError: there is none; `others` is what may be given, as in "PLAN".

@@ -24,7 +24,7 @@ def print_plan_report(console: Console, summary: PlanSummary, header: PlanHeader
 
 
 def print_estimated(console: Console, header: PlanHeader) -> None:
-    """Where the lengths behind a plan were estimated or are a sample, say so above everything else."""
+    """Say above everything else that the lengths behind a plan were estimated or are a sample, where they are."""
     from chunkplan.reporting.plan_words import caveats
 
     for caveat in caveats(exact=header.exact, sample=header.sample):
@@ -119,9 +119,8 @@ def _bound(summary: PlanSummary) -> str:
         return f"{proved}; all together {percent(over)} over the bound"
     packing = summary.packing_over_bound - 1
     given = "proved" if packing == 0 else f"but for {percent(packing)}"
-    return (
-        f"{given}, given what each rank has to run; {percent(over)} over the bound of any spread, for balance ({steps})"
-    )
+    bound = f"{percent(over)} over the bound of any assignment, for balance ({steps})"
+    return f"{given}, given what each rank has to run; {bound}"
 
 
 def _balance(summary: PlanSummary) -> str:
@@ -135,6 +134,6 @@ def _exceeding(summary: PlanSummary) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     return (
         f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs more than a rank's share, which no "
-        f"spread can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
+        f"assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
         f"{seconds(summary.exceeding_lower_bound_us)}"
     )

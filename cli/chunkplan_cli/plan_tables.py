@@ -24,7 +24,7 @@ _MOST_RANKS = 3
 
 
 def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) -> None:
-    """Print all of them; those of which there is nothing to say are left out."""
+    """Print the tables of a report; those of which there is nothing to say are left out."""
     from chunkplan.reporting.plan_words import machine_words
 
     parts = [_fill(console, report.fill), _kinds(report.kinds)]

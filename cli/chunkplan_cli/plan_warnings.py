@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune: list[str] | None) -> None:
-    """Where a plan does not fit its GPUs, what takes the room and what helps.
+    """Warn of a plan that does not fit its GPUs: what takes the room and what helps.
 
     `tune`: the command that tunes for the same data, model and GPUs, but for how many; None where that is not known.
     """
@@ -41,7 +41,7 @@ def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune
 
 
 def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
-    """Against the larger of what chunks and what keys and values take, or against both if neither alone would do."""
+    """Say what helps against the larger of chunks and keys and values, or against both if neither alone would do."""
     held = memory.memory
     of_chunks = held.activations + held.stage_inputs
     of_kv = held.kv + held.kv_gradients
@@ -56,7 +56,7 @@ def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
 
 
 def warn_of_chunk_size(chunk_size: int, totals: dict[str, int], dp: int, *, fits: bool, tune: list[str]) -> None:
-    """Where no sequence is as long as a chunk may be, and that is of no use: nothing fills one, or it does not fit.
+    """Warn where a ChunkSize above every sequence is of no use: nothing fills a chunk, or it does not fit the GPU.
 
     `totals`: those of the plan's manifest. `tune`: the command that tunes for the same data and model.
     """
@@ -70,7 +70,7 @@ def warn_of_chunk_size(chunk_size: int, totals: dict[str, int], dp: int, *, fits
 
 
 def warn_of_positions(positions: Positions | None, model: str) -> None:
-    """Where sequences have more tokens than the model takes."""
+    """Warn of sequences that have more tokens than the model takes."""
     if positions is None or not positions.num_over:
         return
     most = positions.max_positions

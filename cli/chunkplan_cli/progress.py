@@ -1,7 +1,11 @@
-"""How far long work is: a bar with rate and time left on a terminal, else a line every few seconds."""
+"""How far long work is: a bar with rate and time left on a terminal, else a line every few seconds.
+
+And why nothing seems to happen where the planner's loops are compiled.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +14,9 @@ from chunkplan_cli.terminal import note, stderr
 
 #: Seconds between two lines of progress where there is no terminal.
 _LINE_EVERY = 10.0
+
+#: Seconds of silence that need no explanation.
+PATIENCE = 2.0
 
 #: Called with what is done and what there is to do.
 Report = Callable[[int, int], None]
@@ -61,6 +68,24 @@ def reading_progress() -> Iterator[ReadingReport]:
         yield report
 
 
+@contextmanager
+def note_compilation() -> Iterator[None]:
+    """Say after some seconds of the block that loops are compiled, if they are."""
+    from chunkplan.compiled import has_compiled
+
+    def explain() -> None:
+        if has_compiled():
+            note("compiling the planner's loops: half a minute, in the first run of each kind after an installation")
+
+    timer = threading.Timer(PATIENCE, explain)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _reading_lines() -> ReadingReport:
     is_due = _Every(_LINE_EVERY)
     started = time.monotonic()
@@ -94,7 +119,7 @@ def _lines(doing: str, unit: str, scale: int) -> Report:
 
 
 class _Every:
-    """Says yes once in so many seconds, the first time after as many."""
+    """Returns True once in so many seconds, the first time after as many."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -113,7 +138,7 @@ def _left(done: int, total: int, rate: float) -> str:
 
 
 def _short(number: float) -> str:
-    """1,234,567 as 1.2M."""
+    """Shorten a number: 1,234,567 becomes 1.2M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:,.1f}{unit}"

@@ -16,6 +16,7 @@ from chunkplan.options import Options, option, options_of, same
 from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.machine_options import files_read
+from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
@@ -101,7 +102,6 @@ def simulate(
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
-    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.plan_report import print_estimated
     from chunkplan_cli.simulation_report import print_comparison, print_simulation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -65,7 +65,7 @@ def _totals(simulation: Simulation) -> Table:
     grid.add_column(overflow="fold")
     makespan = _time(simulation, simulation.makespan)
     grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
-    grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or forwarding again")
+    grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
     if simulation.recompute_share > 0:
         grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
     grid.add_row("critical path", _critical_path(simulation))
@@ -128,7 +128,9 @@ def _what(simulation: Simulation) -> str:
 
 
 def _name(simulation: Simulation) -> str:
-    return simulation.schedule + (f", {simulation.virtual_stages} parts" if simulation.virtual_stages > 1 else "")
+    return simulation.schedule + (
+        f", {simulation.virtual_stages} virtual stages" if simulation.virtual_stages > 1 else ""
+    )
 
 
 def _stages_of(simulation: Simulation) -> str:
@@ -140,7 +142,7 @@ def _bound(simulation: Simulation) -> str:
 
 
 def _share(simulation: Simulation, time: float) -> str:
-    """Of the makespan, which is nothing where a rank has but zero-loss chunks that cost nothing."""
+    """Say which share of the makespan a time is; the makespan is 0 where a rank has only zero-loss chunks."""
     return percent(time / simulation.makespan if simulation.makespan else 0.0)
 
 
@@ -151,7 +153,7 @@ def _time(simulation: Simulation, time: float) -> str:
 
 
 def _axis_time(simulation: Simulation, time: float) -> str:
-    """All in one unit, and digits as the whole needs them."""
+    """Say a time of the axis: all in one unit, with as many digits as the makespan needs."""
     if simulation.unit == "tokens":
         return f"{time:,.0f}"
     name, size = next((unit for unit in _UNITS if simulation.makespan >= unit[1]), _UNITS[-1])
@@ -161,5 +163,7 @@ def _axis_time(simulation: Simulation, time: float) -> str:
 def _table(*names: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in names:
-        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True, header_style="dim")
+        is_schedule = name == "schedule"
+        justify: JustifyMethod = "left" if is_schedule else "right"
+        table.add_column(name, justify=justify, no_wrap=not is_schedule, header_style="dim")
     return table

@@ -60,7 +60,7 @@ def print_step(console: Console, step: PlanStep, header: PlanHeader) -> None:
 
 
 def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
-    """One that fits 80 columns without a number cut: sequences wrap, and a prefix is shown where there is one."""
+    """Make a table that fits 80 columns without cutting a number: sequences wrap, prefixes are there if any are."""
     table = titled_table(f"rank {rank}")
     shown = chunks[:_MAX_CHUNKS]
     prefix = ("prefix",) if any(chunk.prefix_tokens for chunk in shown) else ()
@@ -82,7 +82,7 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
 
 
 def kind_words(chunk: Chunk) -> str:
-    """What a chunk is, in a word or two."""
+    """Say what kind of chunk it is, and which part of a sequence it holds."""
     if not chunk.segments:
         return "zero-loss"
     if chunk.group_id is None:
@@ -104,12 +104,12 @@ def _action_line(actions: list[Action], virtual_stages: int) -> str:
 
 
 def _word(action: Action, virtual_stages: int) -> str:
-    part = f".{action.virtual_stage}" if virtual_stages > 1 else ""
-    return f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}{part}"
+    suffix = f".{action.virtual_stage}" if virtual_stages > 1 else ""
+    return f"{_LETTERS.get(action.op, action.op)}{action.chunk_id}{suffix}"
 
 
 def _legend(step: PlanStep) -> str:
-    """The letters that occur."""
+    """Say what the letters that occur mean."""
     done = {action.op for actions in step.actions.values() for action in actions[:_MAX_ACTIONS]}
     words = [f"{letter} {what}" for op, letter, what in zip(OPS, LETTERS, OP_WORDS, strict=True) if op in done]
     return "  ".join(words)

@@ -13,6 +13,11 @@ from rich.text import Text
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.visible import harmless, one_line
+from chunkplan.visible import visible as without_controls
+
+#: Around runs of target tokens.
+MARKS = ("⟦", "⟧")
+_ASCII_MARKS = ("[[", "]]")
 
 
 class _SafeConsole(Console):
@@ -30,12 +35,12 @@ class _Stdout(_SafeConsole):
 
 
 def stdout() -> Console:
-    """The console for what was asked for. Made when used, so that a test or a pipe may replace sys.stdout."""
+    """Return the console for what was asked for, made when used, so that a test or a pipe may replace sys.stdout."""
     return _Stdout(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:
-    """The console for progress, notes and errors."""
+    """Return the console for progress, notes and errors."""
     return _SafeConsole(file=sys.stderr, highlight=False)
 
 
@@ -45,17 +50,28 @@ def print_json(document: Any) -> None:
 
 
 def note(*lines: str) -> None:
-    """Lines on stderr."""
+    """Print lines to stderr."""
     for line in lines:
         stderr().print(Text(one_line(line)), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    """A line on stderr that must not be overlooked."""
+    """Print a warning to stderr."""
     stderr().print(Text.assemble(("warning: ", "bold yellow"), one_line(message)), soft_wrap=True)
 
 
 def print_error(error: ChunkplanError) -> None:
-    """`error: where: what` and, below it, `hint: what to do`."""
+    """Print `error: where: what` and, below it, `hint: what to do`."""
     stderr().print(Text.assemble(("error: ", "bold red"), one_line(str(error))), soft_wrap=True)
     stderr().print(Text.assemble(("hint: ", "bold cyan"), one_line(error.hint)), soft_wrap=True)
+
+
+def marks(console: Console) -> tuple[str, str]:
+    """Return what stands before and behind a run of target tokens."""
+    return _ASCII_MARKS if console.options.ascii_only else MARKS
+
+
+def visible(text: str, console: Console) -> str:
+    """Return `text` as `chunkplan.visible` has it, and codes for `MARKS` and for what the terminal cannot print."""
+    shown = without_controls(text, marks=MARKS)
+    return shown.encode("ascii", "backslashreplace").decode() if console.options.ascii_only else shown

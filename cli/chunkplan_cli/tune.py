@@ -11,7 +11,7 @@ from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, Workspac
 from chunkplan_cli.machine_options import files_read, tune_options
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_positions
-from chunkplan_cli.progress import progress
+from chunkplan_cli.progress import note_compilation, progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 
@@ -38,7 +38,6 @@ def tune(
     from chunkplan.tuning.document import tuning_document, write_tuning
     from chunkplan.tuning.tune import tune as run
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.compilation import note_compilation
     from chunkplan_cli.tune_report import print_tuning
 
     options = tune_options(asked)

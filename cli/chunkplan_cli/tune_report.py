@@ -1,4 +1,4 @@
-"""A tuning in the terminal: what people run today, the choices, and the one to take. Readable at 80 columns."""
+"""Prints a tuning in the terminal: baselines, choices, and the one to take. Readable at 80 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDE = 116
 
 
 def print_tuning(console: Console, tuning: Tuning) -> None:
-    """Print `tuning`."""
+    """Print what a tuning is for, its baselines, the choices that are worth a look, and the one to take."""
     options = tuning.options
     gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
     console.print(
@@ -44,7 +44,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
 
 
 def _layout_words(choice: Choice) -> str:
-    """How GPUs are used, and where stages have more and fewer layers, that."""
+    """Say how GPUs are used, and how many layers stages have where they differ."""
     from chunkplan.cost.durations import split_layers
 
     dp, tp, pp = choice.layout
@@ -64,7 +64,7 @@ def _layouts(tuning: Tuning) -> Table:
 
 def _baselines(tuning: Tuning) -> Table:
     where = f" on {_layout_words(tuning.chosen)}" if tuning.layouts else ""
-    columns = ("step", "tokens/s", "memory", "checkpoints", "tokens lost")
+    columns = ("step", "tokens/s", "memory", "checkpointing", "tokens lost")
     table = _table(f"What people run today{where}", *columns, first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
@@ -81,7 +81,9 @@ def _baselines(tuning: Tuning) -> Table:
 
 
 def _choices(tuning: Tuning, gap: int) -> Table:
-    table = _table("Chunked", "chunk", "K", "schedule", "step", "MFU", "bubble", "again", "memory", "notes", first="")
+    table = _table(
+        "Chunked", "chunk", "K", "schedule", "step", "MFU", "bubble", "recompute", "memory", "notes", first=""
+    )
     table.padding = (0, gap, 0, 0)
     fitting = [choice for choice in tuning.choices if choice.fits]
     others = [place for place, choice in enumerate(fitting) if choice.plan_only and tuning.recommended]
@@ -118,7 +120,7 @@ def _verdict(tuning: Tuning) -> list[Text]:
     faster = "faster ones" if len(rivals) == len(fitting) else "faster runnable ones"
     lines = [
         Text(
-            f"* needs less memory than all {faster}   again: forwarded twice   memory: of the fullest stage\n"
+            f"* needs less memory than all {faster}   recompute: share of the work   memory: of the fullest stage\n"
             f"{len(fitting)} of {len(tuning.choices)} choices fit",
             style="dim",
         ),
@@ -127,11 +129,11 @@ def _verdict(tuning: Tuning) -> list[Text]:
     choice = tuning.best
     title = "Recommended: " if tuning.recommended else "Fastest, plan only: "
     lines.append(Text.assemble((title, "bold"), _words(choice, tuning)))
-    today = tuning.baselines[0]
-    gain = f"{today.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
-    gain += "" if today.fits else f" (which would need {gibibytes(today.memory.total)} a GPU)"
+    whole = tuning.baselines[0]
+    gain = f"{whole.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
+    gain += "" if whole.fits else f" (which would need {gibibytes(whole.memory.total)} a GPU)"
     best = tuning.best_baseline
-    if best is not None and best is not today:
+    if best is not None and best is not whole:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
     if choice is not rivals[0]:
@@ -148,7 +150,7 @@ def _verdict(tuning: Tuning) -> list[Text]:
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:
-    """What a choice is, with its layout where others were compared."""
+    """Say what a choice is, with its layout where several were compared."""
     words = [
         f"ChunkSize {choice.config.chunk_size:,}",
         f"K {k_words(choice.config.k, choice.config.k_by_length)}",
@@ -160,15 +162,15 @@ def _words(choice: Choice, tuning: Tuning) -> str:
 
 
 def print_headline(console: Console, tuning: Tuning) -> None:
-    """Print what chunks would gain, in one line: over the best of today's ways that fits and loses nothing."""
-    choice, best, today = tuning.chosen, tuning.best_baseline, tuning.baselines[0]
+    """Print what chunks would gain, in one line: over the best baseline that fits and loses no token."""
+    choice, best, whole = tuning.chosen, tuning.best_baseline, tuning.baselines[0]
     dp, tp, pp = choice.layout
     if best is not None:
         gain = f", {best.step_ns / choice.step_ns:.1f}x as fast as {best.name} ({seconds(best.step_ns / 1e3)}), the "
         gain += "fastest way of today that fits and loses no token"
     else:
-        gain = f"; no way of today fits {gibibytes(tuning.options.gpu_memory)} without cutting sequences: {today.name} "
-        gain += f"would need {gibibytes(today.memory.total)}"
+        gain = f"; no way of today fits {gibibytes(tuning.options.gpu_memory)} without cutting sequences: {whole.name} "
+        gain += f"would need {gibibytes(whole.memory.total)}"
     console.print(
         f"{tuning.options.shape.name} on {dp * tp * pp} x {tuning.options.hardware.name} (tp {tp}, pp {pp}), by "
         f"prediction: a step takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with "
@@ -177,8 +179,8 @@ def print_headline(console: Console, tuning: Tuning) -> None:
 
 
 def memory_words(choice: Choice) -> list[str]:
-    """How memory is saved."""
-    words = ["checkpoints"] if choice.cost.checkpointing == "full" else []
+    """Say how a choice saves memory."""
+    words = ["checkpointing"] if choice.cost.checkpointing == "full" else []
     return words + (["KV offload"] if choice.cost.kv_offload else [])
 
 
@@ -188,6 +190,6 @@ def _table(title: str, *names: str, first: str | None = None) -> Table:
     if first is not None:
         table.add_column(first, header_style="dim")
     for name in names:
-        justify = "left" if name in ("schedule", "checkpoints", "notes") else "right"
+        justify = "left" if name in ("schedule", "checkpointing", "notes") else "right"
         table.add_column(name, justify=justify, header_style="dim", no_wrap=name not in ("notes", "K"), overflow="fold")  # type: ignore[arg-type]
     return table

@@ -15,7 +15,7 @@ import pytest
 
 import chunkplan
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.token_text import Piece
+from chunkplan.reporting.token_text import TextPiece
 from tests.support.places import ROOT
 
 SAMPLE = ROOT / "sample_data"
@@ -199,7 +199,7 @@ def test_parts_of_a_split_sequence_read_as_the_whole(plan: Plan, made: Path) -> 
     """And the first token of all is the only one that is no target; a border through a character breaks no more."""
     analysis = chunkplan.load_analysis(made / "analysis")
     tokenizer = chunkplan.open_tokenizer(analysis)
-    read: dict[int, list[tuple[int, tuple[Piece, ...]]]] = {}
+    read: dict[int, list[tuple[int, tuple[TextPiece, ...]]]] = {}
     for step, rank, chunk in places(plan):
         view = chunkplan.view_chunk(plan, step, chunk, dp_rank=rank, analysis=analysis, tokenizer=tokenizer)
         for segment in view.segments:

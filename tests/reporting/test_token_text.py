@@ -13,7 +13,7 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.chat_templates import TemplateChoice
 from chunkplan.intake.backends.tiktoken_name import make
 from chunkplan.reporting.token_text import decode_pieces
-from chunkplan_cli.visible import visible
+from chunkplan_cli.terminal import visible
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"

@@ -25,7 +25,7 @@ from chunkplan.schedule.families import SCHEDULES
 from chunkplan.tuning.baselines import baselines
 from chunkplan.tuning.document import read_tuning, tuned, tuning_document, write_tuning
 from chunkplan.tuning.drift import find_drift
-from chunkplan.tuning.options import LADDER, Layout, TuneOptions
+from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import sample_steps
@@ -112,11 +112,13 @@ def test_a_sample_of_all_steps_takes_what_the_plan_is_predicted_to_take(lengths:
 def test_strata_of_equal_work_estimate_the_mean_step_closely(lengths: Path) -> None:
     """48 of 188 steps: within 2 % of all of them, for every configuration, although few steps take most of the time."""
     everything, some = (
-        sample_steps(np.load(lengths), options_with().plan_config(Layout(1, 4, 2), 8192, 4, "1f1b"), CostModel(), count)
+        sample_steps(
+            np.load(lengths), options_with().plan_config(GpuLayout(1, 4, 2), 8192, 4, "1f1b"), CostModel(), count
+        )
         for count in (10**6, 48)
     )
     for chunk_size, k in product((2048, 32768), (1, 16)):
-        config = options_with().plan_config(Layout(1, 4, 2), chunk_size, k, "1f1b")
+        config = options_with().plan_config(GpuLayout(1, 4, 2), chunk_size, k, "1f1b")
         exact, estimated = (try_out(sample, config, CostModel(tp=4)).step_ns for sample in (everything, some))
         assert estimated == pytest.approx(exact, rel=0.02)
 
@@ -170,7 +172,7 @@ def test_the_program_finds_what_trying_everything_finds(data: st.DataObject) -> 
 def test_the_choice_is_within_3_percent_of_the_best_of_all_steps_simulated(lengths: Path, tuning: Tuning) -> None:
     """Against every (ChunkSize, K) tried on all steps."""
     options = tuning.options
-    layout = Layout(1, 4, 2)
+    layout = GpuLayout(1, 4, 2)
     everything = sample_steps(
         np.load(lengths), options.plan_config(layout, 8192, 4, "1f1b"), options.cost(layout, LADDER[0]), 10**6
     )
@@ -275,7 +277,7 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     np.save(tmp_path / "lengths.npy", tokens)
     given = {"global_batch": 16, "chunk_sizes": (1024,), "ks": (1, 2, 4, 8, 16), "tp": 4, "pp": 1, "schedules": None}
     wide = options_with(**given, gpu_memory=1000 * GIB)
-    layout, cost = Layout(1, 4, 1), wide.cost(Layout(1, 4, 1), LADDER[0])
+    layout, cost = GpuLayout(1, 4, 1), wide.cost(GpuLayout(1, 4, 1), LADDER[0])
     sample = sample_steps(tokens, wide.plan_config(layout, 1024, 1, "algorithm2"), cost, 48)
     some, many = (try_out(sample, wide.plan_config(layout, 1024, k, "algorithm2"), cost) for k in (4, 16))
     enough = some.memory(cost, "optimizer").total
@@ -376,7 +378,7 @@ def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_
     """Where every sequence fills a chunk, plain 1F1B and the plan are the same."""
     tokens = np.full(32, 8192, np.int32)
     options = options_with(global_batch=8)
-    layout = Layout(1, 4, 2)
+    layout = GpuLayout(1, 4, 2)
     config = options.plan_config(layout, 8192, 1, "1f1b")
     sample = sample_steps(tokens, config, options.cost(layout, LADDER[0]), 100)
     assert baselines(sample, options, layout)[0].step_ns == pytest.approx(

@@ -35,20 +35,20 @@ Row = ChoiceEntry | BaselineEntry
 
 
 def choice_of_plan(document: TuningDocument, plan: Plan) -> ChoiceEntry | None:
-    """The choice of a tuning (see `tuning_document`) with the layout and all settings of `plan`, if there is one."""
+    """Find the choice of a tuning (see `tuning_document`) with the layout and all settings of `plan` or None."""
     wanted = _settings(plan.manifest["config"], plan.manifest["predictions"]["cost_model"])
     return next((choice for choice in document["choices"] if _settings(choice, choice) == wanted), None)
 
 
 def _settings(config: PlanEntries, cost_model: CostModelEntry | ChoiceEntry) -> list[object]:
-    """What sets a choice apart from others; a tuning that was not written to a file has tuples for the lists of one."""
+    """List what sets a choice apart from others; K by length is a tuple, or a list where it was read from a file."""
     by_length = [list(pair) for pair in config["k_by_length"] or ()]
     entries = [config.get(name) for name in PLAN_ENTRIES if name != "k_by_length"]
     return [*entries, by_length, cost_model["tp"], cost_model["checkpointing"], cost_model["kv_offload"]]
 
 
 def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.Figure:
-    """Each choice and baseline of a tuning (see `tuning_document`) by memory and time of a step; `own` is a plan's."""
+    """Draw each choice and baseline of a tuning by memory and time of a step; `own` is the choice of a plan."""
     figure = go.Figure()
     fitting = [choice for choice in document["choices"] if choice["fits"]]
     runnable = [choice for choice in fitting if choice["plan_only"] is None]
@@ -74,7 +74,7 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
 
 
 def limit_words(document: TuningDocument) -> str:
-    """What a GPU has, and where in the chart that is."""
+    """Say how much memory a GPU has, and where in the chart that is."""
     limit = document["options"]["gpu_memory"]
     memory = _memory(document)
     where = "the dashed line" if _is_near(limit / 2**30, memory) else "beyond the chart"
@@ -86,7 +86,7 @@ def _rows(document: TuningDocument) -> list[Row]:
 
 
 def _memory(document: TuningDocument) -> list[float]:
-    """GiB of all that is drawn."""
+    """Return the memory of all that is drawn, in GiB."""
     return [row["memory"]["total"] / 2**30 for row in _rows(document)]
 
 
@@ -96,7 +96,7 @@ def _is_near(limit: float, memory: list[float]) -> bool:
 
 
 def _axis(title: str, values: list[float]) -> PlotlyEntries:
-    """An axis with all `values`: a log one with ticks at round numbers where they are far apart."""
+    """Make an axis with all `values`: a log one with ticks at round numbers where they are far apart."""
     low, high = min(values), max(values)
     if high < _FAR_APART * low:
         room = _ROOM * ((high - low) or high)
@@ -126,21 +126,21 @@ def _add(
 
 
 def _words(row: Row) -> str:
-    """What a choice, or a baseline, is."""
+    """Say what a choice, or a baseline, is."""
     if "name" in row:
         return row["name"]
     return f"ChunkSize {row['chunk_size']:,}, K {k_words(row['k'], row['k_by_length'])}, {_how(row)}"
 
 
 def _how(row: ChoiceEntry) -> str:
-    """The schedule and layout of a choice, and how memory is saved."""
+    """Say which schedule and layout a choice has, and how it saves memory."""
     words = [row["schedule"], f"dp {row['dp']}, tp {row['tp']}, pp {row['pp']}"]
-    words += ["checkpoints"] if row["checkpointing"] == "full" else []
+    words += ["checkpointing"] if row["checkpointing"] == "full" else []
     return ", ".join(words + (["KV offload"] if row["kv_offload"] else []))
 
 
 def candidates_tables(document: TuningDocument, own: ChoiceEntry | None) -> list[Table]:
-    """The baselines, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
+    """List the baselines, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
     baselines = [
         (
             row["name"],

@@ -29,17 +29,17 @@ class DrawnStep:
 
     @property
     def label(self) -> str:
-        """Its number, and why it is drawn."""
+        """Name the step by its number and why it is drawn."""
         return f"step {self.step.step:,}" + (f": {self.why}" if self.why else "")
 
     @property
     def num_actions(self) -> int:
-        """Of all ranks here; see `MOST_ACTIONS`."""
+        """Count the actions of all ranks that are here; see `MOST_ACTIONS`."""
         return sum(int(simulation.actions.ops.size) for simulation in self.ranks.values())
 
 
 def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None) -> list[DrawnStep]:
-    """The steps to draw.
+    """Choose the steps to draw.
 
     `steps` is `per_step` of the plan, `median` its `StepTimes.median_step`. `first` is a step to draw before all
     others, whatever it is like.
@@ -57,7 +57,7 @@ def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None)
 
 
 def _worth_a_look(steps: pl.DataFrame, median: int, first: int | None) -> dict[int, list[str]]:
-    """Numbers of steps, those first that should be there by all means, and what is special about each."""
+    """Return numbers of steps, those first that should be there by all means, and what is special about each."""
     time = pl.col("predicted_us")
     candidates = [("first", pl.col("step")), ("slowest", -time), ("median time", pl.col("step") != median)]
     candidates += [("fastest", time), ("least full", pl.col("fill"))]
@@ -76,7 +76,7 @@ def _worth_a_look(steps: pl.DataFrame, median: int, first: int | None) -> dict[i
 
 
 def _ranks(step: PlanStep, pp: int) -> list[int]:
-    """The ranks to draw, ascending: as many of those that are done last as there is room for, one at least."""
+    """Choose the ranks to draw, ascending: as many of those that are done last as there is room for, one at least."""
     ends = {rank: max(step.schedule_us[rank, stage] for stage in range(pp)) for rank in step.chunks}
     taken: list[int] = []
     num_actions = 0

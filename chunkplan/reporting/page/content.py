@@ -34,7 +34,7 @@ def plan_page(
     warnings: Sequence[str],
     step: int | None,
 ) -> str:
-    """HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first."""
+    """Return the HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first."""
     chunks = chunk_frame(plan)
     steps = per_step(plan, chunks)
     report = report_of(plan, chunks, steps)
@@ -61,7 +61,7 @@ def plan_page(
 
 
 def analysis_page(analysis: Analysis, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
-    """HTML of an analysis; `tuning` is as `tuning_document` has it."""
+    """Return the HTML of an analysis; `tuning` is as `tuning_document` has it."""
     sections = [analysis_lengths_section(analysis.num_tokens)]
     sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
     facts = analysis_facts(analysis, length_report(analysis))

@@ -19,7 +19,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 
 def render(title: str, warnings: Sequence[str], facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """The page. All words are escaped; equal arguments give equal text.
+    """Return the page. All words are escaped; equal arguments give equal text.
 
     Its Content-Security-Policy allows nothing from elsewhere, and of scripts only those that are meant, by their hash.
     """
@@ -40,7 +40,7 @@ def render(title: str, warnings: Sequence[str], facts: Sequence[tuple[str, str]]
 
 
 def _charts_json(sections: Sequence[Section]) -> str:
-    """{chart: {label: figure}}, harmless inside a script block."""
+    """Return JSON of {chart: {label: figure}} that is harmless inside a script block."""
     figures = {
         chart.name: {
             label: json.loads(to_json_plotly(figure, engine="json")) for label, figure in chart.figures.items()

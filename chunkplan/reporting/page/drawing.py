@@ -8,7 +8,7 @@ from typing import Any
 #: Entries of a layout, an axis or a marker by the names that plotly has for them; what they may be, plotly checks.
 PlotlyEntries = dict[str, Any]
 
-#: Told apart by people who see fewer colours, on light and dark grounds alike; white text on them can be read.
+#: People who see fewer colours can distinguish them, on light and dark grounds alike; white text on them can be read.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", "#6b7684"
 
 #: Of text in charts, in pixels.
@@ -16,7 +16,7 @@ FONT_SIZE = 12
 
 
 def layout(height: int, **more: Any) -> PlotlyEntries:
-    """Of a chart as wide as its place and `height` pixels high; `more` are entries of a plotly layout."""
+    """Make the layout of a chart as wide as its place and `height` pixels high, with `more` entries of plotly's."""
     return dict(
         height=height,
         autosize=True,
@@ -41,21 +41,21 @@ def layout(height: int, **more: Any) -> PlotlyEntries:
 
 
 def axis(title: str, **more: Any) -> PlotlyEntries:
-    """An axis with a title of plain text."""
+    """Make an axis with a title of plain text."""
     title_text = {"text": plain(title), "standoff": 8}
     return {"title": title_text, "automargin": True, "zeroline": False, "separatethousands": True, **more}
 
 
 def narrowest(width: float) -> PlotlyEntries:
-    """Entries of a layout of which the page's buttons never show less than `width` of the x axis."""
+    """Make entries of a layout of which the page's buttons never show less than `width` of the x axis."""
     return {"meta": {"narrowest": width}}
 
 
 def within(least: float, most: float) -> PlotlyEntries:
-    """Entries of an axis that shows all from `least` to `most`, and that nobody can move or zoom out of it."""
+    """Make entries of an axis that shows all from `least` to `most`, and that nobody can move or zoom out of it."""
     return {"range": [least, most], "minallowed": least, "maxallowed": most}
 
 
 def plain(text: str) -> str:
-    """Text that plotly shows as it is: some tags it would take for markup."""
+    """Escape text, so that plotly shows it as it is: it takes some tags for markup."""
     return escape(text, quote=False)

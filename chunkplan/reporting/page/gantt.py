@@ -40,7 +40,7 @@ _US_A_SECOND = 1e6
 class _Actions(NamedTuple):
     """What the ranks of a step do: [n] each, `chunk` [n, 6]; times are seconds.
 
-    `chunk`: its id, tokens, tokens before it, which part it is of how many, and the model part that runs it.
+    `chunk`: its id, tokens, tokens before it, which part it is of how many, and the model stage that runs it.
     """
 
     row: Int64Array
@@ -52,11 +52,11 @@ class _Actions(NamedTuple):
 
 
 def gantt_figure(drawn: DrawnStep) -> go.Figure:
-    """A trace for each op with chunks of whole sequences, and one with parts of split ones."""
+    """Draw a trace for each op with chunks of whole sequences, and one with parts of split ones."""
     ranks = list(drawn.ranks.values())
     per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
     actions = _first(_Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True)))
-    with_model_part, is_narrow = ranks[0].virtual_stages > 1, bool(np.bincount(actions.row).max() > MOST_HATCHED)
+    with_model_stage, is_narrow = ranks[0].virtual_stages > 1, bool(np.bincount(actions.row).max() > MOST_HATCHED)
     figure = go.Figure()
     for op, (words, colour) in _STYLES.items():
         of_op = actions.op == OPS.index(op)
@@ -64,7 +64,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
         for chosen, is_part in ((whole, False), (parts, True)):
             if chosen.size:
                 bars = _Actions._make(column[chosen] for column in actions)
-                bar = _bars(bars, words, colour, is_part, with_model_part=with_model_part, is_narrow=is_narrow)
+                bar = _bars(bars, words, colour, is_part, with_model_stage=with_model_stage, is_narrow=is_narrow)
                 figure.add_trace(bar.update(legendgroup=op, showlegend=not is_part or not whole.size))
     labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
     for row in range(ranks[0].pp, len(labels), ranks[0].pp):
@@ -96,7 +96,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
 
 
 def _first(actions: _Actions) -> _Actions:
-    """As many as are drawn, those that begin first."""
+    """Keep as many actions as are drawn, those that begin first."""
     chosen = np.sort(np.argsort(actions.start, kind="stable")[:MOST_ACTIONS])
     return _Actions._make(column[chosen] for column in actions)
 
@@ -106,13 +106,13 @@ def _row_name(rank: int, stage: int, drawn: DrawnStep) -> str:
 
 
 def _actions(simulation: Simulation, first_row: int) -> _Actions:
-    """What the stages of a rank do, of which the first is drawn in `first_row`."""
+    """List what the stages of a rank do; its first stage is drawn in `first_row`."""
     chunks = [
         (chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens, chunk.group_index + 1, chunk.group_size)
         for chunk in simulation.chunks
     ]
     actions = simulation.actions
-    model_part = actions.virtual_stages * simulation.pp + simulation.stage_of
+    model_stage = actions.virtual_stages * simulation.pp + simulation.stage_of
     scale = simulation.ticks * _US_A_SECOND
     return _Actions(
         first_row + simulation.stage_of,
@@ -120,17 +120,17 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
         np.array([chunk.group_id is not None for chunk in simulation.chunks])[actions.chunk_ids],
         simulation.starts / scale,
         (simulation.ends - simulation.starts) / scale,
-        np.column_stack([np.array(chunks, np.int64)[actions.chunk_ids], model_part]),
+        np.column_stack([np.array(chunks, np.int64)[actions.chunk_ids], model_stage]),
     )
 
 
 def _bars(
-    actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_part: bool, is_narrow: bool
+    actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_stage: bool, is_narrow: bool
 ) -> go.Bar:
     lines = [f"<b>{words}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
     if is_part:
         lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")
-    lines += ["model part %{customdata[5]}"] if with_model_part else []
+    lines += ["model stage %{customdata[5]}"] if with_model_stage else []
     pattern = {"fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
     pattern["shape"] = "/" if is_part and not is_narrow else ""
     outline = {"width": 0 if is_narrow else 0.5, "color": "rgba(255,255,255,0.7)"}
@@ -155,7 +155,7 @@ def _bars(
 
 
 def gantt_table(drawn: list[DrawnStep]) -> Table:
-    """Of each stage that is drawn: what it does, how busy it is and when it is done."""
+    """List of each stage that is drawn how much it does, how busy it is and when it is done."""
     rows = [
         (
             f"step {each.step.step:,}, rank {rank}, stage {stage}",

@@ -22,7 +22,7 @@ _MOST_TICKS = 8
 
 
 @dataclass(frozen=True)
-class Histogram:
+class LengthHistogram:
     """How many sequences or chunks there are by tokens, and the tokens in them; int64 [bars].
 
     Bar i has those of more than 2^((first + i - 1) / 2) tokens, and at most 2^((first + i) / 2): chunks that are full
@@ -34,24 +34,24 @@ class Histogram:
     tokens: Int64Array
 
     def edge(self, bar: int) -> float:
-        """The most tokens that are counted in a bar."""
+        """Return the most tokens that are counted in a bar."""
         return float(2 ** ((self.first + bar) / _BARS))
 
 
-def histogram(num_tokens: IntArray) -> Histogram:
+def histogram(num_tokens: IntArray) -> LengthHistogram:
     """Count `num_tokens`, which has no zeros, [n]."""
     values, counts = np.unique(num_tokens, return_counts=True)
     bars = np.ceil(np.round(np.log2(values) * _BARS, 9)).astype(np.int64)
     first = int(bars.min())
-    return Histogram(
+    return LengthHistogram(
         first,
         np.bincount(bars - first, counts).astype(np.int64),
         np.bincount(bars - first, counts * values.astype(np.float64)).astype(np.int64),
     )
 
 
-def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size: int | None) -> go.Figure:
-    """Shares of sequences and of their tokens by length; below, the same of chunks, with ChunkSize marked."""
+def lengths_figure(before: LengthHistogram | None, after: LengthHistogram | None, chunk_size: int | None) -> go.Figure:
+    """Draw shares of sequences and of their tokens by length; below, the same of chunks, with ChunkSize marked."""
     panels = [(title, each) for title, each in (("sequences", before), ("chunks", after)) if each is not None]
     counted = "share of " + " and ".join(name for name, _ in panels)
     figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
@@ -81,8 +81,8 @@ def lengths_figure(before: Histogram | None, after: Histogram | None, chunk_size
     return figure
 
 
-def _ticks(panels: list[Histogram], chunk_size: int | None) -> PlotlyEntries:
-    """Entries of an axis on which a bar is one wide, with room for ChunkSize.
+def _ticks(panels: list[LengthHistogram], chunk_size: int | None) -> PlotlyEntries:
+    """Make entries of an axis on which a bar is one wide, with room for ChunkSize.
 
     Ticks are at the powers of two around all bars, and between them at every other one that is not too near.
     """
@@ -99,7 +99,7 @@ def _ticks(panels: list[Histogram], chunk_size: int | None) -> PlotlyEntries:
 
 
 def _mark(figure: go.Figure, chunk_size: int, num_panels: int) -> None:
-    """A line at ChunkSize through all panels, named in the legend: beside the line it would lie on bars."""
+    """Draw a line at ChunkSize through all panels, named in the legend: beside the line it would lie on bars."""
     for row in range(1, num_panels + 1):
         figure.add_vline(
             x=float(np.log2(chunk_size)) * _BARS,
@@ -112,8 +112,8 @@ def _mark(figure: go.Figure, chunk_size: int, num_panels: int) -> None:
         )
 
 
-def lengths_table(name: str, counted: Histogram) -> Table:
-    """The numbers behind a panel; `name` is "sequences" or "chunks"."""
+def lengths_table(name: str, counted: LengthHistogram) -> Table:
+    """List the numbers behind a panel; `name` is "sequences" or "chunks"."""
     rows = [
         (
             bounds,
@@ -130,7 +130,7 @@ def lengths_table(name: str, counted: Histogram) -> Table:
     return Table(f"{name.capitalize()} by their number of tokens", head, rows)
 
 
-def _bounds(counted: Histogram) -> list[str]:
-    """The least and the most tokens of each bar, in words."""
+def _bounds(counted: LengthHistogram) -> list[str]:
+    """Say the least and the most tokens of each bar."""
     edges = [int(counted.edge(bar) + 1e-9) for bar in range(-1, counted.counts.size)]
     return [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]

@@ -12,7 +12,7 @@ from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, PURPLE, axis, layout, narrowest, within
 from chunkplan.reporting.page.parts import Table
 
-#: More points cannot be told apart.
+#: More points cannot be distinguished.
 _MOST_POINTS = 1000
 #: So many points are marked each, and so many each have a tick.
 _MARKED, _FEW = 60, 12
@@ -23,9 +23,10 @@ _VALUES = ("predicted_us", "lower_bound_us", "fill", "heaviest_over_mean", "reco
 
 
 def points(steps: pl.DataFrame) -> pl.DataFrame:
-    """`steps` as `per_step` has them, in runs of equally many: `first`, `last` and of each value mean, `_low`, `_high`.
+    """Join `steps`, as `per_step` has them, to runs of equally many.
 
-    A run is one step where there are no more steps than points that a chart can show.
+    A run has its `first` and `last` step, and of each value the mean, the least (`_low`) and the most (`_high`). It is
+    one step where there are no more steps than points that a chart can show.
     """
     run = -(-steps.height // _MOST_POINTS)
     return (
@@ -42,7 +43,7 @@ def points(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
-    """Panels over the steps: time with its lower bound, fill, and where that is not always 1, heaviest over mean."""
+    """Draw panels over the steps: time and its lower bound, fill, and where it is not always 1, heaviest over mean."""
     num_panels = 3 if has_balance(runs) else 2
     figure = make_subplots(rows=num_panels, cols=1, shared_xaxes=True, vertical_spacing=0.18 / num_panels)
     scaled = runs.with_columns(pl.col("^(predicted|lower_bound)_us.*$") / 1e6, pl.col("^fill.*$") * 100)
@@ -83,14 +84,14 @@ def has_balance(runs: pl.DataFrame) -> bool:
 
 
 def _band(runs: pl.DataFrame, name: str, colour: str) -> list[go.Scatter]:
-    """From the least to the most of each run."""
+    """Draw a band from the least to the most of each run."""
     line = {"width": 0, "color": colour}
     shared = {"x": runs["first"], "mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
     return [go.Scatter(y=runs[f"{name}_low"], **shared), go.Scatter(y=runs[f"{name}_high"], fill="tonexty", **shared)]
 
 
 def points_note(runs: pl.DataFrame) -> list[str]:
-    """What a point is, where it is not a step."""
+    """Say what a point is, where it is not a single step."""
     run = _num_steps_a_point(runs)
     if run == 1:
         return []
@@ -98,14 +99,14 @@ def points_note(runs: pl.DataFrame) -> list[str]:
 
 
 def over_steps_table(runs: pl.DataFrame) -> Table:
-    """The numbers behind the panels."""
+    """List the numbers behind the panels."""
     several = _num_steps_a_point(runs) > 1
     head = ("step", "predicted", "lower bound", "fill", "heaviest rank over mean", "recomputed")
     rows = []
     for row in runs.iter_rows(named=True):
         name = f"{row['first']:,} to {row['last']:,}" if several else f"{row['first']:,}"
         words = (seconds, seconds, percent, "{:.4f}".format, percent)
-        rows.append((name, *(_spread(row, value, say) for value, say in zip(_VALUES, words, strict=True))))
+        rows.append((name, *(_with_range(row, value, say) for value, say in zip(_VALUES, words, strict=True))))
     caption = "Steps in runs: mean, and in brackets the least and the most" if several else "Steps"
     return Table(caption, head, rows)
 
@@ -114,7 +115,7 @@ def _num_steps_a_point(runs: pl.DataFrame) -> int:
     return int(runs["last"][0]) - int(runs["first"][0]) + 1
 
 
-def _spread(row: dict[str, float], name: str, say: Callable[[float], str]) -> str:
-    """The mean; where there is more than that, the least and the most."""
+def _with_range(row: dict[str, float], name: str, say: Callable[[float], str]) -> str:
+    """Say the mean, and the least and the most where these differ."""
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     return say(row[name]) + ("" if low == high else f" [{say(low)} to {say(high)}]")

@@ -14,7 +14,7 @@ _MOST_RANKS = 100
 
 
 def plan_tables(report: PlanReport) -> list[Table]:
-    """All of them; those of which there is nothing to say are left out."""
+    """Make the tables of a report; those of which there is nothing to say are left out."""
     tables = [_times(report.times)] if report.times.slowest else []
     tables += [_kinds(report.kinds)]
     tables += [_memory(report.memory)] if report.memory is not None else []

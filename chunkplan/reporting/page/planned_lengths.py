@@ -24,7 +24,7 @@ def holds_all_once(plan: Plan) -> bool:
 
 
 def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:
-    """Tokens of each sequence of `plan` as often as it holds it, int32 [n]; `analysis` is the plan's.
+    """Return the tokens of each sequence of `plan` as often as it holds it, int32 [n]; `analysis` is the plan's.
 
     Raises:
         DataError: chunks.parquet is damaged, or does not hold as many sequences of the analysis as the manifest says.
@@ -49,7 +49,7 @@ def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:
 
 
 def _begun(chunks: pa.Table) -> IntArray:
-    """The sequences whose first tokens are in `chunks`: each is there as often as the plan holds it."""
+    """Return the ids of sequences whose first tokens are in `chunks`: each is there as often as the plan holds it."""
     segments = chunks.column("segments").combine_chunks().flatten()
     sequence_id, start = (to_numpy(segments.field(name)) for name in ("sequence_id", "start"))
     begun: IntArray = sequence_id[start == 0]

@@ -38,7 +38,7 @@ _LENGTHS = "How many sequences there are of each length, and how many of all tok
 
 
 def analysis_lengths_section(num_tokens: Int32Array) -> Section:
-    """Lengths of the sequences of an analysis."""
+    """Show the lengths of the sequences of an analysis."""
     before = histogram(num_tokens)
     chart = Chart(
         "lengths-chart", "Histogram of sequences by their number of tokens.", {"": lengths_figure(before, None, None)}
@@ -49,7 +49,7 @@ def analysis_lengths_section(num_tokens: Int32Array) -> Section:
 def plan_lengths_section(
     num_tokens: Int32Array | None, said: Sequence[str], chunks: pl.DataFrame, chunk_size: int
 ) -> Section:
-    """Lengths of the sequences of a plan, where they are known, and of its chunks, a `chunk_frame`; `said` of them."""
+    """Show the lengths of the sequences of a plan, where they are known, and of its chunks, with notes `said`."""
     before = None if num_tokens is None else histogram(num_tokens)
     after = histogram(chunks.filter(pl.col("num_tokens") > 0)["num_tokens"].to_numpy())
     shown = [(name, each) for name, each in (("sequences", before), ("chunks", after)) if each is not None]
@@ -67,7 +67,7 @@ def plan_lengths_section(
 
 
 def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
-    """What a tuning (see `tuning_document`) found, with `warnings` of it and the place of `plan`, or how to get one."""
+    """Show what a tuning found, with `warnings` of it and the choice of `plan`; or how to get a tuning."""
     title = "Candidates: time against memory"
     if tuning is None:
         how = "`chunkplan tune --output FILE` writes them, `chunkplan inspect --html PAGE --tuning FILE` shows them."
@@ -96,7 +96,7 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
 
 
 def steps_section(steps: pl.DataFrame) -> Section:
-    """Time, fill and balance of `steps`, the `per_step` of a plan."""
+    """Show time, fill and balance of `steps`, the `per_step` of a plan."""
     runs = points(steps)
     shown = ["Predicted time with its lower bound", "tokens over ChunkSize of the chunks"]
     shown += ["predicted cost of the heaviest rank over the mean of the ranks"] if has_balance(runs) else []
@@ -111,7 +111,7 @@ def steps_section(steps: pl.DataFrame) -> Section:
 
 
 def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: int | None) -> Section:
-    """What stages do when in some steps of `plan`, as `drawn_steps` has them; `report` is the plan's."""
+    """Show what stages do when in some steps of `plan`, as `drawn_steps` has them; `report` is the plan's."""
     title = "A step, stage by stage"
     if report.memory is None:
         return Section("gantt", title, [f"Steps are not drawn: {_NO_MACHINE}."])
@@ -128,7 +128,7 @@ def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: in
 
 
 def _left_out(drawn: DrawnStep) -> list[str]:
-    """Which ranks and actions of a step are drawn, where not all are."""
+    """Say which ranks and actions of a step are drawn, where not all are."""
     said, number = [], drawn.step.step
     if len(drawn.ranks) < len(drawn.step.chunks):
         those = "rank that is" if len(drawn.ranks) == 1 else f"{len(drawn.ranks):,} ranks that are"
@@ -142,7 +142,7 @@ def _left_out(drawn: DrawnStep) -> list[str]:
 
 
 def numbers_section(report: PlanReport) -> Section:
-    """All that `inspect` says of a plan."""
+    """Show all numbers that `inspect` prints of a plan."""
     notes = [
         "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
         "counted in pairs of a query and a key."

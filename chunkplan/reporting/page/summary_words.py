@@ -16,7 +16,7 @@ Facts = list[tuple[str, str]]
 
 
 def plan_facts(plan: Plan, report: PlanReport) -> Facts:
-    """What a plan is, and what it is predicted to take."""
+    """List what a plan is, and what it is predicted to take."""
     config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
     summary, memory = report.summary, report.memory
     return [
@@ -35,19 +35,19 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
 
 
 def _sequences_a_step(summary: PlanSummary) -> str:
-    """Of each step, or where the last has fewer, of the others."""
+    """Say how many sequences a step has; where the last one has fewer, how many the others have."""
     most = min(summary.global_batch, summary.num_sequences)
     return f"{most:,}" if summary.num_steps * most == summary.num_sequences else f"up to {most:,}"
 
 
 def _of_gpu(memory: PlanMemory) -> str:
-    """What is taken of what there is."""
+    """Say how much of the memory of a GPU is taken."""
     fits = "" if memory.fits else ", does not fit"
     return f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}{fits}"
 
 
 def _selection(plan: Plan, summary: PlanSummary) -> Facts:
-    """What a plan holds of the data, where that is not every sequence once."""
+    """List what a plan holds of the data, where that is not every sequence once."""
     config = plan.config
     facts = selection_words(config, plan.manifest["selection"])
     if config.holdout is not None:
@@ -60,7 +60,7 @@ def _selection(plan: Plan, summary: PlanSummary) -> Facts:
 
 
 def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
-    """What an analysis is of."""
+    """List which data an analysis is of, and how much that is."""
     paths = [source["path"] for source in analysis.manifest.get("sources", ())]
     several = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return [
@@ -73,7 +73,7 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
 
 
 def summary_table(summary: PlanSummary) -> Table:
-    """The numbers of a whole plan."""
+    """List the numbers of a whole plan."""
     balance = [
         ("heaviest rank over the mean rank, all steps", summary.heaviest_over_mean),
         ("heaviest rank over work / dp, all steps", summary.heaviest_over_work),

@@ -77,7 +77,7 @@ def _document(tuning: Tuning | str | Path) -> TuningDocument:
 
 
 def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None, str | None]:
-    """The analysis of `plan`; or None, where none is given and it cannot be had, and why."""
+    """Load the analysis of `plan`; or return None, where none is given and it cannot be had, and why."""
     try:
         return load_same_analysis(plan, given), None
     except ChunkplanError as error:

@@ -64,7 +64,7 @@ def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: s
             chunk for _, chunk in done
         )
         assert {bars.legendgroup for bars in figure.data} == {op for op, _ in done}
-        assert ("model part" in figure.data[0].hovertemplate) == (schedule == "interleaved")
+        assert ("model stage" in figure.data[0].hovertemplate) == (schedule == "interleaved")
         end = max(float((bars.base + bars.x).max()) for bars in figure.data)
         assert end == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
 
