@@ -21,6 +21,7 @@ from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Plan
+    from chunkplan.schedule.simulated import Simulation
 
 _LENGTHS, _ORDER = "Lengths in place of a plan", "Order on a pipeline"
 _MACHINE = ("shape", "hardware", "tp")
@@ -99,15 +100,12 @@ def simulate(
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
     from chunkplan.files.whole_file import refuse_overwriting
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
-    from chunkplan_cli.plan_report import print_estimated
-    from chunkplan_cli.simulation_report import print_comparison, print_simulation
 
     lengths = asked.get("lengths")
-    of_plan: dict[str, object] = {"PLAN": plan, "--step": step, "--rank": rank, "--workspace": workspace}
-    _refuse_others(lengths is None, of_plan, asked, machine)
+    of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
+    _refuse_others(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
     if asked.get("cost") == "unit" and machine:
         raise UsageError("--cost unit knows no model and no hardware", hint="leave it out, or what it does not know")
     if "compare" in asked and "schedule" in asked:
@@ -115,18 +113,17 @@ def simulate(
     names = asked.get("compare", ())
     options = {name: asked[name] for name in ("virtual_stages", "memory_tokens") if name in asked}
     alone = {} if names else options | ({"schedule": asked["schedule"]} if "schedule" in asked else {})
-    if lengths is None:
-        loaded = _load(plan, workspace, asked.get("pp"))
-    elif "chunk_size" not in asked:
+    loaded = _load(plan, workspace, asked.get("pp")) if lengths is None else None
+    if loaded is None and "chunk_size" not in asked:
         raise UsageError("--chunk-size is missing", hint="for example: --chunk-size 8192 --k 4, or --chunk-size none")
     if trace is not None:
-        refuse_overwriting(trace, (loaded.path,) if lengths is None else files_read(machine))
+        refuse_overwriting(trace, files_read(machine) if loaded is None else (loaded.path,))
     with note_compilation():
-        if lengths is None:
+        if loaded is not None:
             found = simulate_plan(loaded, step or 0, rank=rank, **alone)
         else:
             found = simulate_lengths(
-                lengths,
+                asked["lengths"],
                 chunk_size=asked["chunk_size"],
                 k=asked.get("k"),
                 pp=asked.get("pp", 1),
@@ -136,24 +133,33 @@ def simulate(
         compared = compare_schedules(found, names, **options) if names else []
     if trace is not None:
         write_trace(trace, compared or [found])
-    source = {"plan": str(loaded.path), "exact": loaded.manifest["analysis"]["exact"]} if lengths is None else {}
-    if as_json:
-        documents = [one.to_dict() for one in compared or [found]]
-        print_json({**source, **({"schedules": documents} if compared else documents[0])})
-    else:
-        console = stdout()
-        if lengths is None:
-            print_estimated(console, PlanHeader.of(loaded.manifest))
-        if compared:
-            print_comparison(console, compared)
-        else:
-            print_simulation(console, found)
+    _show(found, compared, loaded, as_json=as_json)
     if trace is not None:
         note(f"trace in {trace}: open it at https://ui.perfetto.dev")
 
 
-def _refuse_others(is_plan: bool, of_plan: dict[str, object], asked: Given, machine: Given) -> None:
-    """A plan has its chunks and its costs; lengths have neither a step nor ranks."""
+def _show(found: Simulation, compared: list[Simulation], plan: Plan | None, *, as_json: bool) -> None:
+    """Print one simulation, or several of the same chunks side by side; `plan` is None where lengths were given."""
+    from chunkplan.reporting.plan_words import PlanHeader
+    from chunkplan_cli.plan_report import print_estimated
+    from chunkplan_cli.simulation_report import print_comparison, print_simulation
+
+    if as_json:
+        source = {} if plan is None else {"plan": str(plan.path), "exact": plan.manifest["analysis"]["exact"]}
+        documents = [one.to_dict() for one in compared or [found]]
+        print_json({**source, **({"schedules": documents} if compared else documents[0])})
+        return
+    console = stdout()
+    if plan is not None:
+        print_estimated(console, PlanHeader.of(plan.manifest))
+    if compared:
+        print_comparison(console, compared)
+    else:
+        print_simulation(console, found)
+
+
+def _refuse_others(is_plan: bool, of_plan: list[str], asked: Given, machine: Given) -> None:
+    """Refuse options of lengths for a plan, which has its own, and options `of_plan` that were given for lengths."""
     declared = options_of(SimulateOptions)
     of_lengths = [declared[name].flag for name in ("chunk_size", "k", "cost") if name in asked]
     of_lengths += [options_of(CostModel)[name].flag for name in machine]
@@ -161,9 +167,10 @@ def _refuse_others(is_plan: bool, of_plan: dict[str, object], asked: Given, mach
         raise UsageError(
             f"{of_lengths[0]} is for --lengths; a plan has its own", hint="give --lengths, or leave it out"
         )
-    given = [name for name, value in of_plan.items() if value is not None]
-    if given and not is_plan:
-        raise UsageError(f"{given[0]} is for plans, --lengths needs none", hint=f"leave out {given[0]} or --lengths")
+    if of_plan and not is_plan:
+        raise UsageError(
+            f"{of_plan[0]} is for plans, --lengths needs none", hint=f"leave out {of_plan[0]} or --lengths"
+        )
 
 
 def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:

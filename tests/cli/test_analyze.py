@@ -17,14 +17,11 @@ from rich.console import Console
 
 from chunkplan.config.intake import MAX_RECORD_BYTES, IntakeOptions
 from chunkplan.lengths import length_report
-from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan_cli import progress
 from chunkplan_cli.length_report import print_length_report
+from tests.support.analyze_cases import TOKENIZER, analyzed, write
 from tests.support.command_line import Run
-from tests.support.places import ROOT
-
-TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
 
 @pytest.fixture
@@ -32,19 +29,6 @@ def run(command: Run) -> Run:
     """Run `chunkplan ARGUMENTS` in a folder with `dataset.jsonl` in it."""
     write("dataset.jsonl", *({"text": "word " * 3**power} for power in range(10)))
     return command
-
-
-def write(name: str, *records: Any) -> None:
-    """Records as JSON lines; strings are written as they are."""
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    Path(name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def analyzed(run: Run, *arguments: object) -> Analysis:
-    """The analysis that `chunkplan analyze ARGUMENTS` with the sample tokenizer leaves in the workspace."""
-    ran = run("analyze", *arguments, "--tokenizer", TOKENIZER)
-    assert ran.code == 0, ran.err
-    return load_analysis(Path("chunkplan-out/analysis"))
 
 
 def test_a_bare_dataset_is_estimated_and_says_so_loudly(run: Run) -> None:
@@ -84,7 +68,7 @@ def test_a_second_run_says_what_it_replaced(run: Run) -> None:
     assert "replaced something that is no analysis" in run("analyze", "dataset.jsonl", "--output", "there").err
 
 
-def test_json_is_one_document_with_the_report_and_all_of_the_manifest_that_tells_what_was_read(run: Run) -> None:
+def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what_was_read(run: Run) -> None:
     write("bad.jsonl", {"text": "fine"}, {"text": ""})
     ran = run("analyze", "dataset.jsonl", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip", "--json")
     document = json.loads(ran.out)
@@ -266,7 +250,7 @@ def test_work_is_done_again_only_where_it_is_asked_for(run: Run, monkeypatch: py
         run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-cache")
 
 
-def test_what_was_read_is_told_in_lines_that_fit(run: Run) -> None:
+def test_what_was_read_is_reported_in_lines_that_fit(run: Run) -> None:
     """The evidence stands below where it does not fit beside; of many sources the first are listed."""
     Path("folder").mkdir()
     roles = ({"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "assistant"))
@@ -294,80 +278,6 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s, \d+ s left", line)
     assert "(100%)" in lines[-1]
     assert ran.out == run("inspect", "chunkplan-out/analysis").out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("missing.jsonl",), 2, "there is no file missing.jsonl"),
-        (("dataset.jsonl", "data.csv"), 2, "data.csv has a suffix that is not known"),
-        (("*.arrow",), 2, "no data matches *.arrow"),
-        (("-", "-"), 2, "the standard input can be read once"),
-        (("nowhere://bucket/a.jsonl",), 2, "is no address"),
-        (("pairs.jsonl",), 3, "a preference pair (`chosen` and `rejected`)"),
-        (("unknown.jsonl",), 3, "no schema fits the keys of the records: `foo` in 1 of 1"),
-        (("empty.jsonl",), 3, "empty.jsonl: "),
-        (("torn.parquet",), 3, "torn.parquet: "),
-        (("cut.jsonl.gz",), 3, "cut.jsonl.gz: "),
-        (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
-        (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
-        (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
-        (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
-        (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects: messages (`messages`)"),
-        (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
-        (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
-        (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
-        (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
-        (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
-        (
-            ("dataset.jsonl", "--max-length", "5", "--long", "cut"),
-            2,
-            "--long is 'cut', expected error or drop or truncate",
-        ),
-        (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error is 'ignore', expected stop or skip"),
-        (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
-        (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
-        (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
-        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable is 'keep', expected error or drop"),
-        (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
-        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
-        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
-        (("dataset.jsonl", "--workers", "0"), 2, "--workers is 0, expected a whole number from 1"),
-        (("dataset.jsonl", "--workers", "two"), 2, "--workers is 'two', expected a whole number from 1"),
-        (("dataset.jsonl", "--shard", "0/2"), 2, "--shard is '0/2', expected I/N"),
-        (("dataset.jsonl", "--shard", "half"), 2, "--shard is 'half', expected I/N"),
-        (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
-        (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
-        ((), 2, "Missing argument"),
-    ],
-)
-def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
-    run: Run, arguments: tuple[str, ...], code: int, message: str
-) -> None:
-    write("data.csv", "a,b")
-    write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
-    write("unknown.jsonl", {"foo": 1})
-    for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):
-        Path(name).write_bytes(content)
-    ran = run("analyze", *arguments)
-    assert (ran.code, ran.out) == (code, ""), ran.err
-    assert ran.err.startswith("error: ")
-    assert message in ran.err
-    assert "\nhint: " in ran.err
-    assert not Path("chunkplan-out/analysis").exists()
-
-
-def test_a_mistake_of_merge_gets_a_message_too(run: Run) -> None:
-    for arguments, message in (
-        (("nothing",), "nothing is no shard of an analysis"),
-        (("chunkplan-out/analysis",), "is of kind analysis"),
-        ((), "Missing argument"),
-    ):
-        analyzed(run, "dataset.jsonl")
-        ran = run("merge", *arguments)
-        assert (ran.code, ran.out) == (2, "")
-        assert message in ran.err
-        assert "hint: " in ran.err
 
 
 @pytest.mark.parametrize("width", [80, 120])

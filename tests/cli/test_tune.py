@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_tuning_begins_with_today_and_ends_with_a_recommendation(data: Path) -> None:
+def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data: Path) -> None:
     """On one GPU and on several. Every line fits the terminal."""
     for gpus, columns in itertools.product(("1", "4"), (80, 120)):
         ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--gpus", gpus, columns=columns)

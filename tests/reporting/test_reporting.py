@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import chunkplan
-from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import split_layers
-from chunkplan.cost.memory import stage_memory
-from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
 from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimes, step_times
-
-LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
-CONFIGS: dict[str, dict[str, Any]] = {
-    "one rank, tails shared": {"k": 1},
-    "pipelines": {"k": 2, "dp": 2, "pp": 2},
-    "equal counts": {"k": 1, "dp": 3, "equal_chunks": True},
-    "more ranks than sequences": {"k": 1, "dp": 8, "global_batch": 3},
-    "interleaved": {"k": 2, "pp": 2, "schedule": "interleaved", "dp": 2},
-}
+from tests.support.small_plans import CONFIGS, LENGTHS, built
 
 
 @pytest.fixture(params=CONFIGS)
 def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
     return built(tmp_path, LENGTHS, **CONFIGS[request.param])
-
-
-def built(folder: Path, lengths: Any, **config: Any) -> Plan:
-    np.save(folder / "lengths.npy", lengths)
-    settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, **config}
-    return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
 
 
 def chunks_of(step: PlanStep) -> list[Chunk]:
@@ -107,7 +88,7 @@ def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
     json.dumps(report.to_dict(), allow_nan=False)
 
 
-def test_every_kind_of_chunk_is_told_apart(tmp_path: Path) -> None:
+def test_every_kind_of_chunk_is_distinguished(tmp_path: Path) -> None:
     """Three chunks of 64 hold 184 tokens only where the last 6 of a split sequence share theirs."""
     rows = plan_report(built(tmp_path, [70, 58, 56], k=1, epochs=1)).kinds
     assert [(row.kind, row.num_chunks, row.num_tokens) for row in rows] == [
@@ -241,77 +222,6 @@ def test_the_longest_sequence_makes_its_step_the_slowest(tmp_path: Path) -> None
         part.sequence_id == 20 for chunk in chunks_of(next(plan.iter_steps(slow.step))) for part in chunk.segments
     )
     assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 20,000 tokens: over a rank's share")
-
-
-def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) -> None:
-    """One stage, one sequence of ten chunks, K 1: activations of a chunk, keys and values of all of them."""
-    plan = built(tmp_path, [640], k=1, epochs=1)
-    cost = CostModel()
-    memory = plan_report(plan).memory
-    assert memory is not None
-    [expected] = stage_memory(
-        cost,
-        dp=1,
-        pp=1,
-        layers=split_layers(cost.shape.num_layers, 1),
-        sharding="optimizer",
-        retained_tokens=[64],
-        stage_input_tokens=[0],
-        kv_tokens=[640],
-        chunk_size=64,
-    )
-    assert memory.memory == expected
-    assert (memory.step, memory.dp_rank, memory.stage, memory.gpu_bytes) == (0, 0, 0, cost.hardware.memory_bytes)
-
-
-def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
-    """Every action of every step, played one after another."""
-    report = plan_report(plan).memory
-    assert report is not None
-    totals = {
-        (step.step, rank, stage): max(totals_of(plan, step, rank, stage))
-        for step in plan.iter_steps()
-        for rank, stage in step.actions
-    }
-    assert report.memory.total == max(totals.values()) == totals[report.step, report.dp_rank, report.stage]
-
-
-def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
-    """Bytes that a stage holds after each of its forwards."""
-    pp, num_virtual, cost = plan.config.pp, plan.config.virtual_stages, CostModel()
-    held: Counter[str] = Counter()
-    for action in step.actions[rank, stage]:
-        chunk = step.chunks[rank][action.chunk_id]
-        is_first_part = action.virtual_stage == 0
-        held["retained"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
-        saves = stage > 0 or not is_first_part
-        held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
-        if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
-            held["kv"] += chunk.num_tokens
-        yield stage_memory(
-            cost,
-            dp=plan.config.dp,
-            pp=pp,
-            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
-            sharding="optimizer",
-            retained_tokens=[held["retained"]] * pp,
-            stage_input_tokens=[held["inputs"]] * pp,
-            kv_tokens=[held["kv"]] * pp,
-            chunk_size=64,
-        )[stage].total
-        held["retained"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
-        if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:
-            group = [other for other in step.chunks[rank] if other.group_id == chunk.group_id is not None]
-            held["kv"] -= sum(other.num_tokens for other in group)
-
-
-def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
-    plan = built(tmp_path, [640, 3], k=1)
-    manifest = json.loads((plan.path / "manifest.json").read_text())
-    del manifest["predictions"]["cost_model"]["hardware"]["memory_bytes"]
-    (plan.path / "manifest.json").write_text(json.dumps(manifest))
-    assert plan_report(plan.path).memory is None
-    assert plan_report(plan.path).to_dict()["memory"] is None
 
 
 def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:

@@ -2,171 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import UsageError
 from chunkplan.schedule.families import SCHEDULES
 from chunkplan.tuning.baselines import baselines
-from chunkplan.tuning.document import read_tuning, tuned, tuning_document, write_tuning
-from chunkplan.tuning.drift import find_drift
-from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
+from chunkplan.tuning.document import tuned, tuning_document
+from chunkplan.tuning.options import LADDER, GpuLayout
 from chunkplan.tuning.plan_only import why_plan_only
-from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
 from tests.support.places import ROOT
-
-GIB = 1 << 30
-
-
-def long_tail(count: int, longest: int = 200_000, seed: int = 0) -> np.ndarray:
-    """Many short sequences, few long ones."""
-    tokens = np.random.default_rng(seed).lognormal(6.3, 1.5, count).astype(np.int32)
-    return np.clip(tokens, 1, longest)
-
-
-def options_with(**changes: Any) -> TuneOptions:
-    given: dict[str, Any] = {
-        "shape": QWEN2_5_7B,
-        "hardware": load_hardware("h100"),
-        "gpu_memory": 80 * GIB,
-        "tp": 4,
-        "pp": 2,
-        "global_batch": 64,
-        "chunk_sizes": (2048, 8192, 32768),
-        "ks": (1, 4, 16),
-        "schedules": ("1f1b",),
-    }
-    return TuneOptions(**(given | changes))
-
-
-@pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "lengths.npy"
-    np.save(path, long_tail(12_000))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tuning(lengths: Path) -> Tuning:
-    return tune(lengths, options_with())
-
+from tests.support.tuning_cases import GIB, options_with
 
 # sampling
-
-
-@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 20), st.integers(0, 3))
-def test_sampled_steps_stand_for_all_steps_once(count: int, global_batch: int, num_strata: int, seed: int) -> None:
-    """Weights are shares of all steps; the longest sequence of every length class is in one of the steps."""
-    tokens = long_tail(count, seed=seed)
-    config = PlanConfig(chunk_size=1024, k=1, global_batch=global_batch, seed=seed)
-    sample = sample_steps(tokens, config, CostModel(), num_strata)
-    assert sample.weights.sum() == pytest.approx(1)
-    assert sample.sizes.sum() == sample.num_tokens.size
-    assert (sample.sizes <= global_batch).all()
-    for each in sample.classes:
-        members = tokens[(tokens > each.over) & (tokens <= 2 * each.over)]
-        first = sample.first_of_step
-        assert (
-            each.longest
-            == members.max()
-            == sample.num_tokens[first[each.step] : first[each.step + 1]].max(
-                where=sample.num_tokens[first[each.step] : first[each.step + 1]] <= 2 * each.over, initial=0
-            )
-        )
-    assert (tokens.max() <= 1024) == (sample.classes == ())
-
-
-def test_a_sample_of_all_steps_takes_what_the_plan_is_predicted_to_take(lengths: Path, tmp_path: Path) -> None:
-    """The same planner, the same schedule, the same simulation: nothing of its own that could differ."""
-    few = tmp_path / "few.npy"
-    np.save(few, np.load(lengths)[:2000])
-    for pp, schedule in ((1, "algorithm2"), (2, "1f1b"), (2, "zero-bubble"), (2, "interleaved")):
-        config = PlanConfig(chunk_size=4096, k=2, global_batch=64, dp=2, pp=pp, schedule=schedule, seed=3)
-        sample = sample_steps(np.load(few), config, CostModel(), 10**6)
-        outcome = try_out(sample, config, CostModel())
-        plan = chunkplan.build(few, tmp_path / f"{schedule}{pp}", config)
-        predicted = plan.steps().column("predicted_us").to_numpy()
-        assert outcome.step_ns / 1e3 == pytest.approx(predicted.mean(), rel=1e-5)
-        retained = plan.steps().column("peak_retained_tokens").to_numpy()
-        assert outcome.moments[1, :, :, 0].max() <= retained.max() * (config.virtual_stages or 1)
-
-
-def test_strata_of_equal_work_estimate_the_mean_step_closely(lengths: Path) -> None:
-    """48 of 188 steps: within 2 % of all of them, for every configuration, although few steps take most of the time."""
-    everything, some = (
-        sample_steps(
-            np.load(lengths), options_with().plan_config(GpuLayout(1, 4, 2), 8192, 4, "1f1b"), CostModel(), count
-        )
-        for count in (10**6, 48)
-    )
-    for chunk_size, k in product((2048, 32768), (1, 16)):
-        config = options_with().plan_config(GpuLayout(1, 4, 2), chunk_size, k, "1f1b")
-        exact, estimated = (try_out(sample, config, CostModel(tp=4)).step_ns for sample in (everything, some))
-        assert estimated == pytest.approx(exact, rel=0.02)
-
-
-# the integer program
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_the_program_finds_what_trying_everything_finds(data: st.DataObject) -> None:
-    """One candidate, one K for each length class, none larger for longer ones, the least time within the memory."""
-    num_classes, num_ks, num_stages = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3)), 2
-    candidates = []
-    for family in range(data.draw(st.integers(1, 3))):
-        extra = [
-            sorted(data.draw(st.lists(st.integers(0, 50), min_size=num_ks, max_size=num_ks)), reverse=True)
-            for _ in range(num_classes)
-        ]
-        memory = [
-            [[data.draw(st.integers(1, 9)) + place for _ in range(num_stages)] for place in range(num_ks)]
-            for _ in range(num_classes)
-        ]
-        candidates.append(
-            Candidate(
-                family=family,
-                rung=0,
-                base_ns=1000.0 * data.draw(st.integers(1, 60)),
-                extra_ns=tuple(tuple(1000.0 * value for value in row) for row in extra),
-                stage_bytes=tuple(tuple(tuple(stages) for stages in row) for row in memory),
-            )
-        )
-    budget = data.draw(st.integers(1, 11))
-    best = {}
-    for place, candidate in enumerate(candidates):
-        for ks in product(range(num_ks), repeat=num_classes):
-            fits = all(max(candidate.stage_bytes[c][k]) <= budget for c, k in enumerate(ks))
-            if fits and all(before >= after for before, after in pairwise(ks)):
-                time = candidate.base_ns + sum(candidate.extra_ns[c][k] for c, k in enumerate(ks))
-                best[place] = min(time, best.get(place, time))
-    found = choose(candidates, budget, len(candidates))
-    times = [
-        candidates[place].base_ns + sum(candidates[place].extra_ns[c][k] for c, k in enumerate(ks))
-        for place, ks in found
-    ]
-    assert times == sorted(best.values())
-
-
-# the choice
 
 
 def test_the_choice_is_within_3_percent_of_the_best_of_all_steps_simulated(lengths: Path, tuning: Tuning) -> None:
@@ -214,7 +76,7 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_plan_only_is_every_schedule_with_more_than_one_model_part_a_stage_or_split_backwards(
+def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_backwards(
     schedule: str, lengths: Path, tmp_path: Path
 ) -> None:
     config = PlanConfig(
@@ -309,10 +171,10 @@ def test_the_same_data_and_options_make_the_same_document(lengths: Path, tuning:
     assert tuning_document(tune(lengths, options_with())) == tuning_document(tuning)
 
 
-# what people run today
+# the baselines
 
 
-def test_ways_of_today_differ_in_what_they_compute(lengths: Path, tuning: Tuning) -> None:
+def test_baselines_differ_in_what_they_compute(lengths: Path, tuning: Tuning) -> None:
     """Padding computes more than packing, cutting less; only cutting loses tokens; all beside the same data."""
     one, padded, packed, cut, *usual = tuning.baselines
     assert one.largest == packed.largest == np.load(lengths).max()
@@ -386,63 +248,6 @@ def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_
     )
 
 
-# the document
-
-
-def test_what_is_written_is_read_again(tuning: Tuning, tmp_path: Path) -> None:
-    write_tuning(tuning, tmp_path / "tune.json")
-    assert read_tuning(tmp_path / "tune.json") == tuned(tuning)
-    document = json.loads((tmp_path / "tune.json").read_text())
-    assert document == json.loads(json.dumps(tuning_document(tuning)))
-    assert list(tmp_path.iterdir()) == [tmp_path / "tune.json"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda document: document.pop("chosen"),
-        lambda document: document["chosen"].update(chunk_size=0),
-        lambda document: document["chosen"].update(schedule="fastest"),
-        lambda document: document["chosen"].update(k_by_length=[[5, 1], [5, 1]]),
-        lambda document: document["data"].update(token_histogram={"x": 1}),
-        lambda document: document["cost_model"].update(tp="four"),
-        lambda document: document["options"].update(gpu_memory=10**400),
-        lambda document: document.update(schema_version=2),
-    ],
-)
-def test_a_damaged_document_is_refused_by_name(tuning: Tuning, tmp_path: Path, change: Any) -> None:
-    document = json.loads(json.dumps(tuning_document(tuning)))
-    change(document)
-    (tmp_path / "tune.json").write_text(json.dumps(document))
-    with pytest.raises(DataError) as error:
-        read_tuning(tmp_path / "tune.json")
-    assert str(tmp_path / "tune.json") in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"kind": "plan"}', "[" * 100_000])
-def test_what_is_no_document_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tune.json").write_text(text)
-    with pytest.raises(DataError):
-        read_tuning(tmp_path / "tune.json")
-
-
-def test_drift_is_the_share_of_tokens_that_changed_their_length_class(tuning: Tuning, lengths: Path) -> None:
-    before = np.load(lengths)
-    choice = tuned(tuning)
-    config = choice.config
-    same = find_drift(before, choice, config)
-    assert same.moved == pytest.approx(0)
-    assert same.fits
-    assert not same.has_drifted
-    shorter = find_drift(np.minimum(before, 1000).astype(np.int32), choice, config)
-    assert shorter.has_drifted
-    assert shorter.fits
-    longer = find_drift(np.append(before, np.int32(40_000_000)).astype(np.int32), choice, config)
-    assert longer.has_drifted
-    assert not longer.fits
-    assert longer.longest_now == 40_000_000
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -467,9 +272,10 @@ def test_an_interrupt_after_tuning_is_still_pythons(lengths: Path) -> None:
     program = f"""
 import os, signal, time
 from pathlib import Path
-import tests.tuning.test_tuning as tuning
+from chunkplan.tuning.tune import tune
+from tests.support.tuning_cases import options_with
 signal.signal(signal.SIGINT, signal.default_int_handler)
-tuning.tune(Path({str(lengths)!r}), tuning.options_with(chunk_sizes=(8192,), ks=(1, 4)))
+tune(Path({str(lengths)!r}), options_with(chunk_sizes=(8192,), ks=(1, 4)))
 try:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(10)

@@ -1,0 +1,91 @@
+"""Mistakes with `chunkplan analyze` and `chunkplan merge`: each gets a message, a hint and its exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.analyze_cases import analyzed, write
+from tests.support.command_line import Run
+
+
+@pytest.fixture
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in a folder with `dataset.jsonl` in it."""
+    write("dataset.jsonl", *({"text": "word " * 3**power} for power in range(10)))
+    return command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("missing.jsonl",), 2, "there is no file missing.jsonl"),
+        (("dataset.jsonl", "data.csv"), 2, "data.csv has a suffix that is not known"),
+        (("*.arrow",), 2, "no data matches *.arrow"),
+        (("-", "-"), 2, "the standard input can be read once"),
+        (("nowhere://bucket/a.jsonl",), 2, "is no address"),
+        (("pairs.jsonl",), 3, "a preference pair (`chosen` and `rejected`)"),
+        (("unknown.jsonl",), 3, "no schema fits the keys of the records: `foo` in 1 of 1"),
+        (("empty.jsonl",), 3, "empty.jsonl: "),
+        (("torn.parquet",), 3, "torn.parquet: "),
+        (("cut.jsonl.gz",), 3, "cut.jsonl.gz: "),
+        (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
+        (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
+        (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
+        (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
+        (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects: messages (`messages`)"),
+        (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
+        (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
+        (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
+        (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
+        (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
+        (
+            ("dataset.jsonl", "--max-length", "5", "--long", "cut"),
+            2,
+            "--long is 'cut', expected error or drop or truncate",
+        ),
+        (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error is 'ignore', expected stop or skip"),
+        (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
+        (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
+        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable is 'keep', expected error or drop"),
+        (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
+        (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
+        (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
+        (("dataset.jsonl", "--workers", "0"), 2, "--workers is 0, expected a whole number from 1"),
+        (("dataset.jsonl", "--workers", "two"), 2, "--workers is 'two', expected a whole number from 1"),
+        (("dataset.jsonl", "--shard", "0/2"), 2, "--shard is '0/2', expected I/N"),
+        (("dataset.jsonl", "--shard", "half"), 2, "--shard is 'half', expected I/N"),
+        (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
+        (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
+        ((), 2, "Missing argument"),
+    ],
+)
+def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    write("data.csv", "a,b")
+    write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
+    write("unknown.jsonl", {"foo": 1})
+    for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):
+        Path(name).write_bytes(content)
+    ran = run("analyze", *arguments)
+    assert (ran.code, ran.out) == (code, ""), ran.err
+    assert ran.err.startswith("error: ")
+    assert message in ran.err
+    assert "\nhint: " in ran.err
+    assert not Path("chunkplan-out/analysis").exists()
+
+
+def test_a_mistake_of_merge_gets_a_message_too(run: Run) -> None:
+    for arguments, message in (
+        (("nothing",), "nothing is no shard of an analysis"),
+        (("chunkplan-out/analysis",), "is of kind analysis"),
+        ((), "Missing argument"),
+    ):
+        analyzed(run, "dataset.jsonl")
+        ran = run("merge", *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert message in ran.err
+        assert "hint: " in ran.err

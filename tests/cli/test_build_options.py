@@ -1,0 +1,180 @@
+"""`chunkplan build` as people type it: where options come from, what is written, and which plans there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.command_line import Run
+from tests.support.places import ROOT
+
+SAMPLE = ROOT / "sample_data"
+BUILD_OPTIONS = ("--chunk-size", 64, "--k", 1, "--global-batch", 8)
+
+
+@pytest.fixture
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in an empty folder."""
+    return command
+
+
+def test_a_config_file_gives_options_and_flags_win(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    (tmp_path / "plan.toml").write_text('chunk-size = 64\nk = 3\ndp = 2\nlast-batch = "keep"\n')
+    built = json.loads(run("build", "lengths.npy", "--config", "plan.toml", "--k", 1, "--json").out)
+    config = built["manifest"]["config"]
+    assert (config["chunk_size"], config["k"], config["dp"], config["global_batch"]) == (64, 1, 2, 256)
+
+
+def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    ran = run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--dry-run")
+    assert ran.code == 0
+    assert "nothing was written" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npy"]
+
+
+def test_a_replaced_plan_is_named(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
+    again = run("build", "lengths.npy", "--chunk-size", 64, "--k", 2)
+    assert "replaced a plan with ChunkSize 128, K 1, dp 1, pp 1" in again.err
+    assert [path.name for path in (tmp_path / "chunkplan-out").iterdir()] == ["plan"], "no temporary folder stays"
+
+
+@pytest.fixture
+def sources(run: Run, tmp_path: Path) -> Path:
+    """An analysis of two files of ten texts each in the workspace; returns the first file."""
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} {number} " * (number + 5)}) for number in range(10)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert run("analyze", "a.jsonl", "b.jsonl", "--tokenizer", SAMPLE / "tokenizer").code == 0
+    return tmp_path / "a.jsonl"
+
+
+def test_what_is_held_out_gets_a_plan_and_the_trained_plan_says_so(run: Run, sources: Path) -> None:
+    built = run("build", *BUILD_OPTIONS, "--holdout", 4)
+    assert built.code == 0, built.err
+    assert "held out" in built.out
+    assert "4 of 20 sequences" in built.out
+    assert "plan of the 4 sequences held out in chunkplan-out/plan-eval" in built.err
+    assert run("validate").code == run("validate", "chunkplan-out/plan-eval").code == 0
+    assert "4 of 20 sequences: these" in run("inspect", "chunkplan-out/plan-eval").out
+    again = run("build", *BUILD_OPTIONS)
+    assert "chunkplan-out/plan-eval is of an earlier build" in again.err
+
+
+def test_a_mix_is_named_by_file_and_shown(run: Run, sources: Path) -> None:
+    built = run("build", *BUILD_OPTIONS, "--mix", "a.jsonl=2", "--mix", "b.jsonl=0.3", "--json")
+    assert built.code == 0, built.err
+    document = json.loads(built.out)
+    assert document["manifest"]["totals"]["num_sequences"] == 23
+    assert list(document["manifest"]["config"]["mix"].values()) == [2, 0.3]
+    assert "a.jsonl x 2" in run("inspect").out
+    (sources.parent / "plan.toml").write_text("chunk-size = 64\nk = 1\nholdout = 0.5\nmix = { 'b.jsonl' = 3 }\n")
+    from_file = json.loads(run("build", "--config", "plan.toml", "--json").out)["manifest"]
+    assert from_file["config"]["holdout"] == 0.5
+    assert list(from_file["config"]["mix"].values()) == [3]
+
+
+def test_packing_only_names_the_sequence_that_is_too_long(run: Run, sources: Path) -> None:
+    refused = run("build", "--chunk-size", 16, "--k", 1, "--no-split")
+    assert refused.code == 3
+    assert re.search(r"a\.jsonl:\d+", refused.err)
+    assert "nothing may be split" in refused.err
+    assert run("build", "--chunk-size", 512, "--k", 1, "--no-split").code == 0
+
+
+def test_the_kinds_of_plans_are_built_and_valid(run: Run, sources: Path) -> None:
+    for options in (
+        ("--split", "even", "--equal-chunks", "--dp", 3),
+        ("--split", "cost", "--no-tail-sharing", "--packing", "mbs"),
+        ("--balance", "search", "--dp", 2, "--workers", 1),
+    ):
+        assert run("build", *BUILD_OPTIONS, *options).code == 0
+        assert run("validate").code == 0
+
+
+def test_a_build_that_holds_out_replaces_no_plan_of_another_kind(run: Run, sources: Path) -> None:
+    """...and says so before it plans; nor is such a plan taken for one of held-out sequences."""
+    assert run("build", *BUILD_OPTIONS, "--output", "plan-eval").code == 0
+    refused = run("build", *BUILD_OPTIONS, "--output", "plan", "--holdout", 0.2)
+    assert refused.code == 2
+    assert "plan-eval is not the plan of held-out sequences" in refused.err
+    assert "earlier build" not in run("build", *BUILD_OPTIONS, "--output", "plan").err
+    (sources.parent / "other-eval").mkdir()
+    (sources.parent / "other-eval" / "notes.txt").write_text("mine")
+    refused = run("build", *BUILD_OPTIONS, "--output", "other", "--holdout", 0.2)
+    assert refused.code == 2
+    assert not (sources.parent / "other").exists()
+
+
+def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
+    """As of a shell variable that is not set: nothing would be held out."""
+    assert run("build", *BUILD_OPTIONS, "--holdout", "").code == 2
+    (sources.parent / "plan.toml").write_text("mix = 'a.jsonl=2'\n")
+    refused = run("build", *BUILD_OPTIONS, "--config", "plan.toml")
+    assert refused.code == 3
+    assert "plan.toml: mix: found 'a.jsonl=2', expected weights by source" in refused.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--packing", "exact", "--global-batch", "16"),
+        ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"),
+        pytest.param(("--packing", "exact", "--global-batch", "32"), marks=pytest.mark.soak),
+        pytest.param(("--balance", "search", "--dp", "8", "--global-batch", "32"), marks=pytest.mark.soak),
+    ],
+)
+def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """SIGINT in the middle of second looks by solvers: exit code 130, soon, and no half-written plan.
+
+    Of larger global batches a single look takes long, and is not interrupted.
+    """
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
+    words = ["build", "lengths.npy", "--chunk-size", "8192", "--k", "1", *options]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "chunkplan_cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    while not list(tmp_path.glob("chunkplan-out/.plan.tmp-*")):
+        time.sleep(0.05)
+    time.sleep(2)
+    assert running.poll() is None, "this build takes far longer"
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=200)
+    assert running.returncode == 130, said
+    assert "interrupted" in said
+    assert list((tmp_path / "chunkplan-out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--holdout", "some"), "--holdout is 'some', expected a share"),
+        (("--holdout", "1.0"), "holdout is 1.0, expected a share between 0 and 1"),
+        (("--holdout", "20"), "hold"),
+        (("--mix", "a.jsonl"), "expected SOURCE=X"),
+        (("--mix", "c.jsonl=1"), "c.jsonl"),
+        (("--mix", "a.jsonl=-1"), "the weight of a.jsonl is -1.0, expected a number from 0"),
+        (("--split", "even", "--no-split"), "exclude each other"),
+        (("--packing", "ffd"), "packing is 'ffd', expected"),
+        (("--workers", "0"), "--workers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    run: Run, sources: Path, options: tuple[str, ...], message: str
+) -> None:
+    refused = run("build", *BUILD_OPTIONS, *options)
+    assert refused.code == 2, refused.err
+    assert message in refused.err
+    assert "hint: " in refused.err
+    assert not (sources.parent / "chunkplan-out" / "plan").exists()

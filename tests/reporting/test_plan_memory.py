@@ -1,0 +1,93 @@
+"""The memory that is reported of a plan, against every action of it played one after another."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chunkplan.cost.durations import split_layers
+from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.reporting.plan_report import plan_report
+from tests.support.small_plans import CONFIGS, LENGTHS, built
+
+
+@pytest.fixture(params=CONFIGS)
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
+    return built(tmp_path, LENGTHS, **CONFIGS[request.param])
+
+
+def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) -> None:
+    """One stage, one sequence of ten chunks, K 1: activations of a chunk, keys and values of all of them."""
+    plan = built(tmp_path, [640], k=1, epochs=1)
+    cost = CostModel()
+    memory = plan_report(plan).memory
+    assert memory is not None
+    [expected] = stage_memory(
+        cost,
+        dp=1,
+        pp=1,
+        layers=split_layers(cost.shape.num_layers, 1),
+        sharding="optimizer",
+        retained_tokens=[64],
+        stage_input_tokens=[0],
+        kv_tokens=[640],
+        chunk_size=64,
+    )
+    assert memory.memory == expected
+    assert (memory.step, memory.dp_rank, memory.stage, memory.gpu_bytes) == (0, 0, 0, cost.hardware.memory_bytes)
+
+
+def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
+    """Every action of every step, played one after another."""
+    report = plan_report(plan).memory
+    assert report is not None
+    totals = {
+        (step.step, rank, stage): max(totals_of(plan, step, rank, stage))
+        for step in plan.iter_steps()
+        for rank, stage in step.actions
+    }
+    assert report.memory.total == max(totals.values()) == totals[report.step, report.dp_rank, report.stage]
+
+
+def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
+    """Bytes that a stage holds after each of its forwards."""
+    pp, num_virtual, cost = plan.config.pp, plan.config.virtual_stages, CostModel()
+    held: Counter[str] = Counter()
+    for action in step.actions[rank, stage]:
+        chunk = step.chunks[rank][action.chunk_id]
+        is_first_part = action.virtual_stage == 0
+        held["retained"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
+        saves = stage > 0 or not is_first_part
+        held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
+        if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
+            held["kv"] += chunk.num_tokens
+        yield stage_memory(
+            cost,
+            dp=plan.config.dp,
+            pp=pp,
+            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
+            sharding="optimizer",
+            retained_tokens=[held["retained"]] * pp,
+            stage_input_tokens=[held["inputs"]] * pp,
+            kv_tokens=[held["kv"]] * pp,
+            chunk_size=64,
+        )[stage].total
+        held["retained"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
+        if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:
+            group = [other for other in step.chunks[rank] if other.group_id == chunk.group_id is not None]
+            held["kv"] -= sum(other.num_tokens for other in group)
+
+
+def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
+    plan = built(tmp_path, [640, 3], k=1)
+    manifest = json.loads((plan.path / "manifest.json").read_text())
+    del manifest["predictions"]["cost_model"]["hardware"]["memory_bytes"]
+    (plan.path / "manifest.json").write_text(json.dumps(manifest))
+    assert plan_report(plan.path).memory is None
+    assert plan_report(plan.path).to_dict()["memory"] is None

@@ -1,0 +1,27 @@
+"""Small plans of every kind, of lengths that are split, packed and left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import chunkplan
+from chunkplan.config.plan import PlanConfig
+from chunkplan.planfile.plan import Plan
+
+LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "one rank, tails shared": {"k": 1},
+    "pipelines": {"k": 2, "dp": 2, "pp": 2},
+    "equal counts": {"k": 1, "dp": 3, "equal_chunks": True},
+    "more ranks than sequences": {"k": 1, "dp": 8, "global_batch": 3},
+    "interleaved": {"k": 2, "pp": 2, "schedule": "interleaved", "dp": 2},
+}
+
+
+def built(folder: Path, lengths: Any, **config: Any) -> Plan:
+    np.save(folder / "lengths.npy", lengths)
+    settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, **config}
+    return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
