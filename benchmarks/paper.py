@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from lengths import lengths
 
-from chunkplan.cost.durations import durations, link_times, split_layers, squares_of
+from chunkplan.cost.durations import attention_pairs_of, chunk_times, split_layers
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
 from chunkplan.packing.packing import pack_lengths
-from chunkplan.schedule.actions import RankChunks
+from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 
 LLAMA_3_8B = ModelShape(
@@ -65,7 +65,7 @@ def unpacked(sequences: Lengths, seed: int = 0) -> Step:
     """Make every sequence a chunk, in random order."""
     tokens = np.random.default_rng(seed).permutation(sequences)
     ones = np.ones(tokens.size, np.bool_)
-    return Step(tokens, squares_of(tokens, 0 * tokens), np.full(tokens.size, -1, np.int32), ones)
+    return Step(tokens, attention_pairs_of(tokens, 0 * tokens), np.full(tokens.size, -1, np.int32), ones)
 
 
 def chunked(sequences: Lengths, chunk_size: int, k: int) -> Step:
@@ -77,10 +77,10 @@ def chunked(sequences: Lengths, chunk_size: int, k: int) -> Step:
     index = np.arange(group_id.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
     part_tokens = np.minimum(chunk_size, np.repeat(split, num_parts) - index * chunk_size)
     bin_of, num_bins = packing.bin_of, packing.num_bins
-    bin_squares = np.bincount(bin_of, squares_of(short, 0 * short), num_bins)
+    bin_pairs = np.bincount(bin_of, attention_pairs_of(short, 0 * short), num_bins)
     return Step(
         np.append(np.bincount(bin_of, short, num_bins).astype(np.int64), part_tokens),
-        np.append(bin_squares, squares_of(part_tokens, index * chunk_size)),
+        np.append(bin_pairs, attention_pairs_of(part_tokens, index * chunk_size)),
         np.append(np.full(num_bins, -1), group_id).astype(np.int32),
         np.append(np.ones(num_bins, np.bool_), index >= np.repeat(num_parts, num_parts) - k),
     )
@@ -91,15 +91,9 @@ def run_step(
 ) -> tuple[float, int]:
     """Simulate a step on `PP` stages: milliseconds, and the most tokens whose activations a stage holds."""
     layers = split_layers(cost.shape.num_layers, PP)
-    chunks = RankChunks(
-        step.group_id,
-        step.keeps,
-        step.num_tokens,
-        durations(step.num_tokens, step.attention_pairs, cost.rates, layers),
-        link_times(step.num_tokens, cost.rates),
-    )
-    whole = np.array([0, step.keeps.size])
-    scheduled = schedule_ranks(whole, chunks, PP, schedule, memory_tokens, lambda rank: f"rank {rank}")
+    chunks = chunks_without_segments([0, step.keeps.size], step.num_tokens, step.group_id, step.keeps)
+    times = chunk_times(step.num_tokens, step.attention_pairs, cost.rates, layers)
+    scheduled = schedule_ranks(chunks, times, PP, schedule, memory_tokens, lambda rank: f"rank {rank}")
     return scheduled.stage_end.max() / 1e6, int(scheduled.peak_retained_tokens.max())
 
 

@@ -6,7 +6,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
-from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan.schedule.simulated import Simulation
 from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -124,7 +124,7 @@ class _Sleeper:
     @classmethod
     def of(cls, job: Job, work: RankWork, layout: Layout) -> _Sleeper:
         """Make a stage that sleeps for as long as the step predicts, scaled."""
-        predicted = job.step.timed.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
+        predicted = job.step.times.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
         by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
         seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
         return cls(seconds, layout.is_first, layout.is_last)
@@ -154,13 +154,7 @@ class _Sleep(torch.autograd.Function):
 
 def _work_of(job: Job, stage: int) -> RankWork:
     """Turn a simulated step into the work of one stage; all tokens are targets."""
-    known = [entry.name for entry in fields(SimulatedChunk)]
-    chunks = {
-        each.chunk_id: Chunk(
-            num_target_tokens=each.num_tokens, cost=0.0, **{name: getattr(each, name) for name in known}
-        )
-        for each in job.step.chunks
-    }
+    chunks = {each.chunk_id: replace(each, num_target_tokens=each.num_tokens) for each in job.step.chunks}
     actions = job.step.actions
     own = slice(*actions.stages[stage : stage + 2])
     done = zip(actions.ops[own].tolist(), actions.chunk_ids[own].tolist(), strict=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -21,18 +22,17 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import refuse_other_content, replace_folder
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
-from chunkplan.planfile.squares import with_squares
 from chunkplan.planning.batches import batch_sizes
 from chunkplan.planning.block import Dataset
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
-from chunkplan.planning.splitting import count_parts
-from chunkplan.planning.targets import TargetMask
-from chunkplan.schedule.footprint import fullest
+from chunkplan.planning.splitting import TargetMask, count_parts
+from chunkplan.schedule.holdings import fullest
 
 #: More would not fit the memory of most machines: planning takes about 100 bytes a segment.
 _MAX_SEGMENTS = 1 << 28
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BuiltPlan:
-    """A plan's manifest and its tables `steps` and `chunks`, these `with_squares` in place of their segments.
+    """A plan's manifest, its table `steps`, and its `chunk_frame` with the columns that a summary looks at.
 
     `moments` int64 [pp, 3]: what each stage holds when that takes most memory of all steps and ranks, see
     `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
@@ -51,7 +51,7 @@ class BuiltPlan:
 
     manifest: dict[str, Any]
     steps: pa.Table
-    chunks: pa.Table
+    chunks: pl.DataFrame
     moments: Int64Array
     ranks: Int64Array
 
@@ -111,12 +111,12 @@ def build_plans(
         configs[evaluation_folder(output)] = held_out
     built = {}
     with ExitStack() as all_or_nothing, _refusing_replaced(analysis):
-        for target, its_config in configs.items():
+        for target, target_config in configs.items():
             folder = None if dry_run else all_or_nothing.enter_context(replace_folder(target, "plan"))
             built[target] = _build_one(
                 analysis,
                 target,
-                its_config,
+                target_config,
                 cost or CostModel(),
                 PlanWriter(folder),
                 workers or os.cpu_count() or 1,
@@ -168,19 +168,19 @@ def _build_one(
         cost,
         workers=workers,
     )
-    step_tables, chunk_tables, moments, ranks = [], [], [], []
+    step_tables, chunk_frames, moments, ranks = [], [], [], []
     steps_done = 0
     for planned in blocks:
         tables = planned.tables
         writer.add(tables)
         step_tables.append(tables["steps"])
-        chunk_tables.append(with_squares(tables["chunks"]))
+        chunk_frames.append(chunk_frame(tables["chunks"], planned.chunks).select(SUMMED))
         moments.append(planned.moments)
         ranks.append(planned.ranks)
         steps_done += tables["steps"].num_rows
         if progress is not None:
             progress(steps_done, num_steps)
-    steps, chunks = pa.concat_tables(step_tables), pa.concat_tables(chunk_tables)
+    steps, chunks = pa.concat_tables(step_tables), pl.concat(chunk_frames)
     sums = {name: pc.sum(steps.column(name)).as_py() for name in ("num_sequences", "num_tokens", "num_target_tokens")}
     manifest = writer.finish(
         config=options,
@@ -196,7 +196,7 @@ def _build_one(
         selection=describe_selection(analysis, config),
         totals={
             "num_steps": steps.num_rows,
-            "num_chunks": chunks.num_rows,
+            "num_chunks": chunks.height,
             **sums,
             "longest_sequence": longest,
             "num_dropped_sequences": num_occurrences - sums["num_sequences"],
@@ -207,7 +207,7 @@ def _build_one(
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    most, blocks_of = fullest(np.stack(moments), stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1)))
+    most, blocks_of = fullest(np.stack(moments), stage_token_bytes(cost, config.pp, config.virtual_stages))
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 

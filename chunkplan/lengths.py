@@ -176,21 +176,21 @@ def _bounds(lengths: npt.NDArray[np.int64], share: float, sample: float | None) 
     if sample is None or share == 1:
         return None, None
     count = len(lengths)
-    spread = _TWO_SIDED_95 * np.sqrt(count * share * (1 - share))
-    low, high = int(np.floor(count * share - spread)), int(np.ceil(count * share + spread))
+    margin = _TWO_SIDED_95 * np.sqrt(count * share * (1 - share))
+    low, high = int(np.floor(count * share - margin)), int(np.ceil(count * share + margin))
     return int(lengths[low - 1]) if low >= 1 else None, int(lengths[high - 1]) if high <= count else None
 
 
 def _total(values: npt.NDArray[Any], sample: float) -> Estimate:
     """The sum over all data of what has these values in a sample that took each record with the same chance."""
     value = float(values.sum()) / sample
-    spread = _TWO_SIDED_95 * float(np.sqrt((1 - sample) * np.square(values, dtype=np.float64).sum())) / sample
-    return Estimate(round(value), max(0, round(value - spread)), round(value + spread))
+    margin = _TWO_SIDED_95 * float(np.sqrt((1 - sample) * np.square(values, dtype=np.float64).sum())) / sample
+    return Estimate(round(value), max(0, round(value - margin)), round(value + margin))
 
 
 def _band(lengths: npt.NDArray[np.int64], sums: npt.NDArray[np.int64], low: int, high: int) -> Band:
-    first, last = (int(place) for place in np.searchsorted(lengths, [low, high]))
-    return Band(low, high, last - first, int(sums[last] - sums[first]))
+    start, stop = (int(place) for place in np.searchsorted(lengths, [low, high]))
+    return Band(low, high, stop - start, int(sums[stop] - sums[start]))
 
 
 def _tail(lengths: npt.NDArray[np.int64], num_sequences: int, low: int) -> Tail:

@@ -5,32 +5,30 @@ Chunks come from a plan, or from lengths that go through the planner; times from
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import durations, link_times, split_layers, squares_of
+from chunkplan.cost.durations import ChunkTimes, chunk_times, split_layers
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import given
+from chunkplan.planfile.chunks import Chunks, chunks_of_rows
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
-from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep, Segment
-from chunkplan.planning.block import Block, Dataset, chunk_block
-from chunkplan.planning.chunks import Chunks
-from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
+from chunkplan.planning.block import Dataset, StepBlock, chunk_block
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan.schedule.simulated import Simulation
 
-#: More chunks on all model parts take minutes and gigabytes, and nobody could look at them.
+#: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
 
 
@@ -69,17 +67,14 @@ def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
         DataError: the plan is damaged.
     """
     config, place = plan.config, f"step {described.step}, rank {rank}"
-    chunks = tuple(
-        SimulatedChunk(**{entry.name: getattr(chunk, entry.name) for entry in fields(SimulatedChunk)})
-        for chunk in described.chunks.get(rank, ())
-    )
-    pp, num_virtual = config.pp, config.virtual_stages
-    actions = planned_actions(described, rank, pp, num_virtual, len(chunks), place)
-    timed = _timed(chunks, plan.cost, pp, num_virtual)
-    ends = simulate(actions, timed.durations, timed.link)
+    chunks = chunks_of_rows(described.chunks.get(rank, ()))
+    pp, virtual_stages = config.pp, config.virtual_stages
+    actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, place)
+    times = _times(chunks, plan.cost, pp, virtual_stages)
+    ends = simulate(actions, times)
     if (ends < 0).any():
         raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
-    return Simulation(place, config.schedule, pp, num_virtual, plan.cost, chunks, timed, actions, ends)
+    return Simulation(place, config.schedule, pp, virtual_stages, plan.cost, chunks, times, actions, ends)
 
 
 def simulate_lengths(
@@ -115,22 +110,22 @@ def simulate_lengths(
         pp=pp,
         **given(schedule=schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
-    num_parts = pp * config.virtual_stages
+    num_model_stages = pp * config.virtual_stages
     most_chunks = sum(-(-length // config.chunk_size) for length in lengths)
-    if most_chunks * num_parts > _MOST:
+    if most_chunks * num_model_stages > _MOST:
         raise UsageError(
-            f"up to {most_chunks:,} chunks on {num_parts:,} model parts are too many to simulate",
+            f"up to {most_chunks:,} chunks on {num_model_stages:,} model stages are too many to simulate",
             hint="use a larger chunk-size, or fewer sequences",
         )
     model = CostModel() if cost is None or cost == "unit" else cost
     tokens = np.array(lengths, np.int32)
     order = np.argsort(-tokens, kind="stable").astype(np.int32)
     whole = chunk_size is None  # a step of its own for each sequence, so that none are packed
-    block = Block(0, 0, order, np.ones(len(lengths), np.int64) if whole else np.array([len(lengths)]))
-    _, chunks = chunk_block(block, Dataset(tokens, tokens - 1, None), config, model, threading.Event())
+    block = StepBlock(0, 0, order, np.ones(len(lengths), np.int64) if whole else np.array([len(lengths)]))
+    table = chunk_block(block, Dataset(tokens, tokens - 1, None), config, model).chunks
     return _scheduled(
         f"{len(lengths):,} sequences, {sum(lengths):,} tokens",
-        _describe(chunks),
+        table._replace(rank_chunks=np.array([0, table.num_tokens.size])),  # all of them as those of one rank
         None if cost == "unit" else model,
         config,
     )
@@ -144,15 +139,14 @@ def reschedule(
     Raises:
         UsageError: there is no such schedule for so many stages, or the chunks do not fit `memory_tokens`.
     """
-    largest = max(chunk.num_tokens for chunk in simulation.chunks)
     config = PlanConfig(
-        chunk_size=max(largest, 1),
+        chunk_size=max(int(simulation.table.num_tokens.max()), 1),
         k=1,
         pp=simulation.pp,
         schedule=schedule,
         **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
-    return _scheduled(simulation.title, simulation.chunks, simulation.cost, config)
+    return _scheduled(simulation.title, simulation.table, simulation.cost, config)
 
 
 def compare_schedules(
@@ -184,15 +178,12 @@ def compare_schedules(
     return compared
 
 
-def _scheduled(
-    title: str, chunks: tuple[SimulatedChunk, ...], cost: CostModel | None, config: PlanConfig
-) -> Simulation:
+def _scheduled(title: str, chunks: Chunks, cost: CostModel | None, config: PlanConfig) -> Simulation:
     """`config` says what the schedule is and for what; how the chunks were made does not matter any more."""
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
-    timed = _timed(chunks, cost, config.pp, config.virtual_stages)
-    only_rank = np.array([0, len(chunks)])
-    found = schedule_ranks(only_rank, timed, config.pp, config.schedule, config.memory_tokens, lambda _: title)
+    times = _times(chunks, cost, config.pp, config.virtual_stages)
+    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title)
     return Simulation(
         title,
         config.schedule,
@@ -200,52 +191,19 @@ def _scheduled(
         config.virtual_stages,
         cost,
         chunks,
-        timed,
+        times,
         found.actions,
         found.ends,
         int(found.lower_bound[0]),
     )
 
 
-def _timed(chunks: Sequence[SimulatedChunk], cost: CostModel | None, pp: int, num_virtual: int) -> RankChunks:
-    """The chunks as schedules see them. In units, every model part is one layer: a stage's are `num_virtual` long."""
-    tokens = np.array([chunk.num_tokens for chunk in chunks], np.int64)
-    segments = [segment for chunk in chunks for segment in chunk.segments]
-    starts = np.array([segment.start for segment in segments], np.int64)
-    squares = squares_of(np.array([segment.end for segment in segments], np.int64) - starts, starts)
-    place = np.repeat(np.arange(len(chunks)), [len(chunk.segments) for chunk in chunks])
+def _times(chunks: Chunks, cost: CostModel | None, pp: int, virtual_stages: int) -> ChunkTimes:
+    """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
+    num_model_stages = pp * virtual_stages
     rates = UNIT if cost is None else cost.rates
-    layers = [1] * (pp * num_virtual) if cost is None else split_layers(cost.shape.num_layers, pp * num_virtual)
-    return RankChunks(
-        np.array([-1 if chunk.group_id is None else chunk.group_id for chunk in chunks], np.int32),
-        np.array([chunk.keeps_activations for chunk in chunks], np.bool_),
-        tokens,
-        durations(tokens, np.bincount(place, squares, len(chunks)).astype(np.float64), rates, layers),
-        link_times(tokens, rates),
-    )
-
-
-def _describe(chunks: Chunks) -> tuple[SimulatedChunk, ...]:
-    """All chunks, as those of one rank."""
-    columns = (chunks.group_id, chunks.group_index, chunks.group_size, chunks.num_tokens, chunks.prefix_tokens)
-    segments = [
-        Segment(*values)
-        for values in zip(chunks.sequence_id.tolist(), chunks.start.tolist(), chunks.end.tolist(), strict=True)
-    ]
-    return tuple(
-        SimulatedChunk(
-            chunk_id, None if group < 0 else group, index, size, tokens, prefix, keeps, tuple(segments[first:last])
-        )
-        for chunk_id, (group, index, size, tokens, prefix, keeps, first, last) in enumerate(
-            zip(
-                *(column.tolist() for column in columns),
-                chunks.keeps_activations.tolist(),
-                chunks.segments[:-1].tolist(),
-                chunks.segments[1:].tolist(),
-                strict=True,
-            )
-        )
-    )
+    layers = [1] * num_model_stages if cost is None else split_layers(cost.shape.num_layers, num_model_stages)
+    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers)
 
 
 def _last_rank(step: PlanStep) -> int:
@@ -253,14 +211,14 @@ def _last_rank(step: PlanStep) -> int:
     return max(step.schedule_us, key=lambda place: step.schedule_us[place], default=(0, 0))[0]
 
 
-def planned_actions(step: PlanStep, rank: int, pp: int, num_virtual: int, num_chunks: int, place: str) -> Actions:
+def planned_actions(step: PlanStep, rank: int, pp: int, virtual_stages: int, num_chunks: int, place: str) -> Actions:
     """The actions of a rank's stages, checked as far as simulating them asks for."""
     stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
     actions = [action for stage in stages for action in stage]
     if not all(stages):
         raise DataError("a stage has no actions", where=place, hint=VALIDATE_HINT)
     for action in actions:
-        known = action.op in OPS and 0 <= action.virtual_stage < num_virtual
+        known = action.op in OPS and 0 <= action.virtual_stage < virtual_stages
         if not known or not 0 <= action.chunk_id < num_chunks:
             raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
     return Actions(

@@ -12,8 +12,9 @@ import pyarrow as pa
 from chunkplan.cost.durations import work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
+from chunkplan.planfile.chunk_frame import chunk_frame
+from chunkplan.planfile.chunks import read_chunks
 from chunkplan.planfile.manifest import config_of
-from chunkplan.planfile.squares import with_squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,10 @@ class PlanSummary:
     over that of the mean rank, from 1; `heaviest_over_work`: over the steps' work / dp, which is forward and backward
     of their sequences without recompute and without what chunks cost beside their tokens; None where the plan does not
     describe the model and the GPU that it was made for. `exceeding` are the steps in which one sequence costs more than
-    the mean rank: how many, what they take and cannot do without, whatever the spread, and their share of what the
-    heaviest ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
+    the mean rank: how many, what they take and cannot do without, whoever has it, and their share of what the heaviest
+    ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
     `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
-    a step is spread over ranks; `packing_over_bound`: given the spread.
+    the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
     """
 
     num_steps: int
@@ -68,16 +69,15 @@ class PlanSummary:
 
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
-    """Summarize the tables `steps` and `chunks` of a plan with its manifest.
+    """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
+    return summary_of(steps_table, chunk_frame(chunks_table, read_chunks(chunks_table)), manifest)
 
-    `chunks_table` may be what `with_squares` makes of it.
-    """
+
+def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, Any]) -> PlanSummary:
+    """The `summarize_plan` of a plan whose `chunk_frame` is there already, with the columns `SUMMED` at least."""
     config, totals = config_of(manifest), manifest["totals"]
     steps = pl.DataFrame(pl.from_arrow(steps_table))
-    chunks = pl.DataFrame(
-        pl.from_arrow(with_squares(chunks_table) if "segments" in chunks_table.column_names else chunks_table)
-    )
-    dependent = chunks.filter(pl.col("group_id").is_not_null())
+    dependent = chunks.filter(pl.col("kind").is_in(("dependent", "mixed")))
     exceeding = steps.filter("exceeds_share")
     ranks = (
         chunks.group_by("step", "dp_rank", maintain_order=True)  # sums of floats depend on the order
@@ -88,7 +88,7 @@ def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
     work = _work_us(chunks, manifest["predictions"]["cost_model"])
-    num_zero_loss = chunks.filter(pl.col("num_tokens") == 0).height
+    num_zero_loss = chunks.filter(pl.col("kind") == "zero-loss").height
     return PlanSummary(
         **{name: getattr(config, name) for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
         **{
@@ -124,12 +124,12 @@ def _work_us(chunks: pl.DataFrame, cost_model: Any) -> float | None:
         cost = CostModel.from_dict(cost_model, where="manifest")
     except DataError:
         return None
-    by_chunk = work_ns(cost, chunks["num_tokens"].to_numpy(), chunks["squares"].to_numpy())
+    by_chunk = work_ns(cost, chunks["num_tokens"].to_numpy(), chunks["attention_pairs"].to_numpy())
     return float(by_chunk.sum(dtype=np.float64)) / 1e3
 
 
 def _over(heaviest: float, usual: float) -> float:
-    """1 where nothing is predicted to take any time."""
+    """How often `usual` goes into `heaviest`; 1 where nothing is predicted to take any time."""
     return heaviest / usual if heaviest else 1.0
 
 

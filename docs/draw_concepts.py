@@ -23,7 +23,8 @@ from drawing import (
 
 import chunkplan
 from chunkplan.operations import OPS
-from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan.planfile.plan import Chunk
+from chunkplan.schedule.simulated import Simulation
 
 LENGTHS = [20000, 5200, 3900, 3100, 2600, 2100, 1700, 1100, 700]
 CHUNK_SIZE = 8192
@@ -75,7 +76,7 @@ def draw_chunks() -> str:
     )
 
 
-def draw_chunk(drawing: Drawing, x: float, y: float, width: float, chunk: SimulatedChunk) -> None:
+def draw_chunk(drawing: Drawing, x: float, y: float, width: float, chunk: Chunk) -> None:
     """Draw one chunk: its number, its segments, and dashed the room that is left."""
     drawing.text(x - 8, y + 18, str(chunk.chunk_id), fill=FAINT, anchor="end")
     drawing.box(x, y, width, 26, fill="none", stroke=LINE, dashed=True)
@@ -88,13 +89,13 @@ def draw_chunk(drawing: Drawing, x: float, y: float, width: float, chunk: Simula
         x += wide
 
 
-def draw_kinds(drawing: Drawing, x: float, chunks: tuple[SimulatedChunk, ...]) -> None:
+def draw_kinds(drawing: Drawing, x: float, chunks: tuple[Chunk, ...]) -> None:
     """Label each chunk, and mark which of them are a group."""
     for chunk in chunks:
         y = 48 + 38 * chunk.chunk_id
-        if chunk.group_id is None:
+        if chunk.kind == "standalone":
             lines = ("standalone:", "whole sequences")
-        elif len(chunk.segments) == 1:
+        elif chunk.kind == "dependent":
             lines = ("a part of A, which is", "one segment of it")
         else:
             lines = ("mixed: a part of A,", "and whole short ones")
@@ -107,7 +108,7 @@ def draw_kinds(drawing: Drawing, x: float, chunks: tuple[SimulatedChunk, ...]) -
         drawing.text(702, (top + bottom) / 2 - 11 + 15 * row, line, fill=DARK, bold=True)
 
 
-def draw_parts(drawing: Drawing, top: float, chunks: tuple[SimulatedChunk, ...]) -> float:
+def draw_parts(drawing: Drawing, top: float, chunks: tuple[Chunk, ...]) -> float:
     """Draw the split sequence as one bar of its segments, and the prefix of the last; returns where it ends."""
     drawing.text(LEFT, top, "The segments of A", size=15, bold=True)
     scale, y = (RIGHT - LEFT) / LENGTHS[0], top + 14
@@ -180,7 +181,7 @@ def draw_attention() -> str:
     )
 
 
-def draw_mixed(drawing: Drawing, x: float, y: float, chunk: SimulatedChunk) -> None:
+def draw_mixed(drawing: Drawing, x: float, y: float, chunk: Chunk) -> None:
     """Draw the attention of a mixed chunk, whose first segment is a part: its prefix is drawn shorter than it is."""
     prefix, own = 60, 104
     scale = own / chunk.num_tokens

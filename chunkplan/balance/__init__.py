@@ -1,1 +1,1 @@
-"""Spreads the sequences of a step over data-parallel ranks, by cost."""
+"""Assigns the sequences of a step to data-parallel ranks, by cost."""

@@ -1,7 +1,7 @@
-"""Searches with CP-SAT for a spread whose slowest rank is faster, once every chunk costs something beside its tokens.
+"""Searches with CP-SAT for an assignment whose slowest rank is faster, as chunks cost something beside their tokens.
 
-Spreading by cost alone balances best but makes more chunks than packing first would. The answer lies between the two:
-never worse than the spread the search starts from, and the same on every machine, as effort is counted, not timed.
+Assigning by cost alone balances best but makes more chunks than packing first would. The answer lies between the two:
+never worse than the assignment the search starts from, and the same on every machine, as effort is counted, not timed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Step:
 
     @property
     def bound(self) -> int:
-        """No spread has a lower value."""
+        """No assignment has a lower value."""
         work = int(self.costs.sum())
         if self.equal_chunks:
             most_chunks = max(-(-self.least_chunks // self.dp), int(self.own_chunks.max()))
@@ -112,9 +112,9 @@ def search_ranks(
     value = step.value(hint)
     if num_decided * dp > _MOST_PAIRS or value - step.bound <= _GAP * value:
         return hint
-    # Ranks are interchangeable: number them by their first sequence, so that the solver sees each spread once.
-    _, first = np.unique(np.concatenate([hint[by_cost], np.arange(dp)]), return_index=True)
-    name = np.argsort(first)
+    # Ranks are interchangeable: number them by their first sequence, so that the solver sees each assignment once.
+    _, starts = np.unique(np.concatenate([hint[by_cost], np.arange(dp)]), return_index=True)
+    name = np.argsort(starts)
     ranks = _solve(step, by_cost, num_decided, np.argsort(name)[hint], value, effort)
     return name[ranks] if step.value(ranks) < value else hint
 
@@ -148,12 +148,12 @@ def _solve(
     model.add(sum(filler) == other_tokens)
     shared = [model.new_int_var(0, most_chunks, f"shared chunks of rank {rank}") for rank in range(step.dp)]
     for rank in range(step.dp):
-        mine = [
+        possible = [
             (choices[rank], sequence) for choices, sequence in zip(placed, decided, strict=True) if rank < len(choices)
         ]
-        work = _weighted(mine, costs) + token_cost * filler[rank]
-        num_chunks = _weighted(mine, step.own_chunks) + shared[rank]
-        model.add(_weighted(mine, step.demands) + filler[rank] <= room * shared[rank])
+        work = _weighted(possible, costs) + token_cost * filler[rank]
+        num_chunks = _weighted(possible, step.own_chunks) + shared[rank]
+        model.add(_weighted(possible, step.demands) + filler[rank] <= room * shared[rank])
         model.add(num_chunks >= 1)
         model.add(num_chunks <= fullest)
         model.add(work + (0 if step.equal_chunks else chunk_cost * num_chunks) <= slowest)

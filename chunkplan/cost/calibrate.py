@@ -1,7 +1,7 @@
 """A hardware profile from times of chunks: the one whose predictions are nearest to what was measured.
 
 The cost model is linear in the time that a FLOP of a product, a FLOP of attention, a copied byte, a token of ramp and
-a kernel take. Times of chunks of one model tell four sums of them apart (what a token, a square, a chunk and a token in
+a kernel take. Times of chunks of one model tell four sums of them apart (what a token, a pair, a chunk and a token in
 the head take), so two of the five lean on what the device does on its own: copies and the overhead of a layer. All
 else in a profile one device cannot tell; it comes from a profile that is given.
 """
@@ -45,7 +45,7 @@ _TRUST = 0.1
 #: Entries of a profile that times of chunks decide; those of products are scaled together.
 FITTED = tuple(name for names in _SCALED for name in names)
 
-#: Entries that the device tells without any chunk.
+#: Entries that the device gives without any chunk.
 MEASURED = ("host_bytes", "memory_bytes")
 
 
@@ -200,8 +200,8 @@ def _hardware(scales: Sequence[float], rates: DeviceRates, base: Hardware, name:
 def _predicted(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
     """Nanoseconds [n, 2], of forward_kv and of training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
-    squares = np.array([chunk.squares for chunk in chunks])
-    times = durations(tokens, squares, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)
+    pairs = np.array([chunk.attention_pairs for chunk in chunks])
+    times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)
     forward_kv, forward, backward = (times[OPS.index(op)] for op in ("forward_kv", "forward", "backward"))
     return np.stack([forward_kv, forward + backward], 1)
 

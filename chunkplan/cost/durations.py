@@ -1,4 +1,4 @@
-"""How long each action with each chunk takes on each model part: the one formula of time, whatever the model.
+"""How long each action with each chunk takes on each model stage: the one formula of time, whatever the model.
 
 Times are whole nanoseconds, so that sums of them are exact and a plan is the same on every machine.
 """
@@ -6,6 +6,7 @@ Times are whole nanoseconds, so that sums of them are exact and a plan is the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,29 +22,49 @@ Float64Array = npt.NDArray[np.float64]
 MOST_NS = 2.0**53
 
 
-def squares_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64Array:
-    """The squares of segments of `num_tokens` that each see `prefix_tokens` earlier ones; both [n]."""
+def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64Array:
+    """The pairs (query, key) of segments of `num_tokens` that each see `prefix_tokens` earlier ones; all [n].
+
+    They are those of attention without a mask: L * L for a whole sequence of L tokens, to which its parts add up. A
+    causal mask leaves half of them.
+    """
     tokens = num_tokens.astype(np.float64)
     return tokens * (2.0 * prefix_tokens + tokens)
 
 
-def durations(num_tokens: IntArray, squares: Float64Array, rates: Rates, layers: Sequence[int]) -> Int64Array:
-    """Time of each action, int64 [num_ops, num_parts, n], by the code of its op (its place in `operations.OPS`).
+class ChunkTimes(NamedTuple):
+    """What things done with chunks take, in whole nanoseconds (or ticks, see `Simulation`).
+
+    `durations` int64 [num_ops, num_model_stages, n]: of each action by the code of its op, its model stage (virtual
+    stage x pp + stage) and its chunk; `link` int64 [n]: of each chunk's way from one stage to another.
+    """
+
+    durations: Int64Array
+    link: Int64Array
+
+
+def chunk_times(num_tokens: IntArray, attention_pairs: Float64Array, rates: Rates, layers: Sequence[int]) -> ChunkTimes:
+    """The times of chunks; the arguments are those of `durations`."""
+    return ChunkTimes(durations(num_tokens, attention_pairs, rates, layers), link_times(num_tokens, rates))
+
+
+def durations(num_tokens: IntArray, attention_pairs: Float64Array, rates: Rates, layers: Sequence[int]) -> Int64Array:
+    """Time of each action, int64 [num_ops, num_model_stages, n], by the code of its op (its place in `operations.OPS`).
 
     Args:
-        num_tokens, squares: [n], of each chunk, sums over its segments.
-        layers: of each model part; the last one has the vocabulary head too.
+        num_tokens, attention_pairs: [n], of each chunk, sums over its segments.
+        layers: of each model stage; the last one has the vocabulary head too.
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
-    is its two halves: the gradients of inputs, attention among them, which the part before waits for, and those of
-    weights.
+    is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
+    of weights.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
-    for part, num_layers in enumerate(layers):
+    for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
-        layer_forward = linear + num_layers * rates.square * squares
-        head = rates.head * tokens if part == len(layers) - 1 else 0.0
+        layer_forward = linear + num_layers * rates.pair * attention_pairs
+        head = rates.head * tokens if model_stage == len(layers) - 1 else 0.0
         backward = rates.layer_passes * layer_forward + 2 * head
         by_op = {
             "forward": layer_forward + head,
@@ -55,27 +76,27 @@ def durations(num_tokens: IntArray, squares: Float64Array, rates: Rates, layers:
         }
         for op, nanoseconds in by_op.items():
             least = 0.0 if op == "backward_weight" else num_layers * rates.gather
-            times[OPS.index(op), part] = whole_ns(np.maximum(nanoseconds, least))
+            times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, least))
     return times
 
 
-def work_ns(cost: CostModel, num_tokens: IntArray, squares: Float64Array) -> Int64Array:
-    """Time of a forward and a backward through all model parts, without overhead and recompute; both [n]."""
+def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
+    """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
     head = cost.rates.head * num_tokens.astype(np.float64)
-    return whole_ns(cost.passes * _all_layers(cost, num_tokens, squares) + 3 * head)
+    return whole_ns(cost.passes * _all_layers(cost, num_tokens, attention_pairs) + 3 * head)
 
 
 def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
-    """Time of what is done twice with segments whose chunks keep no activations, without overhead; both [n].
+    """Time of what is recomputed of segments whose chunks keep no activations, without overhead; both [n].
 
     That is a forward through all layers: the head is left out the first time, see `durations`.
     """
-    return whole_ns(_all_layers(cost, num_tokens, squares_of(num_tokens, prefix_tokens)))
+    return whole_ns(_all_layers(cost, num_tokens, attention_pairs_of(num_tokens, prefix_tokens)))
 
 
-def _all_layers(cost: CostModel, num_tokens: IntArray, squares: Float64Array) -> Float64Array:
+def _all_layers(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Float64Array:
     rates = cost.rates
-    return cost.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.square * squares)
+    return cost.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.pair * attention_pairs)
 
 
 def link_times(num_tokens: IntArray, rates: Rates) -> Int64Array:
@@ -88,6 +109,7 @@ def whole_ns(nanoseconds: Float64Array) -> Int64Array:
     return np.rint(np.minimum(nanoseconds, MOST_NS)).astype(np.int64)
 
 
-def split_layers(num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """The layers of each model part, as even as they come; the last parts, the head's among them, have fewer."""
-    return tuple(num_layers // num_parts + (part < num_layers % num_parts) for part in range(num_parts))
+def split_layers(num_layers: int, num_model_stages: int) -> tuple[int, ...]:
+    """The layers of each model stage, as even as they come; the last ones, the head's among them, have fewer."""
+    fewest, rest = divmod(num_layers, num_model_stages)
+    return tuple(fewest + (model_stage < rest) for model_stage in range(num_model_stages))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chunkplan.cost.durations import squares_of
+from chunkplan.cost.durations import attention_pairs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,14 @@ class ChunkTime:
 
     @property
     def num_tokens(self) -> int:
-        """Of all segments."""
+        """The tokens of all segments."""
         return sum(self.segments)
 
     @property
-    def squares(self) -> float:
-        """See `durations.squares_of`."""
+    def attention_pairs(self) -> float:
+        """The attention pairs of all segments, see `durations.attention_pairs_of`."""
         prefixes = np.array([self.prefix_tokens] + [0] * (len(self.segments) - 1))
-        return float(squares_of(np.array(self.segments), prefixes).sum())
+        return float(attention_pairs_of(np.array(self.segments), prefixes).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

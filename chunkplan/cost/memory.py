@@ -54,7 +54,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all parts together."""
         return sum(astuple(self))
 
 
@@ -97,7 +97,7 @@ def stage_memory(
     """What a GPU of each of the `pp` stages holds at most.
 
     Args:
-        layers: of each model part (virtual stage x pp + stage). The first part has the embeddings, the last one the
+        layers: of each model stage (virtual stage x pp + stage). The first one has the embeddings, the last one the
             vocabulary head; tied ones are on both unless there is one stage.
         retained_tokens: of each stage, the most tokens whose activations are held at once, counted once for each
             virtual stage that holds them.
@@ -140,8 +140,8 @@ def stage_memory(
 
 
 def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, float, float]:
-    """Bytes of a token on a GPU of a stage whose model parts have `own_layers`: of activations, for each part that
-    retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded)."""
+    """Bytes of a token on a GPU of a stage whose virtual stages have `own_layers`: of activations, for each of them
+    that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded)."""
     activations = max(own_layers) * activation_bytes_per_token(cost)
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
     kv = sum(own_layers) * _kv_elements_per_token(cost) * (cost.num_bytes + KV_GRADIENT_BYTES)

@@ -21,7 +21,7 @@ from chunkplan.options import Options, option, options_of
 Checkpointing = Literal["none", "full"]
 Precision = Literal["bf16", "fp32"]
 
-#: Which of optimizer states, gradients and weights are spread over data-parallel ranks, each with those before it
+#: Which of optimizer states, gradients and weights are sharded over data-parallel ranks, each with those before it
 #: (ZeRO 1, 2 and 3; Rajbhandari et al., arXiv 1910.02054).
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
 
@@ -85,7 +85,7 @@ class CostModel(Options):
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
     "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
-    which `offload_chunk_size` tells. `weight_shards`: data-parallel ranks that share the weights (ZeRO-3) and fetch
+    which `offload_chunk_size` gives. `weight_shards`: data-parallel ranks that share the weights (ZeRO-3) and fetch
     those of a layer while the layer before is at work.
 
     Raises:
@@ -156,7 +156,7 @@ class CostModel(Options):
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
         return Rates(
             token=product * shape.active_layer_parameters + (collectives + copies) * 1e9,
-            square=2e9 * slower * shape.query_width / tp / hardware.attention_flops,
+            pair=2e9 * slower * shape.query_width / tp / hardware.attention_flops,
             chunk=product * shape.layer_parameters * hardware.ramp_tokens
             + _KERNELS * hardware.kernel_ns
             + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0),
@@ -190,7 +190,7 @@ class CostModel(Options):
 
     @property
     def chunk_overhead_ns(self) -> int:
-        """What a chunk's forward takes beside its tokens and squares, on all model parts together."""
+        """What a chunk's forward takes beside its tokens and attention pairs, on all model stages together."""
         return round(min(self.shape.num_layers * self.rates.chunk, _MOST_OVERHEAD_NS))
 
     @property
@@ -199,9 +199,9 @@ class CostModel(Options):
         return 1 + self.rates.layer_passes
 
     @property
-    def linear_over_square(self) -> float:
-        """How many squares a token takes as long as."""
-        return (self.rates.token + self.rates.head / self.shape.num_layers) / self.rates.square
+    def linear_over_pair(self) -> float:
+        """How many attention pairs a token takes as long as."""
+        return (self.rates.token + self.rates.head / self.shape.num_layers) / self.rates.pair
 
     @property
     def offload_chunk_size(self) -> int:
@@ -211,13 +211,13 @@ class CostModel(Options):
         float32, as kept) beside keys and values, and takes two forwards.
         """
         fetched = 2 * self.shape.kv_width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
-        return math.ceil(fetched / (2 * 2 * self.rates.square))
+        return math.ceil(fetched / (2 * 2 * self.rates.pair))
 
-    def model_flops(self, num_tokens: float, squares: float) -> float:
+    def model_flops(self, num_tokens: float, attention_pairs: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute."""
         shape = self.shape
         per_token = shape.num_layers * shape.active_layer_parameters + shape.embedding_parameters
-        return 6.0 * (per_token * num_tokens + shape.num_layers * shape.query_width * squares)
+        return 6.0 * (per_token * num_tokens + shape.num_layers * shape.query_width * attention_pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, flags, numbers and dicts of these, which JSON can hold; `from_dict` makes the same model of them."""

@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Nanoseconds of a forward through one layer: a token, a square, and whatever a chunk takes beside these.
+    """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
-    `squares` of a segment of t tokens that sees p earlier ones are t (2 p + t), twice the pairs of a query and a key
-    under a causal mask. `head` is a token's in the vocabulary head, on the last model part only. `layer_passes`: a
-    backward takes as long as that many forwards of its layers (2, and 1 more where layers are recomputed inside it).
-    `link_token` and `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a
-    layer takes where they are sharded: it goes on beside the work of the layer before, so nothing takes less.
+    A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
+    ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
+    model stage only. `layer_passes`: a backward takes as long as that many forwards of its layers (2, and 1 more where
+    layers are recomputed inside it). `link_token` and `link` are a token's and a message's between two stages. `gather`
+    is what fetching the weights of a layer takes where they are sharded: it goes on beside the work of the layer
+    before, so nothing takes less.
     """
 
     token: float
-    square: float
+    pair: float
     chunk: float
     head: float = 0.0
     layer_passes: int = 2
@@ -25,5 +26,5 @@ class Rates(NamedTuple):
     gather: float = 0.0
 
 
-#: Forward 1 and backward 2 a token on every model part, of one layer each, and nothing for links.
-UNIT = Rates(token=1.0, square=0.0, chunk=0.0)
+#: Forward 1 and backward 2 a token on every model stage, of one layer each, and nothing for links.
+UNIT = Rates(token=1.0, pair=0.0, chunk=0.0)

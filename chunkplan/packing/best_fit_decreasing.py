@@ -38,29 +38,29 @@ def best_fit_decreasing_counted(
     # Runs of bins: (room, first bin, number). At the bottom lie the bins not yet opened, more than are needed.
     fitting = [(capacity, 0, sorted_bins.size + 1)]
     waiting = [(0, 0, 0)]  # a heap, by -room; this one never fits
-    end = sorted_bins.size
+    stop = sorted_bins.size
     for index in range(distinct.size - 1, -1, -1):
         length, left = distinct[index], counts[index]
         while -waiting[0][0] >= length:
-            negative_room, first, num_bins = heappop(waiting)
-            fitting.append((-negative_room, first, num_bins))
+            negative_room, start, num_bins = heappop(waiting)
+            fitting.append((-negative_room, start, num_bins))
         while left > 0:
-            room, first, num_bins = fitting.pop()
+            room, start, num_bins = fitting.pop()
             each = room // length
             full = min(num_bins, left // each)
-            for target in range(first, first + full):
-                sorted_bins[end - each : end] = target
-                end -= each
+            for target in range(start, start + full):
+                sorted_bins[stop - each : stop] = target
+                stop -= each
             left -= full * each
             if full > 0 and room - each * length >= distinct[0]:
-                heappush(waiting, (each * length - room, first, full))
+                heappush(waiting, (each * length - room, start, full))
             if full < num_bins:  # the items do not fill another one
                 started = 1 if left > 0 else 0
-                fitting.append((room, first + full + started, num_bins - full - started))
+                fitting.append((room, start + full + started, num_bins - full - started))
                 if left > 0:
-                    sorted_bins[end - left : end] = first + full
-                    end -= left
-                    fitting.append((room - left * length, first + full, 1))
+                    sorted_bins[stop - left : stop] = start + full
+                    stop -= left
+                    fitting.append((room - left * length, start + full, 1))
                     left = 0
     _, num_opened, _ = fitting[0]
     return num_opened

@@ -42,7 +42,7 @@ def bound_by_values(items: Histogram, values: Int64Array, capacity: int) -> int:
     units = min(capacity, FINEST)
     rounded = items.distinct * units // capacity
     values = np.where(rounded > 0, values, 0)
-    sizes, first = np.unique(rounded, return_index=True)
-    most, _ = most_valuable(sizes, np.maximum.reduceat(values, first), units)
+    sizes, starts = np.unique(rounded, return_index=True)
+    most, _ = most_valuable(sizes, np.maximum.reduceat(values, starts), units)
     worth = int(items.counts @ values)
     return max(1, -(-worth // max(1, int(most[-1]))))

@@ -32,7 +32,7 @@ class Histogram:
 
     @property
     def num_items(self) -> int:
-        """n."""
+        """How many items there are, n."""
         return self.keys.size
 
     def in_item_order(self, sorted_bins: Int64Array) -> Int64Array:

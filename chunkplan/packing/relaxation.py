@@ -92,8 +92,8 @@ def resolution(items: Histogram, capacity: int) -> int:
 
 def classes(sizes: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Merge items of equal size, of which there are counts[i] each: (distinct sizes, counts)."""
-    distinct, first = np.unique(sizes, return_index=True)
-    return distinct, np.add.reduceat(counts, first)
+    distinct, starts = np.unique(sizes, return_index=True)
+    return distinct, np.add.reduceat(counts, starts)
 
 
 def in_units(values: FloatArray) -> Int64Array:
@@ -136,11 +136,11 @@ def _valuable_patterns(
 @compiled
 def _patterns_of(sorted_bins: Int64Array, counts: Int64Array, num_bins: int) -> list[Int64Array]:
     """The classes of the items of each bin that is not like the one before it."""
-    first = np.zeros(num_bins + 1, np.int64)
+    starts = np.zeros(num_bins + 1, np.int64)
     for target in sorted_bins:
-        first[target + 1] += 1
-    first = np.cumsum(first)
-    following = first[:-1].copy()
+        starts[target + 1] += 1
+    starts = np.cumsum(starts)
+    following = starts[:-1].copy()
     classes = np.empty_like(sorted_bins)
     position = 0
     for index in range(counts.size):
@@ -148,9 +148,9 @@ def _patterns_of(sorted_bins: Int64Array, counts: Int64Array, num_bins: int) -> 
             classes[following[target]] = index
             following[target] += 1
         position += counts[index]
-    patterns = [classes[first[0] : first[1]]]
+    patterns = [classes[starts[0] : starts[1]]]
     for target in range(1, num_bins):
-        pattern, before = classes[first[target] : first[target + 1]], classes[first[target - 1] : first[target]]
+        pattern, before = classes[starts[target] : starts[target + 1]], classes[starts[target - 1] : starts[target]]
         alike = pattern.size == before.size
         for place in range(pattern.size if alike else 0):
             alike = alike and pattern[place] == before[place]

@@ -18,6 +18,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
 from chunkplan.planfile.schema import TOKENS
 from chunkplan.planfile.tables import conform
@@ -97,19 +98,19 @@ def join_runs(views: Iterable[memoryview], first: Int64Array, last: Int64Array) 
 
 
 class TokenReader:
-    """Reads tokens from memory-mapped part files. A record batch is checked when it is first used."""
+    """Reads tokens from memory-mapped token files. A record batch is checked when it is first used."""
 
-    def __init__(self, folder: Path, parts: Sequence[dict[str, Any]], num_tokens: Int32Array) -> None:
+    def __init__(self, folder: Path, token_files: Sequence[TokenFileEntry], num_tokens: Int32Array) -> None:
         self._folder = folder
-        self._parts = parts
-        self._place: list[tuple[int, int]] = []  # of every record batch over all parts: (part, batch within it)
+        self._token_files = token_files
+        self._place: list[tuple[int, int]] = []  # of every record batch: (token file, batch within it)
         edges: list[tuple[int, int]] = []  # and the sequence_ids of its first row and one past its last
-        for part, described in enumerate(parts):
-            last = described["first_sequence_id"]
+        for place, described in enumerate(token_files):
+            stop = described["first_sequence_id"]
             for batch, rows in enumerate(described["rows"]):
-                self._place.append((part, batch))
-                edges.append((last, last + rows))
-                last += rows
+                self._place.append((place, batch))
+                edges.append((stop, stop + rows))
+                stop += rows
         self._first, self._last = np.array(edges, np.int64).reshape(-1, 2).T.copy()
         # Where every sequence begins, counted in tokens from the first of the whole analysis.
         self._begin = offsets_of(num_tokens)
@@ -124,13 +125,13 @@ class TokenReader:
         length = self._begin[sequence_id + 1] - self._begin[sequence_id]
         return self.gather(np.array([sequence_id]), np.array([0]), np.array([length]))
 
-    def gather(self, sequence_ids: Int64Array, starts: Int64Array, ends: Int64Array) -> tuple[Int32Array, BoolArray]:
-        """Tokens [starts[i], ends[i]) of sequence_ids[i], one run after another: ids int32 and target mask bool [n].
+    def gather(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> tuple[Int32Array, BoolArray]:
+        """Tokens [starts[i], stops[i]) of sequence_ids[i], one run after another: ids int32 and target mask bool [n].
 
         The sequences have to be there, and the runs within them.
 
         Raises:
-            DataError: a part file is missing, torn, or does not hold what manifest and lengths say.
+            DataError: a token file is missing, torn, or does not hold what manifest and lengths say.
         """
         if not len(sequence_ids):
             return np.empty(0, np.int32), np.empty(0, np.bool_)
@@ -142,7 +143,7 @@ class TokenReader:
             self._open(index)
         batches = which.tolist()
         offsets = self._begin[sequence_ids] - self._begin[self._first[which]]
-        first, last = offsets + starts, offsets + ends
+        first, last = offsets + starts, offsets + stops
         input_ids = join_runs(map(self._input_ids.__getitem__, batches), 4 * first, 4 * last)
         # Whole bytes of bits are fetched and unpacked in one go; what they hold besides the runs is then left out.
         first, last = first + self._first_bit[which], last + self._first_bit[which]
@@ -150,7 +151,7 @@ class TokenReader:
         bits = join_runs(map(self._target.__getitem__, batches), low, high)
         unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
         first = 8 * (np.cumsum(high - low) - (high - low)) + (first & 7)
-        target = join_runs(repeat(unpacked.data), first, first + (ends - starts))
+        target = join_runs(repeat(unpacked.data), first, first + (stops - starts))
         return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -174,7 +175,7 @@ class TokenReader:
         path, first, last = self._path(index), int(self._first[index]), int(self._last[index])
         refuse_outside(path, self._folder)
         try:
-            # The file is not kept open, or thousands of parts would be too many; what is mapped lives with the batch.
+            # The file is not kept open, or thousands of them would be too many; what is mapped lives with the batch.
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(self._place[index][1])
             batch.validate()
             table = conform(pa.Table.from_batches([batch]), TOKENS, path)
@@ -191,7 +192,7 @@ class TokenReader:
         return table.to_batches()[0]
 
     def _path(self, index: int) -> Path:
-        return self._folder / str(self._parts[self._place[index][0]]["file"])
+        return self._folder / str(self._token_files[self._place[index][0]]["file"])
 
     def _misplaced(self, sequence_id: int) -> DataError:
         return DataError(

@@ -16,17 +16,18 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offset
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
 from chunkplan.planfile.manifest import write_manifest
+from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES
 from chunkplan.planfile.token_file import TokenFile
 from chunkplan.version import __version__
 
 #: A file of this many tokens stands for itself: what 8 MiB of text become. Smaller ones are copied together, up to
-#: `_PART_TOKENS`.
+#: `TOKEN_FILE_TOKENS`.
 _OWN_FILE_TOKENS = 1 << 20
-_PART_TOKENS = 64 << 20
+TOKEN_FILE_TOKENS = 64 << 20
 
 #: What is added one by one waits for as many sequences or tokens.
-_WAITING_SEQUENCES, _WAITING_TOKENS = 1 << 10, 1 << 20
+WAITING_SEQUENCES, _WAITING_TOKENS = 1 << 10, 1 << 20
 #: Sequences that a row group of sequences.parquet has at least.
 _ROW_GROUP = 1 << 17
 #: Ids and records go up one by one: as differences they take a quarter of the room, and of the time to read and write.
@@ -42,7 +43,7 @@ class AnalysisWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._table = _SequenceTable(folder / "sequences.parquet")
-        self._parts: list[dict[str, Any]] = []
+        self._token_files: list[TokenFileEntry] = []
         self._open: TokenFile | None = None
         self._hasher = TokensHasher()
         self._max_token_id: int | None = None
@@ -56,7 +57,7 @@ class AnalysisWriter:
         self._waiting.append((source, record, input_ids, target))
         self._waiting_tokens += len(input_ids)
         self.num_sequences += 1
-        if len(self._waiting) >= _WAITING_SEQUENCES or self._waiting_tokens >= _WAITING_TOKENS:
+        if len(self._waiting) >= WAITING_SEQUENCES or self._waiting_tokens >= _WAITING_TOKENS:
             self._flush()
 
     def add_lengths(self, source: int, records: Int64Array, num_tokens: IntArray, num_targets: IntArray) -> None:
@@ -93,16 +94,16 @@ class AnalysisWriter:
                     ids, target = (file.get_batch(index).column(name) for name in ("input_ids", "target"))
                     self._write(np.diff(to_numpy(ids.offsets)).astype(np.int64), *map(to_numpy, _flat(ids, target)))
             return
-        self._close_part()
-        self._parts.append({"file": self._next_name(), "first_sequence_id": first, "rows": list(rows)})
-        link_or_copy(path, self._folder / self._parts[-1]["file"])
+        self._close_token_file()
+        self._token_files.append({"file": self._next_name(), "first_sequence_id": first, "rows": list(rows)})
+        link_or_copy(path, self._folder / self._token_files[-1]["file"])
 
     def finish(self, **described: Any) -> dict[str, Any]:
         """Write what is left and the manifest, with the entries `described`; returns the manifest."""
         self._flush()
-        self._close_part()
+        self._close_token_file()
         hashes = {"sequences": self._table.close()}
-        if self._parts:
+        if self._token_files:
             hashes["tokens"] = self._hasher.hexdigest()
         manifest = {
             "kind": "analysis",
@@ -116,7 +117,7 @@ class AnalysisWriter:
             "rejected": {},
             "truncated": {"num_sequences": 0, "num_tokens": 0},
             "max_token_id": self._max_token_id,
-            "tokens": self._parts,
+            "tokens": self._token_files,
             **described,
         }
         write_manifest(self._folder, manifest)
@@ -136,21 +137,21 @@ class AnalysisWriter:
 
     def _write(self, lengths: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
         if self._open is None:
-            first = sum(sum(part["rows"]) for part in self._parts)
-            self._parts.append({"file": self._next_name(), "first_sequence_id": first, "rows": []})
-            self._open = TokenFile(self._folder / self._parts[-1]["file"])
+            first = sum(sum(each["rows"]) for each in self._token_files)
+            self._token_files.append({"file": self._next_name(), "first_sequence_id": first, "rows": []})
+            self._open = TokenFile(self._folder / self._token_files[-1]["file"])
         self._open.add(lengths, input_ids, target)
-        if self._open.num_tokens >= _PART_TOKENS:
-            self._close_part()
+        if self._open.num_tokens >= TOKEN_FILE_TOKENS:
+            self._close_token_file()
 
     def _next_name(self) -> str:
         (self._folder / "tokens").mkdir(exist_ok=True)
-        return f"tokens/part-{len(self._parts):05d}.arrow"
+        return f"tokens/part-{len(self._token_files):05d}.arrow"
 
-    def _close_part(self) -> None:
+    def _close_token_file(self) -> None:
         if self._open is not None:
             self._open.close()
-            self._parts[-1]["rows"] = self._open.rows
+            self._token_files[-1]["rows"] = self._open.rows
         self._open = None
 
 

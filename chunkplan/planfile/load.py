@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from chunkplan.arrays import Int32Array
 from chunkplan.errors import DataError, UsageError
@@ -13,6 +12,7 @@ from chunkplan.files.own_files import refuse_outside
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest
+from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import read_columns
@@ -50,12 +50,12 @@ def load_analysis(path: str | Path) -> Analysis:
         )
     if bool(manifest["tokens"]) != ("tokens" in manifest["content_hashes"]):
         raise DataError(
-            "`tokens` names no part files, but there is a hash of tokens, or the other way round",
+            "`tokens` names no token files, but there is a hash of tokens, or the other way round",
             where=str(path / MANIFEST),
             hint="analyze again",
         )
     if manifest["tokens"]:
-        _check_parts(manifest["tokens"], num_sequences, path)
+        _check_token_files(manifest["tokens"], num_sequences, path)
     _check_sources(columns["source"], len(manifest["sources"]), path)
     return Analysis(
         path=path,
@@ -65,13 +65,13 @@ def load_analysis(path: str | Path) -> Analysis:
     )
 
 
-def _check_parts(parts: list[dict[str, Any]], num_sequences: int, path: Path) -> None:
-    """Raises DataError where part files do not hold the sequences from the first to the last, each one once."""
+def _check_token_files(token_files: list[TokenFileEntry], num_sequences: int, path: Path) -> None:
+    """Raises DataError where token files do not hold the sequences from the first to the last, each one once."""
     first = 0
-    for part in parts:
-        if part["first_sequence_id"] != first:
+    for each in token_files:
+        if each["first_sequence_id"] != first:
             break
-        first += sum(part["rows"])
+        first += sum(each["rows"])
     else:
         if first == num_sequences:
             return
@@ -81,7 +81,7 @@ def _check_parts(parts: list[dict[str, Any]], num_sequences: int, path: Path) ->
             hint="analyze again",
         )
     raise DataError(
-        f"{part['file']} is said to begin with sequence {part['first_sequence_id']}, expected {first}",
+        f"{each['file']} is said to begin with sequence {each['first_sequence_id']}, expected {first}",
         where=str(path / MANIFEST),
         hint="analyze again",
     )

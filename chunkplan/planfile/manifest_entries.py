@@ -6,7 +6,7 @@ A manifest may come from anywhere. It is checked here once, when it is read, so 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TypedDict
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.config.plan import PlanConfig
@@ -28,11 +28,11 @@ from chunkplan.domains import (
 )
 from chunkplan.options import entries_of
 
-_PART_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
+_TOKEN_FILE = re.compile(r"tokens/part-\d{5,9}\.arrow")
 
-PART_FILE = Domain(
-    lambda value: isinstance(value, str) and _PART_FILE.fullmatch(value) is not None,
-    "the name of a part file in tokens/",
+TOKEN_FILE = Domain(
+    lambda value: isinstance(value, str) and _TOKEN_FILE.fullmatch(value) is not None,
+    "the name of a token file in tokens/",
 )
 
 _TOKENIZER: Expected = {
@@ -45,6 +45,33 @@ TOKENIZER = Domain(
     lambda value: isinstance(value, dict) and find_mismatch(value, _TOKENIZER) is None,
     "an object with `path` and `content_hash`, strings, and maybe `vocab_size` and `eos_token`",
 )
+
+
+class TokenFileEntry(TypedDict):
+    """A token file of an analysis: its name, its first sequence, and how many sequences each record batch has."""
+
+    file: str
+    first_sequence_id: int
+    rows: list[int]
+
+
+class SourceSelection(TypedDict):
+    """What a plan takes of a source, over all epochs."""
+
+    path: str
+    num_sequences: int
+    num_held_out: int
+    num_occurrences: int
+
+
+class Selection(TypedDict):
+    """What a plan takes of its analysis, over all epochs."""
+
+    num_sequences: int
+    num_held_out: int
+    num_occurrences: int
+    sources: list[SourceSelection]
+
 
 ANALYSIS: Expected = {
     "tool_version": TEXT,
@@ -80,10 +107,10 @@ ANALYSIS: Expected = {
     "tokenizer?": or_null(TOKENIZER),
     "template_hash?": or_null(TEXT),
     "options?": {f"{name}?": expected for name, expected in entries_of(IntakeOptions).items()},
-    "tokens": [{"file": PART_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
+    "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
-_SELECTED: dict[str, Any] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
+_SELECTED: dict[str, Domain] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
 PLAN: Expected = {
     "tool_version": TEXT,
     "content_hash": TEXT,

@@ -27,6 +27,15 @@ from chunkplan.planfile.tables import read_table
 VALIDATE_HINT = "`chunkplan validate` says what is wrong with the plan"
 
 
+#: What a chunk may be: whole sequences; one part of a split one, alone or with whole ones; nothing but padding.
+KINDS = ("standalone", "dependent", "mixed", "zero-loss")
+
+
+def kind_of(is_grouped: Any, num_segments: Any) -> Any:
+    """The place in `KINDS` of a chunk, or of many: both arguments and the result are numbers, or arrays [n]."""
+    return (num_segments == 0) * 3 + (num_segments > 0) * is_grouped * (1 + (num_segments > 1))
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tokens [start, end) of one sequence."""
@@ -53,6 +62,11 @@ class Chunk:
     keeps_activations: bool
     cost: float
     segments: tuple[Segment, ...]
+
+    @property
+    def kind(self) -> str:
+        """What it holds: one of `KINDS`."""
+        return KINDS[kind_of(self.group_id is not None, len(self.segments))]
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Plan:
 
     @cached_property
     def cost(self) -> CostModel:
-        """By which its times were predicted.
+        """The cost model by which its times were predicted.
 
         Raises:
             DataError: the manifest does not describe one.
@@ -123,15 +137,15 @@ class Plan:
         return plan_html(self.path, self.manifest)
 
     def steps(self) -> pa.Table:
-        """steps.parquet."""
+        """Read steps.parquet."""
         return read_table(self.path / "steps.parquet", STEPS)
 
     def chunks(self) -> pa.Table:
-        """chunks.parquet, whole."""
+        """Read all of chunks.parquet."""
         return read_table(self.path / "chunks.parquet", CHUNKS)
 
     def schedule(self) -> pa.Table:
-        """schedule.parquet, whole."""
+        """Read all of schedule.parquet."""
         return read_table(self.path / "schedule.parquet", SCHEDULE)
 
     def iter_steps(self, start: int = 0) -> Iterator[PlanStep]:

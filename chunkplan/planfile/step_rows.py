@@ -33,15 +33,15 @@ def rows_by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[in
         flat, lists = _arrays(table)
         steps = flat["step"]
         edges = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1, append=steps[-1] - 1)).tolist()
-        for first, last in pairwise(edges):
-            if steps[first] < start:
+        for first_row, stop in pairwise(edges):
+            if steps[first_row] < start:
                 continue
-            rows: StepRows = {name: values[first:last].tolist() for name, values in flat.items()}
+            rows: StepRows = {name: values[first_row:stop].tolist() for name, values in flat.items()}
             for name, (offsets, fields) in lists.items():
-                bounds = offsets[first : last + 1].tolist()
+                bounds = offsets[first_row : stop + 1].tolist()
                 items = list(zip(*(values[bounds[0] : bounds[-1]].tolist() for values in fields), strict=True))
                 rows[name] = [items[i - bounds[0] : j - bounds[0]] for i, j in pairwise(bounds)]
-            yield int(steps[first]), rows
+            yield int(steps[first_row]), rows
 
 
 def _whole_steps(path: Path, schema: pa.Schema, start: int) -> Iterator[pa.Table]:

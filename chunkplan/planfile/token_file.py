@@ -14,7 +14,7 @@ from chunkplan.planfile.schema import TOKENS
 #: A record batch is cut before either is passed, so that only a single sequence can make it larger: never beyond the
 #: 2^31 - 1 offsets of an Arrow list.
 _BATCH_TOKENS = 4 << 20
-_BATCH_ROWS = 4096
+BATCH_ROWS = 4096
 
 
 class TokenFile:
@@ -30,22 +30,22 @@ class TokenFile:
 
     def add(self, lengths: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
         """Append n sequences: their lengths [n], and their ids and target masks one after another."""
-        first_token = first = 0
-        ends = np.cumsum(lengths)
-        while first < len(lengths):
-            limit = first_token + _BATCH_TOKENS - self._waiting_tokens
-            last = int(np.searchsorted(ends, limit, side="right"))
-            last = min(last, first + _BATCH_ROWS - self._waiting_rows)
-            if last <= first and self._waiting_rows:
+        start_token = start = 0
+        stops = np.cumsum(lengths)
+        while start < len(lengths):
+            limit = start_token + _BATCH_TOKENS - self._waiting_tokens
+            stop = int(np.searchsorted(stops, limit, side="right"))
+            stop = min(stop, start + BATCH_ROWS - self._waiting_rows)
+            if stop <= start and self._waiting_rows:
                 self._flush()
                 continue
-            last = max(last, first + 1)
-            tokens = slice(first_token, int(ends[last - 1]))
-            self._waiting.append((lengths[first:last], input_ids[tokens], target[tokens]))
-            self._waiting_rows += last - first
+            stop = max(stop, start + 1)
+            tokens = slice(start_token, int(stops[stop - 1]))
+            self._waiting.append((lengths[start:stop], input_ids[tokens], target[tokens]))
+            self._waiting_rows += stop - start
             self._waiting_tokens += tokens.stop - tokens.start
             self.num_tokens += tokens.stop - tokens.start
-            first, first_token = last, tokens.stop
+            start, start_token = stop, tokens.stop
 
     def close(self) -> None:
         """Write what is waiting, and the end of the file."""

@@ -23,18 +23,18 @@ def epoch_order(copies: Int32Array, seed: int, epoch: int) -> Int32Array:
     if not copies.min() == copies.max() == 1:
         order = np.repeat(order, copies)
     stream = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-    for end in range(order.size, 0, -_KEYS):
-        _shuffle(order, end, stream.random_raw(min(end, _KEYS)))
+    for stop in range(order.size, 0, -_KEYS):
+        _shuffle(order, stop, stream.random_raw(min(stop, _KEYS)))
     return order
 
 
 @compiled
-def _shuffle(order: Int32Array, end: int, keys: npt.NDArray[np.uint64]) -> None:
-    """Exchange order[end - 1] with any up to it, and so on downwards, one for every key."""
+def _shuffle(order: Int32Array, stop: int, keys: npt.NDArray[np.uint64]) -> None:
+    """Exchange order[stop - 1] with any up to it, and so on downwards, one for every key."""
     for key in keys:
-        end -= 1
-        other = np.int64(key % np.uint64(end + 1))
-        order[end], order[other] = order[other], order[end]
+        stop -= 1
+        other = np.int64(key % np.uint64(stop + 1))
+        order[stop], order[other] = order[other], order[stop]
 
 
 def batch_sizes(num_sequences: int, config: PlanConfig) -> Int64Array:

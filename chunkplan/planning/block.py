@@ -1,9 +1,8 @@
-"""Plans some consecutive steps of an epoch: their sequences are split, spread, packed and scheduled."""
+"""Plans some consecutive steps of an epoch: their sequences are split, assigned to ranks, packed and scheduled."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,28 +10,18 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, IntArray, offsets_of, sum_runs
 from chunkplan.config.plan import KByLength, PlanConfig
-from chunkplan.cost.durations import (
-    Float64Array,
-    durations,
-    link_times,
-    recompute_ns,
-    split_layers,
-    squares_of,
-    work_ns,
-)
+from chunkplan.cost.durations import attention_pairs_of, chunk_times, recompute_ns, split_layers, work_ns
 from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.rates import Rates
 from chunkplan.operations import OPS
-from chunkplan.planning.chunks import Chunks, make_chunks
-from chunkplan.planning.improve import pack_better, parts_per_rank, spread_better
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.planning.chunks import ChunkedBlock, make_chunks
 from chunkplan.planning.ranks import Placement, Rules, Sequences, place_steps
-from chunkplan.planning.splitting import split_sequences
-from chunkplan.planning.tables import PlacedSequences, RankTimes, chunks_table, schedule_table, steps_table
-from chunkplan.planning.targets import TargetMask, count_part_targets
-from chunkplan.schedule.actions import RankChunks
+from chunkplan.planning.refine import parts_per_rank, refine_assignment, refine_packing
+from chunkplan.planning.splitting import TargetMask, count_part_targets, split_sequences
+from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
 from chunkplan.schedule.families import Scheduled, schedule_ranks
-from chunkplan.schedule.footprint import fullest, fullest_moments
+from chunkplan.schedule.holdings import fullest, fullest_moments
 
 #: Sequences and steps of a block, at most, unless a single step has more: (step, tokens, position) of each sequence
 #: then fits 63 bits. Larger blocks waste less time between them; small ones do where each step takes long.
@@ -41,7 +30,7 @@ SLOW_BLOCK_SEQUENCES = 1 << 12
 
 
 @dataclass(frozen=True)
-class Block:
+class StepBlock:
     """Steps `first_step`.. of an epoch: the sequence ids of all, and how many each has."""
 
     first_step: int
@@ -63,56 +52,66 @@ class Dataset:
 class Planned:
     """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
 
-    `moments` int64 [pp, 3]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
+    `chunks`: those of the table. `moments` int64 [pp, 3]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    step x dp + rank.
     """
 
     tables: dict[str, pa.Table]
+    chunks: Chunks
     moments: Int64Array
     ranks: Int64Array
 
 
-def plan_block(block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event) -> Planned:
+def plan_block(
+    block: StepBlock, dataset: Dataset, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool]
+) -> Planned:
     """The rows for the steps of `block`, and their fullest moments.
 
     Raises:
-        CancelledError: `stop` was set while there was still much to do.
+        CancelledError: `is_cancelled()` was true while there was still much to do.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
-    placed, chunks = chunk_block(block, dataset, config, cost, stop)
-    rank_chunks, scheduled = schedule_block(block, chunks, config, cost)
-    cost_ns, recompute_ns = chunk_costs(rank_chunks)
-    tokens = placed.sequences.tokens
+    chunked = chunk_block(block, dataset, config, cost, is_cancelled)
+    scheduled = schedule_block(block, chunked, config)
+    tokens, rank_chunks = chunked.sequences.tokens, chunked.chunks.rank_chunks
     steps = steps_table(
         block.first_step,
         block.epoch,
-        placed,
-        target_tokens=dataset.num_target_tokens[placed.ids],
-        rank_chunks=chunks.rank_chunks,
+        chunked,
+        target_tokens=dataset.num_target_tokens[chunked.ids],
         times=RankTimes(
-            cost_ns=sum_runs(cost_ns, chunks.rank_chunks),
+            cost_ns=sum_runs(chunked.cost_ns, rank_chunks),
             end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
             retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
-            recompute_ns=sum_runs(recompute_ns, chunks.rank_chunks),
+            recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
         ),
-        necessary_ns=work_ns(cost, tokens, squares_of(tokens, 0 * tokens)),
+        necessary_ns=work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)),
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
     token_bytes = stage_token_bytes(cost, config.pp, config.virtual_stages)
-    moments, ranks = fullest(rank_moments(chunks, rank_chunks, scheduled, token_bytes), token_bytes)
+    moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,
-        "chunks": chunks_table(block.first_step, config.dp, chunks, cost_ns),
+        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks),
         "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
     }
-    return Planned(tables, moments, block.first_step * config.dp + ranks)
+    return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
 
 
 def chunk_block(
-    block: Block, dataset: Dataset, config: PlanConfig, cost: CostModel, stop: threading.Event
-) -> tuple[PlacedSequences, Chunks]:
-    """The sequences of a block, each in its place, and the chunks that they make."""
-    first = offsets_of(block.sizes)
+    block: StepBlock,
+    dataset: Dataset,
+    config: PlanConfig,
+    cost: CostModel,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> ChunkedBlock:
+    """The sequences of a block, each in its place, and the chunks that they make.
+
+    Raises:
+        CancelledError: `is_cancelled()` was true while there was still much to do.
+    """
+    step_starts = offsets_of(block.sizes)
     ids, tokens = _longest_first(block, dataset.num_tokens)
     sequences = _split(tokens, config, cost)
     rules = Rules(
@@ -122,56 +121,40 @@ def chunk_block(
         passes=cost.passes,
         tail_sharing=config.tail_sharing,
     )
-    placement = place_steps(first, sequences, rules)
+    placement = place_steps(step_starts, sequences, rules)
     if config.balance == "search":
-        spread_better(first, sequences, rules, placement, stop, equal_chunks=config.equal_chunks)
+        refine_assignment(step_starts, sequences, rules, placement, is_cancelled, equal_chunks=config.equal_chunks)
     if config.packing != "bfd":
-        pack_better(first, sequences, rules, placement, stop, config.packing)
+        refine_packing(step_starts, sequences, rules, placement, is_cancelled, config.packing)
     if config.equal_chunks:
-        _fill_up(first, sequences, placement)
+        _fill_up(step_starts, sequences, placement)
 
-    chunks = make_chunks(first, sequences, placement, ids, dataset.num_target_tokens[ids])
-    _add_parts(chunks, sequences, ids, dataset.mask)
-    return PlacedSequences(first, ids, sequences, placement), chunks
-
-
-def schedule_block(block: Block, chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[RankChunks, Scheduled]:
-    """The chunks of all ranks of a block as schedules see them, and what their stages do."""
+    chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, dataset.num_target_tokens[ids])
+    _add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
     layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
-    ranks = timed_chunks(chunks, cost.rates, layers)
+    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates, layers)
+    by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]
+    recompute = np.where(chunks.keeps_activations, 0, by_op["forward_kv"])  # [num_chunks]
+    cost_ns = by_op["forward"] + by_op["backward"] + recompute  # [num_chunks]
+    chunks.cost[:] = cost_ns / 1e3
+    return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute)
+
+
+def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) -> Scheduled:
+    """What the stages of all ranks of a block do.
+
+    Raises:
+        UsageError: a rank cannot be scheduled within `memory_tokens`.
+    """
 
     def place(index: int) -> str:
         step, rank = divmod(index, config.dp)
         return f"step {block.first_step + step}, rank {rank}"
 
-    return ranks, schedule_ranks(chunks.rank_chunks, ranks, config.pp, config.schedule, config.memory_tokens, place)
+    return schedule_ranks(chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place)
 
 
-def rank_moments(chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, token_bytes: Float64Array) -> Int64Array:
-    """The fullest moment of each stage of all ranks of a block, int64 [num_ranks, pp, 3]: see `fullest_moments`."""
-    pp = token_bytes.shape[0]
-    return fullest_moments(scheduled.actions, chunks.rank_chunks, ranks.group_id, ranks.num_tokens, pp, token_bytes)
-
-
-def timed_chunks(chunks: Chunks, rates: Rates, layers: Sequence[int]) -> RankChunks:
-    """The chunks of all ranks as schedules see them; `layers` of each model part."""
-    return RankChunks(
-        chunks.group_id,
-        chunks.keeps_activations,
-        chunks.num_tokens.astype(np.int64),
-        durations(chunks.num_tokens, chunks.squares, rates, layers),
-        link_times(chunks.num_tokens, rates),
-    )
-
-
-def chunk_costs(ranks: RankChunks) -> tuple[Int64Array, Int64Array]:
-    """Time of everything done with each chunk on all model parts, and of what of it is done twice; int64 [n] each."""
-    by_op = dict(zip(OPS, ranks.durations.sum(axis=1), strict=True))
-    twice = np.where(ranks.keeps, 0, by_op["forward_kv"])
-    return by_op["forward"] + by_op["backward"] + twice, twice
-
-
-def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
+def _longest_first(block: StepBlock, num_tokens: Int32Array) -> tuple[Int32Array, Int64Array]:
     """The sequence ids of a block and their tokens, those of each step descending; equal ones stay in order.
 
     Sorts (step, -tokens, position) packed into one integer, which is several times faster than an indirect sort.
@@ -189,16 +172,15 @@ def _longest_first(block: Block, num_tokens: Int32Array) -> tuple[Int32Array, In
 
 def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
     """Cut what is longer than ChunkSize, and say what each sequence [n] costs."""
-    work = work_ns(cost, tokens, squares_of(tokens, 0 * tokens))
+    work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
     split = np.flatnonzero(tokens > config.chunk_size)
-    num_parts, ends = split_sequences(tokens[split], config.chunk_size, config.split, cost)
-    first = np.cumsum(num_parts) - num_parts
-    index = np.arange(ends.size) - np.repeat(first, num_parts)
-    starts = np.where(index == 0, 0, np.concatenate([[0], ends[:-1]]))
+    num_parts, stops = split_sequences(tokens[split], config.chunk_size, config.split, cost)
+    index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]
+    starts = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
     k = _most_kept(tokens[split], config.k, config.k_by_length)
-    keeps = index >= np.repeat(num_parts - k, num_parts)
-    part_tokens = ends - starts
-    part_ns = work_ns(cost, part_tokens, squares_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
+    keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
+    part_tokens = stops - starts  # [num_parts]
+    part_ns = work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
     part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
     parts = np.zeros(tokens.size + 1, np.int64)
@@ -206,21 +188,23 @@ def _split(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences
     return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=part_tokens, part_keeps=keeps)
 
 
-def _fill_up(first: Int64Array, sequences: Sequences, placement: Placement) -> None:
+def _fill_up(step_starts: Int64Array, sequences: Sequences, placement: Placement) -> None:
     """Give every rank of a step as many chunks as the one that has most, by zero-loss chunks; bounds follow."""
-    num_chunks = placement.num_standalone + parts_per_rank(first, sequences, placement)
+    num_chunks = placement.num_standalone + parts_per_rank(step_starts, sequences, placement)
     placement.num_standalone[:] += num_chunks.max(axis=1, keepdims=True) - num_chunks
     placement.rank_bound[:] = placement.rank_bound.max(axis=1, keepdims=True)
     dp = placement.num_standalone.shape[1]
     placement.step_bound[:] = -(-placement.step_bound // dp) * dp
 
 
-def _add_parts(chunks: Chunks, sequences: Sequences, ids: Int32Array, mask: TargetMask | None) -> None:
-    """Add to each chunk the squares and the targets of the part in it."""
+def _add_parts(
+    chunks: Chunks, part_chunk: Int64Array, sequences: Sequences, ids: Int32Array, mask: TargetMask | None
+) -> None:
+    """Add to each chunk the attention pairs and the targets of the part in it; `part_chunk` [num_parts] says which."""
     sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
-    start = chunks.prefix_tokens[chunks.part_chunk].astype(np.int64)
-    chunks.squares[chunks.part_chunk] += squares_of(sequences.part_tokens, start)
-    chunks.num_target_tokens[chunks.part_chunk] += count_part_targets(
+    start = chunks.prefix_tokens[part_chunk].astype(np.int64)
+    chunks.attention_pairs[part_chunk] += attention_pairs_of(sequences.part_tokens, start)
+    chunks.num_target_tokens[part_chunk] += count_part_targets(
         ids[sequence], start, start + sequences.part_tokens, sequences.tokens[sequence], mask
     ).astype(np.int32)
 

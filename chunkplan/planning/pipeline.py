@@ -20,9 +20,9 @@ from chunkplan.planning.block import (
     BLOCK_SEQUENCES,
     BLOCK_STEPS,
     SLOW_BLOCK_SEQUENCES,
-    Block,
     Dataset,
     Planned,
+    StepBlock,
     plan_block,
 )
 
@@ -39,21 +39,21 @@ def plan_steps(
     side.
     """
     waiting: deque[Future[Planned]] = deque()
-    stop = threading.Event()  # threads cannot be interrupted: second looks, which may take long, look at this
+    cancelled = threading.Event()  # threads cannot be interrupted: refinements, which may take long, look at this
     with ThreadPoolExecutor(workers) as pool:
         try:
             for block in _blocks(copies, config):
-                waiting.append(pool.submit(plan_block, block, dataset, config, cost, stop))
+                waiting.append(pool.submit(plan_block, block, dataset, config, cost, cancelled.is_set))
                 if len(waiting) > _AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            stop.set()
+            cancelled.set()
             pool.shutdown(cancel_futures=True)
 
 
-def _blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iterator[Block]:
+def _blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iterator[StepBlock]:
     """The steps of all epochs, as many together as fit a block. No step spans two epochs."""
     is_slow = config.balance == "search" or config.packing not in ("auto", "bfd")
     most_sequences = SLOW_BLOCK_SEQUENCES if is_slow else BLOCK_SEQUENCES
@@ -62,8 +62,9 @@ def _blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iterator
     for epoch in range(config.epochs):
         order = epoch_order(copies(epoch), config.seed, epoch)
         sizes = batch_sizes(order.size, config)
-        for first in range(0, sizes.size, per_block):
-            mine = sizes[first : first + per_block]
-            start = first * config.global_batch
-            yield Block(first_step + first, epoch, order[start : start + int(mine.sum())], mine)
+        for step in range(0, sizes.size, per_block):
+            block_sizes = sizes[step : step + per_block]
+            start = step * config.global_batch
+            stop = start + int(block_sizes.sum())
+            yield StepBlock(first_step + step, epoch, order[start:stop], block_sizes)
         first_step += sizes.size

@@ -1,7 +1,7 @@
-"""Spreads the sequences of a step over ranks and packs each rank's short ones: who runs what, in which chunk.
+"""Assigns the sequences of a step to ranks and packs each rank's short ones: which rank runs what, in which chunk.
 
-Work goes first: sequences are spread by cost, then packed per rank. What chunks cost beside their tokens is known only
-then, so that afterwards further sequences are exchanged between the ranks that take longest and shortest.
+Work goes first: sequences are assigned by cost, then packed per rank. What chunks cost beside their tokens is known
+only then, so that afterwards further sequences are exchanged between the ranks that take longest and shortest.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.balance.exchange import best_exchange, even_out, exchange, least_gain
-from chunkplan.balance.longest_processing_time import spread
+from chunkplan.balance.assign import assign, best_exchange, even_out, exchange, least_gain
 from chunkplan.compiled import compiled
 from chunkplan.packing.best_fit import best_fit
 from chunkplan.packing.bounds import martello_toth
@@ -49,7 +48,7 @@ class Placement(NamedTuple):
     `rank_of`, `bin_of` [n]: a bin below the number of the rank's parts is the chunk of that part, counting through its
     groups from the shortest; the others are standalone chunks; -1 for split sequences. `num_standalone`, `rank_bound`
     [num_steps, dp]: a rank's standalone chunks, and the chunks that no packing of its own parts and short sequences can
-    do without. `step_bound` [num_steps]: the same for the step, whichever way it is spread.
+    do without. `step_bound` [num_steps]: the same for the step, however its sequences are assigned.
     """
 
     rank_of: Int64Array
@@ -60,9 +59,9 @@ class Placement(NamedTuple):
 
 
 @compiled
-def place_steps(step_first: Int64Array, sequences: Sequences, rules: Rules) -> Placement:
-    """Place the sequences of some steps; `step_first` int64 [num_steps + 1] says where each step's begin."""
-    num_steps = step_first.size - 1
+def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> Placement:
+    """Place the sequences of some steps; `step_starts` int64 [num_steps + 1] says where each step's begin."""
+    num_steps = step_starts.size - 1
     placement = Placement(
         np.empty(sequences.tokens.size, np.int64),
         np.full(sequences.tokens.size, -1, np.int64),
@@ -71,28 +70,28 @@ def place_steps(step_first: Int64Array, sequences: Sequences, rules: Rules) -> P
         np.zeros(num_steps, np.int64),
     )
     for step in range(num_steps):
-        first, last = step_first[step], step_first[step + 1]
-        mine = step_sequences(sequences, first, last)
-        rank_of = spread(mine.work, rules.dp)
-        even_out(mine.work, rank_of, rules.dp)
-        bin_of, num_standalone, _ = settle(mine, rules, rank_of)
-        placement.rank_of[first:last] = rank_of
-        placement.bin_of[first:last] = bin_of
+        start, stop = step_starts[step], step_starts[step + 1]
+        own = step_sequences(sequences, start, stop)
+        rank_of = assign(own.work, rules.dp)
+        even_out(own.work, rank_of, rules.dp)
+        bin_of, num_standalone, _ = settle(own, rules, rank_of)
+        placement.rank_of[start:stop] = rank_of
+        placement.bin_of[start:stop] = bin_of
         placement.num_standalone[step] = num_standalone
         for rank in range(rules.dp):
-            placement.rank_bound[step, rank] = fewest_chunks(mine, rules, rank_of == rank)
-        anywhere = fewest_chunks(mine, rules, np.ones(last - first, np.bool_))
+            placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank)
+        anywhere = fewest_chunks(own, rules, np.ones(stop - start, np.bool_))
         placement.step_bound[step] = max(rules.dp, anywhere)
     return placement
 
 
 @compiled
-def step_sequences(sequences: Sequences, first: int, last: int) -> Sequences:
-    """Those from `first` to before `last`."""
+def step_sequences(sequences: Sequences, start: int, stop: int) -> Sequences:
+    """The sequences from `start` to before `stop`, whose parts stay where they are."""
     return Sequences(
-        sequences.tokens[first:last],
-        sequences.work[first:last],
-        sequences.parts[first : last + 1],
+        sequences.tokens[start:stop],
+        sequences.work[start:stop],
+        sequences.parts[start : stop + 1],
         sequences.part_tokens,
         sequences.part_keeps,
     )
@@ -104,9 +103,9 @@ def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int
 
     Changes `rank_of` where that makes the slowest rank faster, now that it is known how many chunks each has.
     """
-    bin_of = np.full(sequences.tokens.size, -1, np.int64)
-    num_standalone = np.zeros(rules.dp, np.int64)
-    times = np.zeros(rules.dp, np.int64)
+    bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
+    num_standalone = np.zeros(rules.dp, np.int64)  # [dp]
+    times = np.zeros(rules.dp, np.int64)  # [dp]
     for rank in range(rules.dp):
         num_standalone[rank], times[rank] = _pack_rank(sequences, rules, rank_of, rank, bin_of)
     least = least_gain(times)
@@ -144,9 +143,9 @@ def _pack_rank(
 ) -> tuple[int, int]:
     """Pack one rank into `bin_of`: (its standalone chunks, its time in ns). Every rank has a chunk at least."""
     parts = sequences.parts
-    short = np.empty(rank_of.size, np.int64)
-    rooms = np.empty(parts[-1] - parts[0], np.int64)
-    second_choice = np.empty(rooms.size, np.bool_)
+    short = np.empty(rank_of.size, np.int64)  # [n], filled from the end
+    rooms = np.empty(parts[-1] - parts[0], np.int64)  # [num_parts]
+    second_choice = np.empty(rooms.size, np.bool_)  # [num_parts]
     num_short = num_parts = time = 0
     for sequence in range(rank_of.size - 1, -1, -1):  # shortest first
         if rank_of[sequence] != rank:
@@ -180,7 +179,7 @@ def _pack_rank(
 def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray) -> int:
     """No packing of the parts and short sequences among the `chosen` [n] has fewer chunks: at least 1."""
     parts = sequences.parts
-    items = np.empty(chosen.size + parts[-1] - parts[0], np.int64)
+    items = np.empty(chosen.size + parts[-1] - parts[0], np.int64)  # [n + num_parts]
     num_items = num_parts = num_full = 0
     for sequence in range(chosen.size - 1, -1, -1):
         if not chosen[sequence]:

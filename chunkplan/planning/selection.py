@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,7 @@ from chunkplan.arrays import BoolArray, Int32Array, UInt64Array, split_mix
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.manifest_entries import Selection, SourceSelection
 
 #: Sets the shuffles of sources apart from those of epochs, which are seeded by (seed, epoch).
 _MIX_STREAM = 1
@@ -36,7 +36,7 @@ _keys: dict[int, UInt64Array] = {}
 
 
 def content_keys(analysis: Analysis) -> UInt64Array:
-    """A key for every sequence, uint64 [num_sequences], evenly spread and the same wherever the sequence stands.
+    """A key for every sequence, uint64 [num_sequences], evenly distributed and the same wherever the sequence stands.
 
     The 8-byte BLAKE2b digest of its little-endian int32 token ids, read as a little-endian number; computed once for an
     analysis. Without tokens a mix of the sequence_id instead, so that what is appended changes no key, but copies of a
@@ -77,9 +77,9 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
     copies = (~held_out).astype(np.int32)
     for source, path in enumerate(_paths(analysis)):
         if path in mix:
-            mine = np.flatnonzero((analysis.source == source) & ~held_out)
-            if mine.size:
-                copies[mine] = _draw(mine.size, Fraction(str(mix[path])), [config.seed, source, _MIX_STREAM], epoch)
+            own = np.flatnonzero((analysis.source == source) & ~held_out)
+            if own.size:
+                copies[own] = _draw(own.size, Fraction(str(mix[path])), [config.seed, source, _MIX_STREAM], epoch)
     return copies
 
 
@@ -126,22 +126,29 @@ def check_selection(analysis: Analysis, config: PlanConfig) -> None:
         )
 
 
-def describe_selection(analysis: Analysis, config: PlanConfig) -> dict[str, Any]:
+def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
     """Counts for a manifest: sequences in the analysis, of these held out, and occurrences in the first epoch.
 
     In total, and for each source of the analysis in its order.
     """
-    paths = _paths(analysis)
-    counts = {
-        "num_sequences": np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences),
-        "num_held_out": _held_out(analysis, config.holdout),
-        "num_occurrences": expected_copies(analysis, config, 0),
-    }
-    sources = [
-        {"path": path, **{name: int(values[analysis.source == source].sum()) for name, values in counts.items()}}
-        for source, path in enumerate(paths)
-    ]
-    return {**{name: int(values.sum(dtype=np.int64)) for name, values in counts.items()}, "sources": sources}
+    is_held_out, copies = _held_out(analysis, config.holdout), expected_copies(analysis, config, 0)  # [num_sequences]
+    sources = []
+    for source, path in enumerate(_paths(analysis)):
+        own = analysis.source == source  # [num_sequences]
+        sources.append(
+            SourceSelection(
+                path=path,
+                num_sequences=int(own.sum()),
+                num_held_out=int(is_held_out[own].sum()),
+                num_occurrences=int(copies[own].sum(dtype=np.int64)),
+            )
+        )
+    return Selection(
+        num_sequences=analysis.num_sequences,
+        num_held_out=int(is_held_out.sum()),
+        num_occurrences=int(copies.sum(dtype=np.int64)),
+        sources=sources,
+    )
 
 
 def _token_keys(analysis: Analysis) -> UInt64Array:

@@ -1,12 +1,17 @@
-"""Cuts sequences into parts of at most ChunkSize tokens."""
+"""Cuts sequences into parts of at most ChunkSize tokens, and counts the target tokens that are predicted in them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of
 from chunkplan.config.plan import Split
 from chunkplan.cost.model import CostModel
+
+#: Given a sequence_id, the target mask of that sequence, bool [num_tokens].
+TargetMask = Callable[[int], BoolArray]
 
 
 def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel) -> Int64Array:
@@ -14,7 +19,7 @@ def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostMo
     fewest = -(-lengths // chunk_size)
     if split != "cost":
         return fewest
-    ratio = cost.linear_over_square
+    ratio = cost.linear_over_pair
     equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + float(chunk_size) ** 2)).astype(np.int64)
     return np.minimum(np.maximum(equal, fewest), lengths)
 
@@ -22,7 +27,7 @@ def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostMo
 def split_sequences(
     lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel
 ) -> tuple[Int64Array, Int64Array]:
-    """Parts of sequences that are all longer than `chunk_size`: how many each has, int64 [n], and where each part ends.
+    """Parts of sequences that are all longer than `chunk_size`: how many each has, int64 [n], and where each stops.
 
     "full": every part but the last has ChunkSize tokens (ChunkFlow, arXiv 2503.02356, Algorithm 1). "even": as many
     parts, whose lengths differ by one at most. "cost": parts of equal predicted forward time: as few as keep the first,
@@ -31,24 +36,52 @@ def split_sequences(
     sequence so long that some would have no token.)
     """
     num_parts = count_parts(lengths, chunk_size, split, cost)
-    sequence = np.repeat(np.arange(num_parts.size), num_parts)
-    first = np.cumsum(num_parts) - num_parts
-    done = np.arange(sequence.size) - first[sequence] + 1
+    sequence = np.repeat(np.arange(num_parts.size), num_parts)  # [num_parts]
+    starts = np.cumsum(num_parts) - num_parts
+    done = np.arange(sequence.size) - starts[sequence] + 1  # [num_parts], parts up to and with each
     if split == "full":
         return num_parts, np.minimum(done * chunk_size, lengths[sequence])
     even = done * lengths[sequence] // num_parts[sequence]
     if split == "even":
         return num_parts, even
     # The time of the first t tokens is ratio * t + t^2, but for a factor. Rounding down keeps parts within ChunkSize.
-    ratio = cost.linear_over_square
+    ratio = cost.linear_over_pair
     time = _time(lengths, ratio)[sequence] * (done / num_parts[sequence])
-    ends = np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
-    ends[first + num_parts - 1] = lengths
-    sizes = np.diff(ends, prepend=0)
-    sizes[first] = ends[first]
+    stops = np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
+    stops[starts + num_parts - 1] = lengths
+    sizes = np.diff(stops, prepend=0)
+    sizes[starts] = stops[starts]
     lacking = np.bincount(sequence, weights=(sizes < 1) | (sizes > chunk_size), minlength=lengths.size) > 0
-    return num_parts, np.where(lacking[sequence], even, ends)
+    return num_parts, np.where(lacking[sequence], even, stops)
 
 
 def _time(lengths: Int64Array, ratio: float) -> np.ndarray:
     return ratio * lengths + lengths.astype(np.float64) ** 2
+
+
+def count_part_targets(
+    sequence_ids: IntArray, starts: Int64Array, stops: Int64Array, lengths: Int64Array, mask: TargetMask | None
+) -> Int64Array:
+    """Predictions made in each part [start, stop) of a sequence of `length` tokens; all [num_parts], in order.
+
+    The parts of a sequence follow one another. Without `mask` every token but a sequence's first is a target.
+    """
+    if mask is None:
+        whole: Int64Array = stops - starts - (stops == lengths)
+        return whole
+    counts = np.empty(starts.size, np.int64)
+    first = np.flatnonzero(starts == 0)
+    for parts in np.split(np.arange(starts.size), first[1:]):
+        if parts.size:
+            counts[parts] = count_masked_targets(mask(int(sequence_ids[parts[0]])), starts[parts], stops[parts])
+    return counts
+
+
+def count_masked_targets(target: BoolArray, start: Int64Array, stop: Int64Array) -> Int64Array:
+    """Predictions made in parts [start, stop) of a sequence with mask `target`: those in [start + 1, stop + 1).
+
+    `target` bool [num_tokens]; the others and the result int64 [num_parts].
+    """
+    before = offsets_of(target)  # before[i]: targets among the first i tokens
+    counts: Int64Array = before[np.minimum(stop + 1, target.size)] - before[start + 1]
+    return counts

@@ -1,4 +1,4 @@
-"""The tables of the contract for some consecutive steps, from the planner's arrays."""
+"""Makes the tables of the contract for some consecutive steps from the planner's arrays."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
+from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
-from chunkplan.planning.chunks import Chunks
-from chunkplan.planning.ranks import Placement, Sequences
+from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions
 
 #: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
@@ -23,20 +23,9 @@ _OVER_SHARE = 1.001
 
 
 @dataclass(frozen=True)
-class PlacedSequences:
-    """The sequences of some steps: `first` int64 [num_steps + 1], where those of each step begin; `ids` int32 [n];
-    what they are, and in which chunk of which rank each is."""
-
-    first: Int64Array
-    ids: Int32Array
-    sequences: Sequences
-    placement: Placement
-
-
-@dataclass(frozen=True)
 class RankTimes:
     """What the chunks of each rank come to, int64 [num_steps * dp]: their `cost_ns`, when its pipeline is done
-    (`end_ns`), the most tokens whose activations one of its stages retains, and what of the cost is done twice."""
+    (`end_ns`), the most tokens whose activations one of its stages retains, and what of the cost is recomputing."""
 
     cost_ns: Int64Array
     end_ns: Int64Array
@@ -47,9 +36,8 @@ class RankTimes:
 def steps_table(
     first_step: int,
     epoch: int,
-    placed: PlacedSequences,
+    chunked: ChunkedBlock,
     target_tokens: Int32Array,
-    rank_chunks: Int64Array,
     times: RankTimes,
     necessary_ns: Int64Array,
     chunk_ns: int,
@@ -59,16 +47,16 @@ def steps_table(
 
     Args:
         first_step, epoch: of the first row; every row's.
-        target_tokens: of each sequence [n].
-        rank_chunks: int64 [num_steps * dp + 1], where the chunks of each rank begin.
-        necessary_ns: [n], forward and backward of each sequence, however it is cut; without what chunks cost beside.
+        target_tokens: of each sequence [num_sequences].
+        necessary_ns: [num_sequences], forward and backward of each sequence, however it is cut; without what chunks
+            cost beside.
         chunk_ns: that.
         pp: pipeline stages.
     """
-    first, sequences, placement = placed.first, placed.sequences, placed.placement
+    sequences, placement = chunked.sequences, chunked.placement
     num_steps, dp = placement.num_standalone.shape
-    starts = first[:-1]
-    num_chunks = np.diff(rank_chunks[::dp])
+    starts = chunked.step_starts[:-1]  # [num_steps]
+    num_chunks = np.diff(chunked.chunks.rank_chunks[::dp])  # [num_steps]
     bound = placement.step_bound
     sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
     one_sequence_ns = necessary_ns + chunk_ns
@@ -80,7 +68,7 @@ def steps_table(
         STEPS,
         step=_int32(np.arange(first_step, first_step + num_steps)),
         epoch=np.full(num_steps, epoch, np.int32),
-        num_sequences=_int32(np.diff(first)),
+        num_sequences=_int32(np.diff(chunked.step_starts)),
         num_tokens=np.add.reduceat(sequences.tokens, starts),
         num_target_tokens=np.add.reduceat(target_tokens.astype(np.int64), starts),
         num_chunks=_int32(num_chunks),
@@ -96,7 +84,7 @@ def steps_table(
     )
 
 
-def chunks_table(first_step: int, dp: int, chunks: Chunks, cost_ns: Int64Array) -> pa.Table:
+def chunks_table(first_step: int, dp: int, chunks: Chunks) -> pa.Table:
     """Rows of `chunks`."""
     sizes = np.diff(chunks.rank_chunks)
     rank = np.repeat(np.arange(sizes.size), sizes)
@@ -113,7 +101,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, cost_ns: Int64Array) 
         num_target_tokens=chunks.num_target_tokens,
         prefix_tokens=chunks.prefix_tokens,
         keeps_activations=chunks.keeps_activations,
-        cost=_microseconds(cost_ns),
+        cost=chunks.cost,
         segments=_lists(
             kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]
         ),
@@ -143,15 +131,15 @@ def _table(schema: pa.Schema, **columns: Any) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _lists(kind: pa.ListType, first: Int64Array, fields: list[pa.Array]) -> pa.ListArray:
-    """Lists of structs; the structs of list i are those from first[i] to before first[i + 1]."""
-    if first[-1] > np.iinfo(np.int32).max:
+def _lists(kind: pa.ListType, starts: Int64Array, fields: list[pa.Array]) -> pa.ListArray:
+    """Lists of structs; the structs of list i are those from starts[i] to before starts[i + 1]."""
+    if starts[-1] > np.iinfo(np.int32).max:
         raise UsageError(
-            f"a few steps have {first[-1]:,} segments or actions",
+            f"a few steps have {starts[-1]:,} segments or actions",
             hint="use a larger --chunk-size or a smaller --global-batch",
         )
     structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
-    return pa.ListArray.from_arrays(to_arrow(_int32(first)), structs, type=kind)
+    return pa.ListArray.from_arrays(to_arrow(_int32(starts)), structs, type=kind)
 
 
 def _int32(values: Int64Array) -> Int32Array:

@@ -1,4 +1,4 @@
-"""A plan as a frame of numbers, one row a step: what `inspect`, its page and `diff` show of steps."""
+"""Makes a frame of numbers of a plan, one row a step: what `inspect`, its page and `diff` show of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.reporting.chunk_frame import chunk_frame, refuse_impossible
+from chunkplan.reporting.plan_chunks import plan_chunks, refuse_impossible
 
 #: Of schedule.parquet, all but what stages do, which is most of a plan.
 _STAGE_ENDS = pa.schema([field for field in SCHEDULE if field.name != "actions"])
@@ -39,15 +39,15 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
     Raises:
         DataError: a file is damaged, steps are missing or times of them impossible.
     """
-    chunks = chunk_frame(plan) if chunks is None else chunks
+    chunks = plan_chunks(plan).frame if chunks is None else chunks
     steps = pl.DataFrame(pl.from_arrow(plan.steps()))
     _check_steps(steps, plan)
     stage_ends = pl.DataFrame(pl.from_arrow(read_table(plan.path / "schedule.parquet", _STAGE_ENDS)))
-    is_grouped = pl.col("group_id").is_not_null()
+    is_grouped = pl.col("kind").is_in(("dependent", "mixed"))
     counted = chunks.group_by("step").agg(
         num_standalone=(~is_grouped).sum(),
         num_dependent=is_grouped.sum(),
-        num_zero_loss=(pl.col("num_tokens") == 0).sum(),
+        num_zero_loss=(pl.col("kind") == "zero-loss").sum(),
         num_groups=(is_grouped & (pl.col("group_index") == 0)).sum(),
         cost=pl.col("cost").cast(pl.Float64).sum(),
     )

@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import polars as pl
 
-from chunkplan.arrays import Int64Array, offsets_of
+from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
 from chunkplan.operations import OPS
+from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.footprint import fullest, fullest_moments
+from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.trial import memory_of_stages
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
@@ -28,7 +28,7 @@ from chunkplan.validation.schedule_columns import ScheduleColumns
 class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
-    `sharding`: which of optimizer states, gradients and weights are spread over data-parallel ranks. `gpu_bytes`: what
+    `sharding`: which of optimizer states, gradients and weights are sharded over data-parallel ranks. `gpu_bytes`: what
     the GPU has.
     """
 
@@ -51,14 +51,14 @@ class PlanMemory:
         return {**document, "fits": self.fits}
 
 
-def plan_memory(plan: Plan, chunks: pl.DataFrame) -> PlanMemory | None:
-    """Predict the memory of `plan`, whose `chunk_frame` is `chunks`; None where its manifest does not describe the
+def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
+    """Predict the memory of `plan`, whose chunks are `chunks`; None where its manifest does not describe the
     model and the GPU it was planned for.
 
-    Looked at are all actions of all steps.
+    It looks at all actions of all steps.
 
     Raises:
-        DataError: a file is damaged, or chunks and actions do not belong together.
+        DataError: schedule.parquet is damaged, or chunks and actions do not belong together.
     """
     try:
         cost = plan.cost
@@ -81,7 +81,7 @@ def memory_at(
 ) -> PlanMemory:
     """The memory of a plan whose stages hold `moments` int64 [pp, 3] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
 
-    Unless `sharding` says otherwise, optimizer states are taken to be spread over data-parallel ranks, as the runtime
+    Unless `sharding` says otherwise, optimizer states are taken to be sharded over data-parallel ranks, as the runtime
     does, and weights where times are predicted so; unless `gpu_bytes` does, the GPU has what its profile says.
     """
     sharding = sharding or ("weights" if cost.weight_shards > 1 else "optimizer")
@@ -98,26 +98,12 @@ def memory_at(
 
 
 def _fullest_moments(
-    plan: Plan, chunks: pl.DataFrame, config: PlanConfig, token_bytes: Float64Array
+    plan: Plan, chunks: Chunks, config: PlanConfig, token_bytes: Float64Array
 ) -> tuple[Int64Array, Int64Array]:
     """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 3], and step * dp + rank of
     where that is, int64 [pp]."""
-    rank = chunks["step"].to_numpy().astype(np.int64) * config.dp + chunks["dp_rank"].to_numpy()
-    if (np.diff(rank, prepend=0) < 0).any() or rank[-1] >= rank.size:
-        raise DataError(
-            "the rows are not sorted, or ranks have no chunk",
-            where=str(plan.path / "chunks.parquet"),
-            hint=VALIDATE_HINT,
-        )
-    sizes = np.bincount(rank)
-    moments = fullest_moments(
-        _actions(plan, sizes, config),
-        offsets_of(sizes),
-        chunks["group_id"].fill_null(-1).to_numpy().astype(np.int32),
-        chunks["num_tokens"].to_numpy().astype(np.int64),
-        config.pp,
-        token_bytes,
-    )
+    actions = _actions(plan, np.diff(chunks.rank_chunks), config)
+    moments = fullest_moments(chunks, actions, token_bytes)
     return fullest(moments, token_bytes)
 
 
@@ -130,7 +116,7 @@ def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:
         raise DataError("a stage has no row or two, or they are not sorted", where=str(path), hint=VALIDATE_HINT)
     most = np.repeat(np.repeat(sizes, config.pp), np.diff(rows.actions))
     is_known = (rows.op < len(OPS)) & (rows.chunk_id >= 0) & (rows.chunk_id < most)
-    is_known &= (rows.virtual_stage >= 0) & (rows.virtual_stage < int(config.virtual_stages or 1))
+    is_known &= (rows.virtual_stage >= 0) & (rows.virtual_stage < config.virtual_stages)
     if not is_known.all():
         row = int(np.searchsorted(rows.actions, np.argmin(is_known), side="right")) - 1
         where = f"{path}, step {rows.step[row]}, rank {rows.dp_rank[row]}, stage {rows.stage[row]}"

@@ -9,13 +9,12 @@ from typing import Any
 import polars as pl
 
 from chunkplan.planfile.load import load_plan
-from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import CHUNKS
-from chunkplan.reporting.chunk_frame import KINDS, chunk_frame
+from chunkplan.planfile.plan import KINDS, Plan
 from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.plan_chunks import PlanChunks, plan_chunks
 from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
-from chunkplan.reporting.slow_steps import StepTimes, step_times
-from chunkplan.summary import PlanSummary, summarize_plan
+from chunkplan.reporting.slow_steps import StepTimeSummary, step_times
+from chunkplan.summary import PlanSummary, summary_of
 
 _NUM_BANDS = 10
 
@@ -31,7 +30,7 @@ class FillBand:
 
 @dataclass(frozen=True, kw_only=True)
 class KindRow:
-    """The chunks of a kind (`chunk_frame.KINDS`): how many, how full, and their shares (0..1) of the plan.
+    """The chunks of a kind (`plan.KINDS`): how many, how full, and their shares (0..1) of the plan.
 
     `attention_share`: of the pairs of a query and a key, t (2 p + t) / 2 for a segment of t tokens that sees p earlier
     ones: over the parts of a sequence that is half its length squared.
@@ -71,7 +70,7 @@ class PlanReport:
     fill: tuple[FillBand, ...]
     kinds: tuple[KindRow, ...]
     ranks: tuple[RankRow, ...]
-    times: StepTimes
+    times: StepTimeSummary
     memory: PlanMemory | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,25 +86,21 @@ def plan_report(plan: Plan | str | Path) -> PlanReport:
         DataError: a file is damaged.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    chunks = chunk_frame(plan)
-    return report_of(plan, chunks, per_step(plan, chunks))
+    chunks = plan_chunks(plan)
+    return report_of(plan, chunks, per_step(plan, chunks.frame))
 
 
-def report_of(plan: Plan, chunks: pl.DataFrame, steps: pl.DataFrame) -> PlanReport:
+def report_of(plan: Plan, chunks: PlanChunks, steps: pl.DataFrame) -> PlanReport:
     """Make the `plan_report` of a plan whose `chunk_frame` and `per_step` are there already."""
     config = plan.config
     return PlanReport(
-        summary=summarize_plan(plan.steps(), chunks.select(_NUMBERS).to_arrow(), plan.manifest),
-        fill=_fill(chunks, config.chunk_size),
-        kinds=_kinds(chunks, config.chunk_size),
-        ranks=_ranks(chunks, steps),
-        times=step_times(steps, chunks, config.dp, config.pp),
-        memory=plan_memory(plan, chunks),
+        summary=summary_of(plan.steps(), chunks.frame, plan.manifest),
+        fill=_fill(chunks.frame, config.chunk_size),
+        kinds=_kinds(chunks.frame, config.chunk_size),
+        ranks=_ranks(chunks.frame, steps),
+        times=step_times(steps, chunks.frame, config.dp, config.pp),
+        memory=plan_memory(plan, chunks.table),
     )
-
-
-#: What a summary looks at.
-_NUMBERS = [*(name for name in CHUNKS.names if name != "segments"), "squares"]
 
 
 def _fill(chunks: pl.DataFrame, chunk_size: int) -> tuple[FillBand, ...]:
@@ -122,11 +117,11 @@ def _kinds(chunks: pl.DataFrame, chunk_size: int) -> tuple[KindRow, ...]:
     sums = chunks.group_by("kind", maintain_order=True).agg(  # sums of floats depend on the order
         pl.len().alias("num_chunks"),
         pl.col("num_tokens").cast(pl.Int64).sum(),
-        pl.col("squares").sum(),
+        pl.col("attention_pairs").sum(),
         pl.col("cost").cast(pl.Float64).sum(),
     )
     rows = {row["kind"]: row for row in sums.to_dicts()}
-    in_all = {name: max(float(sums[name].sum()), 1e-30) for name in ("num_tokens", "squares", "cost")}
+    in_all = {name: max(float(sums[name].sum()), 1e-30) for name in ("num_tokens", "attention_pairs", "cost")}
     return tuple(
         KindRow(
             kind=kind,
@@ -134,7 +129,7 @@ def _kinds(chunks: pl.DataFrame, chunk_size: int) -> tuple[KindRow, ...]:
             num_tokens=row["num_tokens"],
             fill=row["num_tokens"] / (row["num_chunks"] * chunk_size),
             token_share=row["num_tokens"] / in_all["num_tokens"],
-            attention_share=row["squares"] / in_all["squares"],
+            attention_share=row["attention_pairs"] / in_all["attention_pairs"],
             cost_share=row["cost"] / in_all["cost"],
         )
         for kind in KINDS

@@ -40,7 +40,7 @@ class SlowStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimeSummary:
     """Predicted microseconds of the steps of a plan; `slowest` has those that take longer than the median step (of an
     even number of steps the faster one in the middle), from the slowest on."""
 
@@ -49,10 +49,10 @@ class StepTimes:
     slowest: tuple[SlowStep, ...]
 
 
-def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most: int = 5) -> StepTimes:
+def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most: int = 5) -> StepTimeSummary:
     """Time the steps; `most` of them are told why.
 
-    `steps` is what `per_step` makes of `chunks`, a `chunk_frame`.
+    `steps` is what `per_step` makes of `chunks`, which is a `chunk_frame`.
 
     Raises:
         DataError: rows of a step are missing.
@@ -70,7 +70,7 @@ def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most
         )
     usual = by_step[median]
     slower = [step for step in shown if by_step[step]["predicted_us"] > usual["predicted_us"]]
-    return StepTimes(
+    return StepTimeSummary(
         median_step=median,
         median_us=usual["predicted_us"],
         slowest=tuple(_explain(by_step[step], usual) for step in slower),
@@ -79,15 +79,15 @@ def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most
 
 def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -> pl.DataFrame:
     """`steps` with a column for each of `FACTORS`, and what words about them take."""
-    mine = chunks.filter(pl.col("step").is_in(steps["step"].to_list())).with_columns(
+    shown = chunks.filter(pl.col("step").is_in(steps["step"].to_list())).with_columns(
         pl.col("step", "dp_rank").cast(pl.Int64), pl.col("cost").cast(pl.Float64)
     )
-    of_step = mine.group_by("step").agg(
-        step_cost=pl.col("cost").sum(), squares=pl.col("squares").sum(), longest=pl.col("reach").max()
+    of_step = shown.group_by("step").agg(
+        step_cost=pl.col("cost").sum(), attention_pairs=pl.col("attention_pairs").sum(), longest=pl.col("reach").max()
     )
-    of_rank = mine.group_by("step", slowest_rank="dp_rank").agg(rank_cost=pl.col("cost").sum())
+    of_rank = shown.group_by("step", slowest_rank="dp_rank").agg(rank_cost=pl.col("cost").sum())
     of_sequence = (
-        mine.filter(pl.col("group_id").is_not_null())
+        shown.filter(pl.col("group_id").is_not_null())
         .with_columns(part=(pl.col("part_end") - pl.col("prefix_tokens")) / pl.col("num_tokens"))
         .group_by("step", "dp_rank", "group_id")
         .agg(largest_cost=(pl.col("cost") * pl.col("part")).sum(), largest_tokens=pl.col("part_end").max())
@@ -145,7 +145,7 @@ def _tokens(row: dict[str, Any], usual: dict[str, Any]) -> str:
 
 def _work(row: dict[str, Any], usual: dict[str, Any]) -> str:
     more = f"a token takes {row['work'] / usual['work']:.2f} times the work"
-    if row["squares"] / row["num_tokens"] > usual["squares"] / usual["num_tokens"]:
+    if row["attention_pairs"] / row["num_tokens"] > usual["attention_pairs"] / usual["num_tokens"]:
         return f"attention of up to {row['longest']:,} tokens: {more}"
     return f"chunks {row['fill']:.0%} full: {more}"
 

@@ -9,7 +9,7 @@ from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Act
 
 
 def critical_path(
-    actions: Actions, starts: Int64Array, ends: Int64Array, link: Int64Array, num_parts: int
+    actions: Actions, starts: Int64Array, ends: Int64Array, link: Int64Array, num_model_stages: int
 ) -> list[int]:
     """The places of its actions in `actions`, in order of time.
 
@@ -21,17 +21,18 @@ def critical_path(
     Args:
         starts, ends: int64 [num_actions], see `simulate`.
         link: int64 [n], the time of each chunk's way from one stage to another.
-        num_parts: model parts of all stages.
+        num_model_stages: of all stages together.
     """
     pp = actions.stages.size - 1
     stage = np.repeat(np.arange(pp), np.diff(actions.stages))
-    part = actions.virtual_stages * pp + stage
+    model_stage = actions.virtual_stages * pp + stage
     is_forward = actions.ops <= FORWARD_KV
     is_backward = (actions.ops == BACKWARD) | (actions.ops == BACKWARD_INPUT)
-    sender = np.full((2, num_parts + 2, link.size), -1, np.int64)  # an empty part before the first and after the last
+    # [way, model stage, n], with an empty model stage before the first and after the last
+    sender = np.full((2, num_model_stages + 2, link.size), -1, np.int64)
     for way, sends in enumerate((is_forward, is_backward)):
         places = np.flatnonzero(sends)
-        sender[way, part[places] + 1, actions.chunk_ids[places]] = places
+        sender[way, model_stage[places] + 1, actions.chunk_ids[places]] = places
 
     action = int(np.argmax(ends))
     path = [action]
@@ -39,7 +40,7 @@ def critical_path(
         before = action - 1
         if action == actions.stages[stage[action]] or ends[before] != starts[action]:
             way, step = (0, 0) if is_forward[action] else (1, 2)
-            before = int(sender[way, part[action] + step, actions.chunk_ids[action]])
+            before = int(sender[way, model_stage[action] + step, actions.chunk_ids[action]])
         assert before >= 0 and starts[before] <= starts[action], "an action that starts later than it has to"
         path.append(action := before)
     return path[::-1]

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.schedule.actions import Actions, RankChunks, empty_actions, rank_of
-from chunkplan.schedule.retained import peak_retained
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank
+from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
+from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
@@ -18,9 +20,9 @@ from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ON
 _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "interleaved": INTERLEAVED}
 
 #: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
-_SEARCHES: dict[str, Callable[[RankChunks, int, int | None], tuple[Actions, int]]] = {
-    "zero-bubble": lambda rank, pp, memory_tokens: (_zero_bubble(rank, pp), 0),
-    "search": lambda rank, pp, memory_tokens: _search(rank, pp, memory_tokens),
+_SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
+    "zero-bubble": lambda chunks, times, pp, memory_tokens: (_zero_bubble(chunks, times, pp), 0),
+    "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
 }
 
 #: All by name.
@@ -44,8 +46,8 @@ class Scheduled(NamedTuple):
 
 
 def schedule_ranks(
-    rank_chunks: Int64Array,
-    chunks: RankChunks,
+    chunks: Chunks,
+    times: ChunkTimes,
     pp: int,
     schedule: str,
     memory_tokens: int | None,
@@ -54,7 +56,6 @@ def schedule_ranks(
     """Schedule the chunks of many ranks, each for itself.
 
     Args:
-        rank_chunks: int64 [num_ranks + 1], where each rank's chunks begin in the arrays of `chunks`.
         schedule: one of `SCHEDULES`.
         memory_tokens: what a stage may retain; only "search" makes use of it, others are refused where they do not fit.
         place: names a rank, for errors.
@@ -63,11 +64,11 @@ def schedule_ranks(
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     if schedule in _TEMPLATES:
-        lower_bound = np.zeros(rank_chunks.size - 1, np.int64)
-        actions, ends, retained = follow_template(_TEMPLATES[schedule], rank_chunks, chunks, pp)
+        lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
+        actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
-        actions, ends, retained, lower_bound = _one_by_one(schedule, rank_chunks, chunks, pp, memory_tokens, place)
-    retained = -(-retained // (chunks.durations.shape[1] // pp))
+        actions, ends, retained, lower_bound = _one_by_one(schedule, chunks, times, pp, memory_tokens, place)
+    retained = -(-retained // (times.durations.shape[1] // pp))
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
     assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"
@@ -76,26 +77,26 @@ def schedule_ranks(
 
 def _one_by_one(
     schedule: str,
-    rank_chunks: Int64Array,
-    chunks: RankChunks,
+    chunks: Chunks,
+    times: ChunkTimes,
     pp: int,
     memory_tokens: int | None,
     place: Callable[[int], str],
 ) -> tuple[Actions, Int64Array, Int64Array, Int64Array]:
     """Actions, ends, peaks of retained tokens, and lower bounds, see `Scheduled`."""
-    found, ends, retained, lower_bound = [], [], [], np.zeros(rank_chunks.size - 1, np.int64)
-    for index in range(rank_chunks.size - 1):
-        rank = rank_of(chunks, rank_chunks[index], rank_chunks[index + 1])
+    found, ends, retained, lower_bound = [], [], [], np.zeros(chunks.rank_chunks.size - 1, np.int64)
+    for rank in range(lower_bound.size):
+        rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
         try:
-            actions, lower_bound[index] = _SEARCHES[schedule](rank, pp, memory_tokens)
+            actions, lower_bound[rank] = _SEARCHES[schedule](rank_chunks, rank_times, pp, memory_tokens)
         except UsageError as error:
-            raise UsageError(error.message, where=place(index), hint=error.hint) from error
+            raise UsageError(error.message, where=place(rank), hint=error.hint) from error
         found.append(actions)
-        ends.append(simulate(actions, rank.durations, rank.link))
-        retained.append(peak_retained(actions, rank.num_tokens, 1))
+        ends.append(simulate(actions, rank_times))
+        retained.append(peak_retained(rank_chunks, actions))
     sizes = np.array([actions.ops.size for actions in found])
-    firsts = np.cumsum(sizes) - sizes
-    stages = [actions.stages[:-1] + first for actions, first in zip(found, firsts, strict=True)]
+    starts = np.cumsum(sizes) - sizes
+    stages = [actions.stages[:-1] + start for actions, start in zip(found, starts, strict=True)]
     together = Actions(
         np.concatenate([actions.ops for actions in found]),
         np.concatenate([actions.chunk_ids for actions in found]),
@@ -105,18 +106,18 @@ def _one_by_one(
     return together, np.concatenate(ends), np.concatenate(retained), lower_bound
 
 
-def _zero_bubble(rank: RankChunks, pp: int) -> Actions:
+def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
     from chunkplan.schedule.zero_bubble import zero_bubble
 
-    actions = empty_actions(rank.keeps, pp, pp, True)
-    zero_bubble(rank, pp, actions)
+    actions = empty_actions(chunks.keeps_activations, pp, pp, True)
+    zero_bubble(chunks, times, pp, actions)
     return actions
 
 
-def _search(rank: RankChunks, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:
+def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:
     from chunkplan.schedule.search import search
 
-    found = search(rank, pp, memory_tokens)
+    found = search(chunks, times, pp, memory_tokens)
     return found.actions, found.lower_bound
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -21,9 +23,9 @@ from chunkplan.schedule.actions import (
     FORWARD_KV,
     RECOMPUTE,
     Actions,
-    RankChunks,
     end_of_unit,
 )
+from chunkplan.schedule.holdings import ACTIVATIONS, CHANGES
 from chunkplan.schedule.orders import Order
 
 #: In place of `overrun`: backwards are not split.
@@ -31,6 +33,9 @@ WHOLE = -1
 
 #: Later than any time, and far enough from the largest integer to be added to.
 _NEVER = 2**62
+
+#: Whether a chunk's activations come (1) or go (-1) with each op, int64 [num_ops].
+_ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
 
 #: What a stage can do next; of two that can start at the same time, the first one goes first.
 _BACKWARD, _FORWARD, _WEIGHT = range(3)
@@ -51,75 +56,58 @@ class Limits(NamedTuple):
 
 
 @compiled
-def list_schedule(rank: RankChunks, order: Order, limits: Limits, overrun: int, actions: Actions) -> int:
+def list_schedule(
+    chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, actions: Actions
+) -> int:
     """Fill `actions` and say when all is done; -1 where a stage idles more than it may (`actions` is then half filled).
 
     What can start first is done first. A chunk that kept nothing is recomputed directly before its backward, so that it
-    is done when the gradient arrives. Weight halves, unless `overrun` is `WHOLE`, fill
-    what would be waiting: one starts where it delays the next forward or backward, as far as that one is known, by at
-    most `overrun` per cent of its own time, and wherever room is needed. Groups have no more holders than they keep.
+    is done when the gradient arrives. Weight halves, unless `overrun` is `WHOLE`, fill what would be waiting: one
+    starts where it delays the next forward or backward, as far as that one is known, by at most `overrun` per cent of
+    its own time, and wherever room is needed. Groups have no more holders than they keep.
     """
-    # One function, and a name for every array: handing them on would take several times longer than the work itself.
-    n, pp = rank.keeps.size, limits.memory.size
-    keeps, num_tokens, durations, link = rank.keeps, rank.num_tokens, rank.durations, rank.link
-    forwards, backwards = order.forwards, order.backwards
-    ops, chunk_ids = actions.ops, actions.chunk_ids
-    most_ahead, memory, most_idle = limits.forwards, limits.memory, limits.idle
-    head, num_kept = _units(rank)
-
+    # A name for every array, and few calls: handing them on would take several times longer than the work itself.
+    n, pp = chunks.num_tokens.size, limits.memory.size
+    keeps, num_tokens, durations, link = chunks.keeps_activations, chunks.num_tokens, times.durations, times.link
+    forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
+    head, num_kept = _units(chunks)
     clock, idle, retained = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
     forwarded, backwarded, weighted = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
-    forward_end, backward_end = np.full((pp, n), -1, np.int64), np.full((pp, n), -1, np.int64)
-    is_weighted, holders = np.zeros((pp, n), np.bool_), np.zeros((pp, n), np.int64)
-    action = actions.stages[:-1].copy()
     start, kind, weight = np.empty(pp, np.int64), np.empty(pp, np.int64), np.empty(pp, np.int64)
-    changed = range(pp)
+    forward_ready, backward_ready, holders, is_weighted = _nothing_done(pp, n)
+    action, changed = actions.stages[:-1].copy(), range(pp)
     while True:
         for stage in changed:
-            now, room = clock[stage], memory[stage] - retained[stage]
+            now, room = clock[stage], limits.memory[stage] - retained[stage]
             start[stage], kind[stage] = _NEVER, _WEIGHT
             must_release = -1  # the group that has to have fewer holders first
             if backwarded[stage] < n:
                 chunk = backwards[backwarded[stage]]
-                arrival = forward_end[stage, chunk] if stage + 1 == pp else backward_end[stage + 1, chunk]
-                if arrival >= 0 and stage + 1 < pp:
-                    arrival += link[chunk]
-                if arrival >= 0 and not keeps[chunk]:
-                    arrival = max(arrival - durations[RECOMPUTE, stage, chunk], 0)
+                ready = backward_ready[stage, chunk]
+                if ready >= 0 and not keeps[chunk]:
+                    ready = max(ready - durations[RECOMPUTE, stage, chunk], 0) if num_tokens[chunk] <= room else -1
                     if holders[stage, head[chunk]] >= num_kept[head[chunk]]:
-                        arrival, must_release = -1, head[chunk]
-                    elif num_tokens[chunk] > room:
-                        arrival = -1
-                if arrival >= 0:
-                    start[stage], kind[stage] = max(now, arrival), _BACKWARD
-            if forwarded[stage] < n and forwarded[stage] < most_ahead[stage, backwarded[stage]]:
+                        ready, must_release = -1, head[chunk]
+                if ready >= 0:
+                    start[stage], kind[stage] = max(now, ready), _BACKWARD
+            if forwarded[stage] < n and forwarded[stage] < limits.forwards[stage, backwarded[stage]]:
                 chunk = forwards[forwarded[stage]]
-                arrival = 0 if stage == 0 else forward_end[stage - 1, chunk]
-                if arrival >= 0 and stage > 0:
-                    arrival += link[chunk]
-                if keeps[chunk] and num_tokens[chunk] > room:
-                    arrival = -1
-                if arrival >= 0 and max(now, arrival) < start[stage] + limits.forward_first[stage]:
-                    start[stage], kind[stage] = max(now, arrival), _FORWARD
+                ready = forward_ready[stage, chunk] if num_tokens[chunk] <= room or not keeps[chunk] else -1
+                if ready >= 0 and max(now, ready) < start[stage] + limits.forward_first[stage]:
+                    start[stage], kind[stage] = max(now, ready), _FORWARD
             if start[stage] > now and weighted[stage] < backwarded[stage] and overrun != WHOLE:
-                place = weighted[stage]
-                while is_weighted[stage, place] or (must_release >= 0 and head[backwards[place]] != must_release):
-                    place += 1
+                place = _next_weight(is_weighted[stage], weighted[stage], backwards, head, must_release)
                 duration = durations[BACKWARD_WEIGHT, stage, backwards[place]]
                 if start[stage] == _NEVER or 100 * (now + duration - start[stage]) <= overrun * duration:
                     start[stage], kind[stage], weight[stage] = now, _WEIGHT, place
 
-        stage = 0
-        for other in range(1, pp):
-            if start[other] < start[stage] or (start[other] == start[stage] and kind[other] < kind[stage]):
-                stage = other
+        stage = _soonest(start, kind)
         if start[stage] == _NEVER:
             return int(np.max(clock))
         idle[stage] += start[stage] - clock[stage]
-        if idle[stage] > most_idle[stage]:
+        if idle[stage] > limits.idle[stage]:
             return -1
         clock[stage] = start[stage]
-
         if kind[stage] == _FORWARD:
             chunk = forwards[forwarded[stage]]
             op = FORWARD if keeps[chunk] else FORWARD_KV
@@ -128,41 +116,66 @@ def list_schedule(rank: RankChunks, order: Order, limits: Limits, overrun: int, 
             chunk = backwards[backwarded[stage]]
             op = BACKWARD if overrun == WHOLE else BACKWARD_INPUT
             backwarded[stage] += 1
-            if not keeps[chunk]:
-                ops[action[stage]], chunk_ids[action[stage]] = RECOMPUTE, chunk
-                action[stage] += 1
-                clock[stage] += durations[RECOMPUTE, stage, chunk]
         else:
-            chunk = backwards[weight[stage]]
-            op = BACKWARD_WEIGHT
+            chunk, op = backwards[weight[stage]], BACKWARD_WEIGHT
             is_weighted[stage, weight[stage]] = True
-            while weighted[stage] < n and is_weighted[stage, weighted[stage]]:
-                weighted[stage] += 1
-        ops[action[stage]], chunk_ids[action[stage]] = op, chunk
-        action[stage] += 1
-        clock[stage] += durations[op, stage, chunk]
-        if op == FORWARD or (kind[stage] == _BACKWARD and not keeps[chunk]):
-            retained[stage] += num_tokens[chunk]
-            holders[stage, head[chunk]] += 1
-        if op in (BACKWARD, BACKWARD_WEIGHT):
-            retained[stage] -= num_tokens[chunk]
-            holders[stage, head[chunk]] -= 1
-        if kind[stage] == _FORWARD:
-            forward_end[stage, chunk] = clock[stage]
-        elif kind[stage] == _BACKWARD:
-            backward_end[stage, chunk] = clock[stage]
+            weighted[stage] = _next_weight(is_weighted[stage], weighted[stage], backwards, head, -1)
+        is_recomputed = kind[stage] == _BACKWARD and not keeps[chunk]
+        for done in range(1 - is_recomputed, 2):
+            done_op = op if done else RECOMPUTE
+            ops[action[stage]], chunk_ids[action[stage]] = done_op, chunk
+            action[stage] += 1
+            clock[stage] += durations[done_op, stage, chunk]
+            retained[stage] += _ADDED[done_op] * num_tokens[chunk]
+            holders[stage, head[chunk]] += _ADDED[done_op]
+        if kind[stage] == _FORWARD and stage + 1 < pp:
+            forward_ready[stage + 1, chunk] = clock[stage] + link[chunk]
+        elif kind[stage] == _FORWARD:
+            backward_ready[stage, chunk] = clock[stage]
+        elif kind[stage] == _BACKWARD and stage > 0:
+            backward_ready[stage - 1, chunk] = clock[stage] + link[chunk]
         changed = range(max(stage - 1, 0), min(stage + 2, pp))
 
 
 @compiled
-def _units(rank: RankChunks) -> tuple[Int64Array, Int64Array]:
+def _nothing_done(pp: int, n: int) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
+    """The state of `pp` stages and n chunks at the start, [pp, n] each.
+
+    When each forward and each backward could start, -1 where that is not known; how many chunks of each unit are held,
+    at the place of its first one; whether each weight half is done, in the order of backwards.
+    """
+    forward_ready, backward_ready = np.full((pp, n), -1, np.int64), np.full((pp, n), -1, np.int64)
+    forward_ready[0] = 0
+    return forward_ready, backward_ready, np.zeros((pp, n), np.int64), np.zeros((pp, n), np.bool_)
+
+
+@compiled
+def _soonest(start: Int64Array, kind: Int64Array) -> int:
+    """The stage that can start first, [pp]; of several the one that does the first kind of thing."""
+    stage = 0
+    for other in range(1, start.size):
+        if start[other] < start[stage] or (start[other] == start[stage] and kind[other] < kind[stage]):
+            stage = other
+    return stage
+
+
+@compiled
+def _next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
+    """The first weight half from `place` on, in the order of backwards [n], that is not done; of `unit` unless -1."""
+    while place < is_weighted.size and (is_weighted[place] or (unit >= 0 and head[backwards[place]] != unit)):
+        place += 1
+    return place
+
+
+@compiled
+def _units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
-    n = rank.keeps.size
+    n = chunks.keeps_activations.size
     head, num_kept = np.empty(n, np.int64), np.zeros(n, np.int64)
     first = 0
     while first < n:
-        last = end_of_unit(rank.group_id, first)
+        last = end_of_unit(chunks.group_id, first)
         head[first:last] = first
-        num_kept[first] = np.sum(rank.keeps[first:last])
+        num_kept[first] = np.sum(chunks.keeps_activations[first:last])
         first = last
     return head, num_kept

@@ -8,7 +8,9 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.bounds import Jobs, jobs_of, makespan_bound
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.orders import Order, least_forwards, limit_forwards, most_forwards, units_by_work
@@ -26,7 +28,7 @@ class _Answer(NamedTuple):
 
 
 @compiled
-def local_search(rank: RankChunks, pp: int, memory: int, effort: int, actions: Actions) -> int:
+def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort: int, actions: Actions) -> int:
     """Write the fastest schedule found, with whole backwards, into `actions`, and say when it is done.
 
     Every answer is an order of forwards, one of backwards and, for every stage, how far forwards may run ahead and
@@ -36,23 +38,23 @@ def local_search(rank: RankChunks, pp: int, memory: int, effort: int, actions: A
 
     `memory`: tokens whose activations a stage may retain, no fewer than `least_memory`.
     """
-    n = rank.keeps.size
-    jobs = jobs_of(rank, pp)
-    bound = makespan_bound(rank, jobs, memory)
+    n = chunks.keeps_activations.size
+    jobs = jobs_of(chunks, times, pp)
+    bound = makespan_bound(chunks, times, jobs, memory)
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
     )
     limits = Limits(np.empty((pp, n), np.int64), np.zeros(pp, np.bool_), np.full(pp, memory), np.empty(pp, np.int64))
 
     best = int(np.iinfo(np.int64).max)
-    answer = _Answer(units_by_work(rank, 0), np.full(pp, n), np.zeros(pp, np.bool_))
+    answer = _Answer(units_by_work(chunks, times, 0), np.full(pp, n), np.zeros(pp, np.bool_))
     num_tried = 0
     for direction in (0, 1, -1):
         for warm_ups in (1, 2, n):
             for forward_first in (False, True):
                 ahead = np.minimum(warm_ups * np.arange(pp, 0, -1) - 1, n)
-                new = _Answer(units_by_work(rank, direction), ahead, np.full(pp, forward_first))
-                end = _evaluate(rank, new, best - 1, jobs, limits, trial)
+                new = _Answer(units_by_work(chunks, times, direction), ahead, np.full(pp, forward_first))
+                end = _evaluate(chunks, times, new, best - 1, jobs, limits, trial)
                 num_tried += 1
                 if end >= 0:
                     best, answer = end, new
@@ -64,8 +66,8 @@ def local_search(rank: RankChunks, pp: int, memory: int, effort: int, actions: A
         turn = num_tried % _HISTORY
         order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
         new = _Answer(order, answer.ahead.copy(), answer.forward_first.copy())
-        state = _change(rank.group_id, new, state)
-        end = _evaluate(rank, new, max(now, history[turn]), jobs, limits, trial)
+        state = _change(chunks.group_id, new, state)
+        end = _evaluate(chunks, times, new, max(now, history[turn]), jobs, limits, trial)
         num_tried += 1
         if end >= 0:
             now, answer = end, new
@@ -77,16 +79,24 @@ def local_search(rank: RankChunks, pp: int, memory: int, effort: int, actions: A
 
 
 @compiled
-def _evaluate(rank: RankChunks, answer: _Answer, most_end: int, jobs: Jobs, limits: Limits, actions: Actions) -> int:
+def _evaluate(
+    chunks: Chunks,
+    times: ChunkTimes,
+    answer: _Answer,
+    most_end: int,
+    jobs: Jobs,
+    limits: Limits,
+    actions: Actions,
+) -> int:
     """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
-    least, most = least_forwards(answer.order), most_forwards(rank, answer.order, limits.memory[0])
+    least, most = least_forwards(answer.order), most_forwards(chunks, answer.order, limits.memory[0])
     if np.any(most < least):
         return -1
     limits.forward_first[:] = answer.forward_first
     for stage in range(limits.memory.size):
         limits.forwards[stage] = limit_forwards(least, most, answer.ahead[stage])
         limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
-    return list_schedule(rank, answer.order, limits, WHOLE, actions)
+    return list_schedule(chunks, times, answer.order, limits, WHOLE, actions)
 
 
 @compiled

@@ -8,7 +8,9 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, RankChunks, end_of_unit
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import BACKWARD, end_of_unit
 
 
 class Order(NamedTuple):
@@ -22,29 +24,29 @@ class Order(NamedTuple):
 
 
 @compiled
-def units_by_work(rank: RankChunks, direction: int) -> Order:
+def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
     """Units (standalone chunks, groups) one by one: as they come (0), or by work, ascending (1) or descending (-1)."""
-    n = rank.keeps.size
+    n = chunks.keeps_activations.size
     order = Order(np.empty(n, np.int64), np.empty(n, np.int64))
     heads, keys = np.empty(n, np.int64), np.empty(n, np.int64)
-    num_units = first = 0
-    while first < n:
-        last = end_of_unit(rank.group_id, first)
-        key = direction * np.sum(rank.durations[BACKWARD, 0, first:last])
+    num_units = start = 0
+    while start < n:
+        stop = end_of_unit(chunks.group_id, start)
+        key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
         place = num_units
         while place > 0 and keys[place - 1] > key:  # insertion: compiles much faster than a sort, and there are few
             keys[place], heads[place] = keys[place - 1], heads[place - 1]
             place -= 1
-        keys[place], heads[place] = key, first
+        keys[place], heads[place] = key, start
         num_units += 1
-        first = last
+        start = stop
     place = 0
-    for first in heads[:num_units]:
-        last = end_of_unit(rank.group_id, first)
-        for chunk in range(first, last):
-            order.forwards[place + chunk - first] = chunk
-            order.backwards[place + last - 1 - chunk] = chunk
-        place += last - first
+    for start in heads[:num_units]:
+        stop = end_of_unit(chunks.group_id, start)
+        for chunk in range(start, stop):
+            order.forwards[place + chunk - start] = chunk
+            order.backwards[place + stop - 1 - chunk] = chunk
+        place += stop - start
     return order
 
 
@@ -60,7 +62,7 @@ def least_forwards(order: Order) -> Int64Array:
 
 
 @compiled
-def most_forwards(rank: RankChunks, order: Order, memory: int) -> Int64Array:
+def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
     """How many forwards may be done before each backward in order, int64 [n], so that no backward ever lacks room.
 
     Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
@@ -69,13 +71,13 @@ def most_forwards(rank: RankChunks, order: Order, memory: int) -> Int64Array:
     n = order.forwards.size
     held = np.zeros(n + 1, np.int64)  # by the first so many forwards
     for index, chunk in enumerate(order.forwards):
-        held[index + 1] = held[index] + (rank.num_tokens[chunk] if rank.keeps[chunk] else 0)
+        held[index + 1] = held[index] + (chunks.num_tokens[chunk] if chunks.keeps_activations[chunk] else 0)
     most = np.empty(n, np.int64)
     released = np.int64(0)
     for index, chunk in enumerate(order.backwards):
-        recomputed = np.int64(0) if rank.keeps[chunk] else rank.num_tokens[chunk]
+        recomputed = np.int64(0) if chunks.keeps_activations[chunk] else chunks.num_tokens[chunk]
         most[index] = np.searchsorted(held, memory + released - recomputed, side="right") - 1
-        released += rank.num_tokens[chunk] - recomputed
+        released += chunks.num_tokens[chunk] - recomputed
     for index in range(n - 2, -1, -1):
         most[index] = min(most[index], most[index + 1])
     return most

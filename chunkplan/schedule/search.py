@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions, empty_actions
 from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
+from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.local_search import local_search
-from chunkplan.schedule.retained import peak_retained
 from chunkplan.schedule.search_small import search_small
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
@@ -45,7 +47,7 @@ class Found(NamedTuple):
     lower_bound: int
 
 
-def search(rank: RankChunks, pp: int, memory_tokens: int | None) -> Found:
+def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> Found:
     """The fastest schedule found: orders of forwards and of backwards, and how they interleave on every stage.
 
     Args:
@@ -54,22 +56,22 @@ def search(rank: RankChunks, pp: int, memory_tokens: int | None) -> Found:
     Raises:
         UsageError: no schedule fits `memory_tokens`.
     """
-    least = int(least_memory(rank))
-    memory = int(rank.num_tokens.sum()) if memory_tokens is None else memory_tokens
+    least = int(least_memory(chunks))
+    memory = int(chunks.num_tokens.sum()) if memory_tokens is None else memory_tokens
     if memory < least:
         raise UsageError(
             f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory:,}",
             hint=f"--memory-tokens {least} is the least; a smaller --k or --chunk-size holds less",
         )
     memory = max(memory, 1)
-    actions, template = (empty_actions(rank.keeps, pp, pp, False) for _ in range(2))
-    is_small = rank.keeps.size * pp <= _PAIRS
-    makespan = int(local_search(rank, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
-    state_aware_1f1b(rank, pp, template)
-    template_end = int(simulate(template, rank.durations, rank.link).max())
-    if template_end < makespan and peak_retained(template, rank.num_tokens, 1).max() <= memory:
+    actions, template = (empty_actions(chunks.keeps_activations, pp, pp, False) for _ in range(2))
+    is_small = chunks.keeps_activations.size * pp <= _PAIRS
+    makespan = int(local_search(chunks, times, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
+    state_aware_1f1b(chunks, pp, template)
+    template_end = int(simulate(template, times).max())
+    if template_end < makespan and peak_retained(chunks, template).max() <= memory:
         actions, makespan = template, template_end
-    lower_bound = int(makespan_bound(rank, jobs_of(rank, pp), memory))
+    lower_bound = int(makespan_bound(chunks, times, jobs_of(chunks, times, pp), memory))
     if is_small and makespan - lower_bound > _GAP * lower_bound:
-        return Found(*search_small(rank, pp, memory, actions, lower_bound, _EFFORT))
+        return Found(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
     return Found(actions, makespan, lower_bound)

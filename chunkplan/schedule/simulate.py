@@ -6,27 +6,25 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions
 
 
 @compiled
-def simulate(actions: Actions, durations: Int64Array, link: Int64Array) -> Int64Array:
-    """When each action of a rank's stages ends, int64 [num_actions], in the unit of `durations`.
+def simulate(actions: Actions, times: ChunkTimes) -> Int64Array:
+    """When each action of a rank's stages ends, int64 [num_actions], in the unit of `times`.
 
-    A model part forwards a chunk once the part before it did and the chunk has come over the link between their stages;
-    backward, or its input half, the same from the part behind. Recompute and weight halves wait for nothing but their
+    A model stage forwards a chunk once the one before it did and the chunk has come over the link between their stages;
+    backward, or its input half, the same from the one behind. Recompute and weight halves wait for nothing but their
     stage. Links carry any number of chunks at once. Where stages wait for each other for ever, the actions that are
     never done end at -1.
-
-    Args:
-        durations: int64 [num_ops, num_parts, n], by op code, model part (virtual stage x pp + stage) and chunk.
-        link: int64 [n], of each chunk.
     """
+    durations, link = times.durations, times.link  # [num_ops, num_model_stages, n], [n]
     pp = actions.stages.size - 1
-    num_parts = durations.shape[1]
+    num_model_stages = durations.shape[1]
     ends = np.full(actions.ops.size, -1, np.int64)
-    forward_end = np.full((num_parts, link.size), -1, np.int64)
-    backward_end = np.full((num_parts, link.size), -1, np.int64)
+    forward_end = np.full((num_model_stages, link.size), -1, np.int64)
+    backward_end = np.full((num_model_stages, link.size), -1, np.int64)
     clock = np.zeros(pp, np.int64)
     position = actions.stages[:-1].copy()
     moving = True
@@ -36,21 +34,21 @@ def simulate(actions: Actions, durations: Int64Array, link: Int64Array) -> Int64
             while position[stage] < actions.stages[stage + 1]:
                 action = position[stage]
                 op, chunk = actions.ops[action], actions.chunk_ids[action]
-                part = actions.virtual_stages[action] * pp + stage
+                model_stage = actions.virtual_stages[action] * pp + stage
                 ready = 0
                 if op <= FORWARD_KV:
-                    if part > 0:
-                        ready = _arrival(forward_end[part - 1, chunk], link[chunk], pp)
-                elif op != RECOMPUTE and op != BACKWARD_WEIGHT and part + 1 < num_parts:
-                    ready = _arrival(backward_end[part + 1, chunk], link[chunk], pp)
+                    if model_stage > 0:
+                        ready = _arrival(forward_end[model_stage - 1, chunk], link[chunk], pp)
+                elif op != RECOMPUTE and op != BACKWARD_WEIGHT and model_stage + 1 < num_model_stages:
+                    ready = _arrival(backward_end[model_stage + 1, chunk], link[chunk], pp)
                 if ready < 0:
                     break
-                clock[stage] = max(clock[stage], ready) + durations[op, part, chunk]
+                clock[stage] = max(clock[stage], ready) + durations[op, model_stage, chunk]
                 ends[action] = clock[stage]
                 if op <= FORWARD_KV:
-                    forward_end[part, chunk] = clock[stage]
+                    forward_end[model_stage, chunk] = clock[stage]
                 elif op != RECOMPUTE and op != BACKWARD_WEIGHT:
-                    backward_end[part, chunk] = clock[stage]
+                    backward_end[model_stage, chunk] = clock[stage]
                 position[stage] += 1
                 moving = True
     return ends
@@ -58,5 +56,5 @@ def simulate(actions: Actions, durations: Int64Array, link: Int64Array) -> Int64
 
 @compiled
 def _arrival(sent: int, link: int, pp: int) -> int:
-    """When what was sent at `sent` (-1: not yet) is there; parts of one stage have no link between them."""
+    """When what was sent at `sent` (-1: not yet) is there; model stages on one stage have no link between them."""
     return sent + link if sent >= 0 and pp > 1 else sent

@@ -9,22 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
-from chunkplan.planfile.plan import Segment
-from chunkplan.schedule.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FORWARD_KV,
-    RECOMPUTE,
-    Actions,
-    RankChunks,
-)
+from chunkplan.planfile.chunks import Chunks, rows_of_chunks
+from chunkplan.planfile.plan import Chunk
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound
 from chunkplan.schedule.critical_path import critical_path
-from chunkplan.schedule.retained import peak_retained
+from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
 
 _NO_LIMIT = 2**62
 
@@ -32,27 +25,13 @@ _NO_LIMIT = 2**62
 _FEW = 1 << 12
 
 
-@dataclass(frozen=True)
-class SimulatedChunk:
-    """A chunk of the step, in the words of plan files. Segments name sequences of the plan, or lengths by place."""
-
-    chunk_id: int
-    group_id: int | None
-    group_index: int
-    group_size: int
-    num_tokens: int
-    prefix_tokens: int
-    keeps_activations: bool
-    segments: tuple[Segment, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `pp` stages do when with `chunks`, and how long all of it takes.
+    """What `pp` stages do when with the chunks of `table`, and how long all of it takes.
 
     All times are in `unit`: "microseconds", or, where `cost` is None, "tokens": that of a token's forward through a
-    stage, whose backward takes twice as long. Only `starts`, `ends` (int64 [num_actions]) and `proved_ticks`, a lower
-    bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
+    stage, whose backward takes twice as long. Only `times`, `starts`, `ends` (int64 [num_actions]) and `proved_ticks`,
+    a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
     """
 
     title: str
@@ -60,8 +39,8 @@ class Simulation:
     pp: int
     virtual_stages: int
     cost: CostModel | None = field(repr=False)
-    chunks: tuple[SimulatedChunk, ...] = field(repr=False)
-    timed: RankChunks = field(repr=False)
+    table: Chunks = field(repr=False)
+    times: ChunkTimes = field(repr=False)
     actions: Actions = field(repr=False)
     ends: Int64Array = field(repr=False)
     proved_ticks: int = 0
@@ -72,7 +51,10 @@ class Simulation:
         lists = ("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "peak_retained_tokens", "peak_kv_tokens")
         return {
             **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
-            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "chunks": [
+                {name: value for name, value in asdict(chunk).items() if name not in ("num_target_tokens", "cost")}
+                for chunk in self.chunks
+            ],
             "actions": [
                 {
                     "stage": int(self.stage_of[action]),
@@ -87,18 +69,23 @@ class Simulation:
             ],
         }
 
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The rows of `table`, in the words of plan files. Segments name sequences of the plan, or lengths by place."""
+        return rows_of_chunks(self.table)
+
     @property
     def unit(self) -> Literal["tokens", "microseconds"]:
-        """Of times."""
+        """What a time of 1 stands for."""
         return "tokens" if self.cost is None else "microseconds"
 
     @property
     def ticks(self) -> int:
-        """In a unit."""
+        """How many ticks there are in a unit of time."""
         return self.virtual_stages if self.cost is None else 1000
 
     def in_unit(self, ticks: int) -> float:
-        """A time, whole where it is."""
+        """A time of so many `ticks`, as a whole number where it is one."""
         whole, rest = divmod(int(ticks), self.ticks)
         return int(ticks) / self.ticks if rest else whole
 
@@ -110,9 +97,9 @@ class Simulation:
     @property
     def lower_bound(self) -> float:
         """No order of the same chunks, with backwards split or whole as here, is done sooner."""
-        jobs = jobs_of(self.timed, self.pp)  # of interleaved stages, on the first of their model parts
-        if self.virtual_stages == 1 and BACKWARD_INPUT not in self.actions.ops and len(self.chunks) <= _FEW:
-            bound = makespan_bound(self.timed, jobs, _NO_LIMIT)
+        jobs = jobs_of(self.table, self.times, self.pp)  # of interleaved stages, on the first of their virtual stages
+        if self.virtual_stages == 1 and BACKWARD_INPUT not in self.actions.ops and self.table.num_tokens.size <= _FEW:
+            bound = makespan_bound(self.table, self.times, jobs, _NO_LIMIT)
         else:
             after = 0 if BACKWARD_INPUT in self.actions.ops else jobs.after.min(axis=1)  # a weight half can be the last
             bound = int(np.max(jobs.before.min(axis=1) + self._busy + after))
@@ -125,7 +112,7 @@ class Simulation:
 
     @property
     def bubble_per_stage(self) -> list[float]:
-        """The same of each stage."""
+        """The `bubble` of each stage."""
         return [1 - float(useful) / max(self._makespan, 1) for useful in self._useful]
 
     @property
@@ -143,17 +130,17 @@ class Simulation:
         """The time in which each stage does nothing: before its first action, between actions, after its last one."""
         waiting = []
         for stage in range(self.pp):
-            mine = slice(*self.actions.stages[stage : stage + 2])
-            first, last = int(self.starts[mine][0]), int(self.ends[mine][-1])
-            between = last - first - int(self._busy[stage])
-            times = {"before": first, "between": between, "after": self._makespan - last}
+            own = slice(*self.actions.stages[stage : stage + 2])
+            start, end = int(self.starts[own][0]), int(self.ends[own][-1])
+            between = end - start - int(self._busy[stage])
+            times = {"before": start, "between": between, "after": self._makespan - end}
             waiting.append({name: self.in_unit(ticks) for name, ticks in times.items()})
         return waiting
 
     @property
     def peak_retained_tokens(self) -> list[int]:
         """The most tokens whose activations each stage retains at once; a virtual stage counts as its share of one."""
-        peaks = peak_retained(self.actions, self.timed.num_tokens, self.virtual_stages)
+        peaks = peak_retained(self.table, self.actions)
         return [-(-int(peak) // self.virtual_stages) for peak in peaks]
 
     @property
@@ -172,25 +159,25 @@ class Simulation:
 
     @cached_property
     def critical_actions(self) -> list[int]:
-        """See `critical_path.critical_path`."""
-        num_parts = self.pp * self.virtual_stages
-        return critical_path(self.actions, self.starts, self.ends, self.timed.link, num_parts)
+        """The places in `actions` of those on the critical path, in order of time."""
+        num_model_stages = self.pp * self.virtual_stages
+        return critical_path(self.actions, self.starts, self.ends, self.times.link, num_model_stages)
 
     @cached_property
     def is_critical(self) -> frozenset[int]:
-        """The same, without order."""
+        """The places in `actions` of those on the critical path."""
         return frozenset(self.critical_actions)
 
     @cached_property
     def starts(self) -> Int64Array:
-        """When each action starts."""
-        part = self.actions.virtual_stages * self.pp + self.stage_of
-        starts: Int64Array = self.ends - self.timed.durations[self.actions.ops, part, self.actions.chunk_ids]
+        """When each action starts, int64 [num_actions]."""
+        model_stage = self.actions.virtual_stages * self.pp + self.stage_of
+        starts: Int64Array = self.ends - self.times.durations[self.actions.ops, model_stage, self.actions.chunk_ids]
         return starts
 
     @cached_property
     def stage_of(self) -> Int64Array:
-        """The stage of each action."""
+        """The stage of each action, int64 [num_actions]."""
         return np.repeat(np.arange(self.pp), np.diff(self.actions.stages))
 
     @cached_property
@@ -201,30 +188,22 @@ class Simulation:
         values of a group are held from the start of each chunk's forward to the end of the first chunk's backward; they
         count once, whatever the virtual stages.
         """
-        group_tokens: dict[int, int] = {}
-        for chunk in self.chunks:
-            if chunk.group_id is not None:
-                group_tokens[chunk.group_id] = group_tokens.get(chunk.group_id, 0) + chunk.num_tokens
-        return [self._held(stage, group_tokens) for stage in range(self.pp)]
-
-    def _held(self, stage: int, group_tokens: dict[int, int]) -> list[tuple[int, int, int]]:
-        held = {0: (0, 0)}
-        retained = kept = 0
-        for action in range(*self.actions.stages[stage : stage + 2]):
-            op, chunk = self.actions.ops[action], self.chunks[self.actions.chunk_ids[action]]
-            counts = chunk.group_id is not None and self.actions.virtual_stages[action] == 0
-            if op in (FORWARD, RECOMPUTE):
-                retained += chunk.num_tokens
-            if op in (FORWARD, FORWARD_KV) and counts:
-                kept += chunk.num_tokens
-            held[int(self.starts[action])] = retained, kept
-            if op in (BACKWARD, BACKWARD_WEIGHT):
-                retained -= chunk.num_tokens
-            if op in (BACKWARD, BACKWARD_INPUT) and counts and chunk.group_index == 0:
-                assert chunk.group_id is not None
-                kept -= group_tokens[chunk.group_id]
-            held[int(self.ends[action])] = retained, kept
-        return [(ticks, -(-tokens // self.virtual_stages), kept) for ticks, (tokens, kept) in held.items()]
+        kv, held = kv_tokens(self.table), []
+        for stage in range(self.pp):
+            own = slice(*self.actions.stages[stage : stage + 2])
+            by_time = {0: (0, 0)}
+            for start, end, tokens in zip(
+                self.starts[own].tolist(),
+                self.ends[own].tolist(),
+                stage_holdings(self.table, kv, self.actions, 0, stage, self.pp).tolist(),
+                strict=True,
+            ):
+                by_time[start] = tokens[START][ACTIVATIONS], tokens[START][KV]
+                by_time[end] = tokens[END][ACTIVATIONS], tokens[END][KV]
+            held.append(
+                [(ticks, -(-retained // self.virtual_stages), kept) for ticks, (retained, kept) in by_time.items()]
+            )
+        return held
 
     @property
     def _makespan(self) -> int:
@@ -237,6 +216,6 @@ class Simulation:
 
     @cached_property
     def _useful(self) -> Int64Array:
-        both = (self.timed.durations[FORWARD] + self.timed.durations[BACKWARD]).sum(axis=1)
+        both = (self.times.durations[FORWARD] + self.times.durations[BACKWARD]).sum(axis=1)
         useful: Int64Array = both.reshape(self.virtual_stages, self.pp).sum(axis=0)
         return useful

@@ -17,22 +17,23 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import Actions, RankChunks, backward_order
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions, backward_order
 from chunkplan.schedule.alternate import alternate, forwards_before
 from chunkplan.schedule.orders import Order
 
 
 @compiled
-def state_aware_1f1b(rank: RankChunks, pp: int, actions: Actions) -> None:
+def state_aware_1f1b(chunks: Chunks, pp: int, actions: Actions) -> None:
     """Write the actions of all stages: of pp stages, stage s stays pp - s - 1 forwards ahead of the last one."""
-    order = Order(np.arange(rank.keeps.size), backward_order(rank.group_id))
+    order = Order(np.arange(chunks.keeps_activations.size), backward_order(chunks.group_id))
     for stage in range(pp):
-        mine = slice(actions.stages[stage], actions.stages[stage + 1])
+        own = slice(actions.stages[stage], actions.stages[stage + 1])
         alternate(
             order,
             forwards_before(order, 1, pp - stage - 1),
-            rank.keeps,
-            actions.ops[mine],
-            actions.chunk_ids[mine],
-            actions.virtual_stages[mine],
+            chunks.keeps_activations,
+            actions.ops[own],
+            actions.chunk_ids[own],
+            actions.virtual_stages[own],
         )

@@ -6,10 +6,12 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import Actions, RankChunks, empty_actions, rank_of
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank
+from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
 from chunkplan.schedule.algorithm2 import algorithm2
+from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.interleaved import interleaved_1f1b
-from chunkplan.schedule.retained import peak_retained
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
@@ -17,42 +19,39 @@ ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = range(3)
 
 
 @compiled
-def write_template(template: int, rank: RankChunks, pp: int, actions: Actions) -> None:
+def write_template(template: int, chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
     """Write the actions of a rank into `actions`, whose arrays and `stages` are those of `empty_actions`."""
     if template == ALGORITHM2:
-        algorithm2(rank, actions)
+        algorithm2(chunks, actions)
     elif template == ONE_FORWARD_ONE_BACKWARD:
-        state_aware_1f1b(rank, pp, actions)
+        state_aware_1f1b(chunks, pp, actions)
     else:
-        interleaved_1f1b(rank, pp, actions)
+        interleaved_1f1b(chunks, times, pp, actions)
 
 
 @compiled
 def follow_template(
-    template: int, rank_chunks: Int64Array, chunks: RankChunks, pp: int
+    template: int, chunks: Chunks, times: ChunkTimes, pp: int
 ) -> tuple[Actions, Int64Array, Int64Array]:
     """The actions of all stages of many ranks, stage after stage; when each action ends, int64 [num_actions]; what each
-    stage retains at most, int64 [num_ranks * pp], see `peak_retained`.
-
-    `rank_chunks` int64 [num_ranks + 1]: where each rank's chunks begin in the arrays of `chunks`.
-    """
-    num_ranks = rank_chunks.size - 1
-    num_parts = chunks.durations.shape[1]
-    whole = empty_actions(chunks.keeps, pp, num_parts, False)
+    stage retains at most, int64 [num_ranks * pp], see `peak_retained`."""
+    num_ranks = chunks.rank_chunks.size - 1
+    num_model_stages = times.durations.shape[1]
+    whole = empty_actions(chunks.keeps_activations, pp, num_model_stages, False)
     stages = np.zeros(num_ranks * pp + 1, np.int64)
-    ends = np.empty(whole.ops.size, np.int64)
+    ends = np.empty(whole.ops.size, np.int64)  # [num_actions]
     retained = np.empty(num_ranks * pp, np.int64)
-    first = 0
-    for index in range(num_ranks):
-        rank = rank_of(chunks, rank_chunks[index], rank_chunks[index + 1])
-        actions = empty_actions(rank.keeps, pp, num_parts, False)
-        write_template(template, rank, pp, actions)
-        mine = slice(first, first + actions.ops.size)
-        whole.ops[mine] = actions.ops
-        whole.chunk_ids[mine] = actions.chunk_ids
-        whole.virtual_stages[mine] = actions.virtual_stages
-        ends[mine] = simulate(actions, rank.durations, rank.link)
-        retained[index * pp : (index + 1) * pp] = peak_retained(actions, rank.num_tokens, num_parts // pp)
-        stages[index * pp + 1 : (index + 1) * pp + 1] = first + actions.stages[1:]
-        first += actions.ops.size
+    start = 0
+    for rank in range(num_ranks):
+        rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+        actions = empty_actions(rank_chunks.keeps_activations, pp, num_model_stages, False)
+        write_template(template, rank_chunks, rank_times, pp, actions)
+        own = slice(start, start + actions.ops.size)
+        whole.ops[own] = actions.ops
+        whole.chunk_ids[own] = actions.chunk_ids
+        whole.virtual_stages[own] = actions.virtual_stages
+        ends[own] = simulate(actions, rank_times)
+        retained[rank * pp : (rank + 1) * pp] = peak_retained(rank_chunks, actions)
+        stages[rank * pp + 1 : (rank + 1) * pp + 1] = start + actions.stages[1:]
+        start += actions.ops.size
     return Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages), ends, retained

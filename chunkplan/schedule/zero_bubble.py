@@ -19,25 +19,27 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Actions, RankChunks, empty_actions
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Actions, empty_actions
+from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.list_schedule import Limits, list_schedule
 from chunkplan.schedule.orders import least_forwards, limit_forwards, most_forwards, units_by_work
-from chunkplan.schedule.retained import peak_retained
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
 
 @compiled
-def zero_bubble(rank: RankChunks, pp: int, actions: Actions) -> None:
+def zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
     """Write the actions of all stages: the fastest of state-aware 1F1B, its backwards split, and list schedules.
 
     These take units in different orders, and differ in how far forwards run ahead, whether they go before backwards,
     and how much a weight half may delay what comes next. No stage retains more tokens than that stage of state-aware
     1F1B that retains most.
     """
-    memory = _split_1f1b(rank, pp, actions)
-    fastest = int(np.max(simulate(actions, rank.durations, rank.link)))
-    n = rank.keeps.size
+    memory = _split_1f1b(chunks, pp, actions)
+    fastest = int(np.max(simulate(actions, times)))
+    n = chunks.keeps_activations.size
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
     )
@@ -48,24 +50,24 @@ def zero_bubble(rank: RankChunks, pp: int, actions: Actions) -> None:
         np.full(pp, np.iinfo(np.int64).max),
     )
     for direction in (0, 1, -1):
-        order = units_by_work(rank, direction)
-        least, most = least_forwards(order), most_forwards(rank, order, memory)
+        order = units_by_work(chunks, times, direction)
+        least, most = least_forwards(order), most_forwards(chunks, order, memory)
         # The first one of these is fastest most often; the others by some per cent, sometimes.
         for ahead, forward_first, overrun in ((n, False, 50), (n, False, 75), (n, True, 100), (0, True, 75)):
             limits.forward_first[:] = forward_first
             for stage in range(pp):
                 limits.forwards[stage] = limit_forwards(least, most, pp - stage - 1 + ahead)
-            end = list_schedule(rank, order, limits, overrun, trial)
+            end = list_schedule(chunks, times, order, limits, overrun, trial)
             if end < fastest:
                 fastest = end
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
 
 
 @compiled
-def _split_1f1b(rank: RankChunks, pp: int, actions: Actions) -> int:
+def _split_1f1b(chunks: Chunks, pp: int, actions: Actions) -> int:
     """Write state-aware 1F1B with both halves of a backward one after the other: the most tokens a stage retains."""
-    whole = empty_actions(rank.keeps, pp, pp, False)
-    state_aware_1f1b(rank, pp, whole)
+    whole = empty_actions(chunks.keeps_activations, pp, pp, False)
+    state_aware_1f1b(chunks, pp, whole)
     action = 0
     for index, op in enumerate(whole.ops):
         actions.ops[action] = BACKWARD_INPUT if op == BACKWARD else op
@@ -74,4 +76,4 @@ def _split_1f1b(rank: RankChunks, pp: int, actions: Actions) -> int:
         if op == BACKWARD:
             actions.ops[action], actions.chunk_ids[action] = BACKWARD_WEIGHT, whole.chunk_ids[index]
             action += 1
-    return int(np.max(peak_retained(whole, rank.num_tokens, 1)))
+    return int(np.max(peak_retained(chunks, whole)))

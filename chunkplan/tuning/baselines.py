@@ -10,11 +10,11 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, durations, link_times, split_layers
+from chunkplan.cost.durations import Float64Array, chunk_times, split_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
-from chunkplan.schedule.actions import RankChunks
+from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -27,8 +27,7 @@ _PADDED = (8, 4, 2)
 #: loses no more than this share of the tokens.
 _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 
-#: Tokens and attention pairs (see `squares_of`) of the micro-batches that the sequences of a step make, in their order;
-#: both [m].
+#: Tokens and attention_pairs of the micro-batches that the sequences of a step make, in their order; both [m].
 MicroBatches = tuple[Int64Array, Float64Array]
 
 #: A rank that no micro-batch is left for runs an empty one.
@@ -86,8 +85,8 @@ def _padded(size: int) -> Callable[[Int64Array], MicroBatches]:
         starts = np.arange(0, num_tokens.size, size)
         rows: Int64Array = np.diff(np.append(starts, num_tokens.size)).astype(np.int64)
         longest: Int64Array = np.maximum.reduceat(num_tokens, starts)
-        pairs: Float64Array = rows.astype(np.float64) * longest.astype(np.float64) ** 2
-        return rows * longest, pairs
+        attention_pairs: Float64Array = rows.astype(np.float64) * longest.astype(np.float64) ** 2
+        return rows * longest, attention_pairs
 
     return pad
 
@@ -129,20 +128,14 @@ def _simulate(
 ) -> tuple[float, Int64Array]:
     """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 3]."""
     dealt = [
-        (tokens[rank :: config.dp], pairs[rank :: config.dp]) if rank < tokens.size else _NOTHING
-        for tokens, pairs in steps
+        (tokens[rank :: config.dp], attention_pairs[rank :: config.dp]) if rank < tokens.size else _NOTHING
+        for tokens, attention_pairs in steps
         for rank in range(config.dp)
     ]
-    rank_chunks = offsets_of([tokens.size for tokens, _ in dealt])
-    tokens, pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
-    chunks = RankChunks(
-        np.full(tokens.size, -1, np.int32),
-        np.ones(tokens.size, bool),
-        tokens,
-        durations(tokens, pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp)),
-        link_times(tokens, cost.rates),
-    )
-    scheduled = schedule_ranks(rank_chunks, chunks, config.pp, config.schedule, None, str)
+    tokens, attention_pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
+    chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
+    times = chunk_times(tokens, attention_pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp))
+    scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
     moments = np.stack([retained, 0 * retained, 0 * retained], axis=1)

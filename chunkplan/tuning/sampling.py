@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, squares_of, work_ns
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
 
@@ -71,7 +71,7 @@ def sample_steps(
     sizes = batch_sizes(order.size, config)
     first = np.cumsum(sizes) - sizes
     tokens = num_tokens[order[: sizes.sum()]]
-    work = np.add.reduceat(work_ns(cost, tokens, squares_of(tokens, 0 * tokens)).astype(np.float64), first)
+    work = np.add.reduceat(work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)).astype(np.float64), first)
     steps, weights = _stratify(work, num_strata)
     classes = []
     heaviest = np.argsort(-work, kind="stable")[:num_heaviest]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,12 +11,10 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, split_layers
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
-from chunkplan.operations import OPS
-from chunkplan.planning.block import Block, Dataset, chunk_block, chunk_costs, rank_moments, schedule_block
-from chunkplan.planning.chunks import Chunks
-from chunkplan.schedule.actions import RankChunks
+from chunkplan.planning.block import Dataset, StepBlock, chunk_block, schedule_block
+from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.footprint import fullest
+from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -94,52 +91,47 @@ def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
         UsageError: no schedule fits `config.memory_tokens`.
     """
     n = sample.num_tokens.size
-    block = Block(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
+    block = StepBlock(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
     dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
-    _, chunks = chunk_block(block, dataset, config, cost, threading.Event())
-    ranks, scheduled = schedule_block(block, chunks, config, cost)
+    chunked = chunk_block(block, dataset, config, cost)
+    scheduled = schedule_block(block, chunked, config)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)
-    costs, twice = chunk_costs(ranks)
-    step_of_chunk = np.repeat(step_of_rank, np.diff(chunks.rank_chunks))
-    work, again = (
+    step_of_chunk = np.repeat(step_of_rank, np.diff(chunked.chunks.rank_chunks))
+    work, recomputed = (
         sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=sample.sizes.size)
-        for values in (costs, twice)
+        for values in (chunked.cost_ns, chunked.recompute_ns)
     )
     occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
     return Outcome(
         config=config,
         cost=cost,
         step_ns=float(sample.weights @ rank_end.reshape(-1, config.dp).max(axis=1)),
-        bubble=1 - float(work - again) / occupied,
-        recompute_share=float(again / work),
-        recompute_ns=_by_class(
-            sample, chunks, sample.weights[step_of_chunk] * ranks.durations[_FORWARD_KV].sum(axis=0)
-        ),
-        moments=np.stack([_moments(chunks, ranks, scheduled, config, cost, offloaded) for offloaded in (False, True)]),
+        bubble=1 - float(work - recomputed) / occupied,
+        recompute_share=float(recomputed / work),
+        recompute_ns=_by_class(sample, chunked, sample.weights[step_of_chunk] * chunked.recompute_ns),
+        moments=np.stack([_moments(chunked, scheduled, config, cost, offloaded) for offloaded in (False, True)]),
     )
 
 
 def _moments(
-    chunks: Chunks, ranks: RankChunks, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
+    chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
     """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 3]."""
     token_bytes = _token_bytes(config, replace(cost, kv_offload=offloaded))
-    moments = rank_moments(chunks, ranks, scheduled, token_bytes)
+    moments = fullest_moments(chunked.chunks, scheduled.actions, token_bytes)
     return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
 
 
 def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
-    return stage_token_bytes(cost, config.pp, int(config.virtual_stages or 1))
+    return stage_token_bytes(cost, config.pp, config.virtual_stages)
 
 
-_FORWARD_KV = OPS.index("forward_kv")
-
-
-def _by_class(sample: Sample, chunks: Chunks, forward_ns: Float64Array) -> tuple[float, ...]:
-    """The sum of `forward_ns` [n] over chunks that are recomputed, for each length class."""
-    again = np.flatnonzero(~chunks.keeps_activations)
-    lengths = sample.num_tokens[chunks.sequence_id[chunks.segments[again]]]  # a chunk's part is its first segment
+def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:
+    """The sum of `recompute_ns` [num_chunks] over the chunks of each length class."""
+    chunks = chunked.chunks
+    recomputed = np.flatnonzero(~chunks.keeps_activations)
+    lengths = sample.num_tokens[chunks.sequence_id[chunks.segments[recomputed]]]  # a chunk's part is its first segment
     overs = np.array([each.over for each in sample.classes], np.int64)
     classes = np.searchsorted(overs, lengths, side="left") - 1
-    return tuple(np.bincount(classes, weights=forward_ns[again], minlength=overs.size).tolist())
+    return tuple(np.bincount(classes, weights=recompute_ns[recomputed], minlength=overs.size).tolist())

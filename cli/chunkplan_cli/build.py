@@ -124,11 +124,11 @@ def _show(
 ) -> None:
     """Print the report of what was written to `target`, or of a dry run."""
     from chunkplan.reporting.plan_words import PlanHeader
-    from chunkplan.summary import summarize_plan
+    from chunkplan.summary import summary_of
     from chunkplan_cli.plan_report import print_plan_report
 
     manifest = built.manifest
-    summary = summarize_plan(built.steps, built.chunks, manifest)
+    summary = summary_of(built.steps, built.chunks, manifest)
     if as_json:
         document = {"plan": target and str(target), "manifest": manifest, "summary": summary.to_dict()}
         print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions)})

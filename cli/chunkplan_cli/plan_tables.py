@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
     from chunkplan.reporting.plan_words import PlanHeader
-    from chunkplan.reporting.slow_steps import StepTimes
+    from chunkplan.reporting.slow_steps import StepTimeSummary
 
 _MAX_BAR = 30
 
@@ -93,7 +93,7 @@ def _ranks(console: Console, ranks: tuple[RankRow, ...]) -> Table:
     return table
 
 
-def _times(times: StepTimes) -> Table:
+def _times(times: StepTimeSummary) -> Table:
     table = titled_table("Slowest steps")
     for name in ("step", "time", "of median"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -8,8 +8,9 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan.planfile.plan import Chunk
 from chunkplan.quantities import counted, percent, seconds
-from chunkplan.schedule.simulated import SimulatedChunk, Simulation
+from chunkplan.schedule.simulated import Simulation
 from chunkplan_cli.gantt import print_gantt
 
 #: What-ifs with more chunks than these say what they are with --json.
@@ -103,10 +104,10 @@ def _chunks(simulation: Simulation) -> Table:
     return table
 
 
-def _contents(chunk: SimulatedChunk) -> str:
+def _contents(chunk: Chunk) -> str:
     ids = [str(segment.sequence_id) for segment in chunk.segments]
     shown = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
-    what = f"sequence{'s' if len(ids) > 1 else ''} {shown}" if ids else "nothing: a zero-loss chunk"
+    what = f"sequence{'s' if len(ids) > 1 else ''} {shown}" if ids else f"nothing: a {chunk.kind} chunk"
     if chunk.group_id is None:
         return what
     kept = "" if chunk.keeps_activations else ", recomputed"

@@ -1,4 +1,4 @@
-"""Sequences over ranks, and the figure that says how well they are spread."""
+"""Sequences over ranks, and the figure that says how well they are balanced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunkplan
-from chunkplan.balance.exchange import best_exchange, even_out, least_gain
-from chunkplan.balance.longest_processing_time import spread
-from chunkplan.cost.durations import squares_of, work_ns
+from chunkplan.balance.assign import assign, best_exchange, even_out, least_gain
+from chunkplan.cost.durations import attention_pairs_of, work_ns
 from chunkplan.quantities import percent, ratio
 from tests.support.command_line import Run
 from tests.support.page_cases import build_plan, write_and_read
@@ -29,22 +28,22 @@ def loads(work: np.ndarray, rank_of: np.ndarray, dp: int) -> np.ndarray:
 @given(DESCENDING, st.integers(1, 3))
 def test_the_heaviest_rank_is_within_four_thirds_of_the_best_possible(work: list[int], dp: int) -> None:
     array = np.array(work, np.int64)
-    heaviest = loads(array, spread(array, dp), dp).max()
+    heaviest = loads(array, assign(array, dp), dp).max()
     best = min(loads(array, np.array(ranks), dp).max() for ranks in product(range(dp), repeat=len(work)))
     assert best <= heaviest <= (4 / 3) * best
 
 
 def test_costs_count_rather_than_numbers() -> None:
     """One long sequence has a rank to itself."""
-    assert spread(np.array([6, 1, 1, 1, 1], np.int64), 2).tolist() == [0, 1, 1, 1, 1]
+    assert assign(np.array([6, 1, 1, 1, 1], np.int64), 2).tolist() == [0, 1, 1, 1, 1]
 
 
 def test_ties_are_broken_by_position_so_that_a_plan_is_the_same_everywhere() -> None:
-    assert spread(np.full(5, 7, np.int64), 2).tolist() == [0, 1, 0, 1, 0]
+    assert assign(np.full(5, 7, np.int64), 2).tolist() == [0, 1, 0, 1, 0]
 
 
 def test_more_ranks_than_sequences_leave_the_last_ones_without() -> None:
-    assert spread(np.array([3, 2], np.int64), 5).tolist() == [0, 1]
+    assert assign(np.array([3, 2], np.int64), 5).tolist() == [0, 1]
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 6), st.data())
@@ -87,11 +86,11 @@ def test_an_exchange_has_to_be_worth_it() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_balance_is_that_of_all_steps_also_of_those_that_no_spread_can_balance(tmp_path: Path, pp: int) -> None:
+def test_balance_is_that_of_all_steps_also_of_those_that_no_assignment_can_balance(tmp_path: Path, pp: int) -> None:
     """The heaviest ranks over the mean ranks and over work / dp, all of them summed over the steps first."""
     plan = build_plan(tmp_path, pp=pp, k=1)
     lengths = np.load(tmp_path / "lengths.npy")
-    work = work_ns(chunkplan.CostModel(), lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    work = work_ns(chunkplan.CostModel(), lengths, attention_pairs_of(lengths, 0 * lengths)).sum() / 1e3
     heaviest, mean, excess = 0.0, 0.0, {False: 0.0, True: 0.0}
     for step in plan.iter_steps():
         ranks = [sum(chunk.cost for chunk in chunks) for chunks in step.chunks.values()]
@@ -120,7 +119,7 @@ def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path:
     config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, global_batch=8)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, cost=cost)
     [step] = plan.iter_steps()
-    work_us = work_ns(cost, lengths, squares_of(lengths, 0 * lengths)).sum() / 1e3
+    work_us = work_ns(cost, lengths, attention_pairs_of(lengths, 0 * lengths)).sum() / 1e3
     summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
     assert summary.heaviest_over_work == pytest.approx(step.predicted_us / (work_us / 2), rel=1e-6)
     assert step.predicted_us > (work_us + 8 * cost.passes * cost.chunk_overhead_ns / 1e3) / 2 * 1.01

@@ -1,4 +1,4 @@
-"""Spreads that CP-SAT finds, against the hint and against every possible spread."""
+"""Assignments that CP-SAT finds, against the hint and against every possible one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dearest_first(costs: np.ndarray, dp: int) -> np.ndarray:
 
 @pytest.mark.parametrize("equal_chunks", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_small_steps_are_spread_as_well_as_any_spread_is(seed: int, equal_chunks: bool) -> None:
+def test_small_steps_are_assigned_as_well_as_they_can_be(seed: int, equal_chunks: bool) -> None:
     dp = 2 + seed % 2
     step = random_step(seed, 7 - seed % 3, dp, 20, (1, 7, 40)[seed // 2 % 3], equal_chunks)
     ranks = search_ranks(**step, hint=np.zeros(step["costs"].size, np.int64), effort=2.0)

@@ -53,7 +53,7 @@ def synthetic(precision: Precision, noise: float, seed: int = 0, slower_backward
         chunk = ChunkTime(
             segments=probe.segments, prefix_tokens=probe.prefix_tokens, forward_kv_ns=1, train_ns=1, spread=0.01
         )
-        times = durations(np.array([chunk.num_tokens]), np.array([chunk.squares]), rates, (8,))[:, 0, 0]
+        times = durations(np.array([chunk.num_tokens]), np.array([chunk.attention_pairs]), rates, (8,))[:, 0, 0]
         forward, backward, forward_kv = (times[OPS.index(op)] for op in ("forward", "backward", "forward_kv"))
         off = 1 + noise * random.standard_normal(2)
         train = (forward + slower_backward * backward) * off[1]
@@ -94,7 +94,7 @@ def test_with_noise_of_three_percent_rates_come_out_within_a_few_percent(precisi
     found = fitted(precision, synthetic(precision, 0.03, seed), seed)
     true = CostModel(shape=SHAPE, hardware=TRUE, precision=precision).rates
     assert found.cost.rates.token == pytest.approx(true.token, rel=0.03)
-    assert found.cost.rates.square == pytest.approx(true.square, rel=0.03)
+    assert found.cost.rates.pair == pytest.approx(true.pair, rel=0.03)
     assert found.hardware.flops == pytest.approx(TRUE.flops, rel=0.15)
     assert found.hardware.attention_flops == pytest.approx(TRUE.attention_flops, rel=0.03)
     assert 0.005 < np.median(found.held_out_errors) < 0.03

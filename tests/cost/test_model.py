@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunkplan.cost.durations import durations, recompute_ns, squares_of, work_ns
+from chunkplan.cost.durations import attention_pairs_of, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
@@ -97,14 +97,14 @@ def test_a_token_takes_its_products_and_up_to_a_third_more(name: str) -> None:
 
 def test_attention_takes_four_flops_for_each_pair_and_query_element() -> None:
     hardware = load_hardware("h100")
-    square = CostModel().rates.square
-    assert square == pytest.approx(4 * 3584 / 2 / hardware.attention_flops * 1e9)
+    pair = CostModel().rates.pair
+    assert pair == pytest.approx(4 * 3584 / 2 / hardware.attention_flops * 1e9)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallelism_divides_attention_evenly_and_the_rest_less_than_evenly(tp: int) -> None:
     one, many = CostModel().rates, CostModel(tp=tp).rates
-    assert many.square == pytest.approx(one.square / tp)
+    assert many.pair == pytest.approx(one.pair / tp)
     assert many.head == pytest.approx(one.head / tp)
     assert many.link_token == pytest.approx(one.link_token / tp)
     assert one.token / tp < many.token < one.token
@@ -139,14 +139,14 @@ def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(tp: int) -
 def test_float32_takes_longer_by_the_rates_of_products_and_the_bytes_of_links() -> None:
     bf16, fp32 = CostModel(tp=2).rates, CostModel(tp=2, precision="fp32").rates
     assert fp32.token == pytest.approx(2 * bf16.token)
-    assert fp32.square == pytest.approx(2 * bf16.square)
+    assert fp32.pair == pytest.approx(2 * bf16.pair)
     assert fp32.link_token == pytest.approx(2 * bf16.link_token)
 
 
 def test_checkpointing_recomputes_layers_but_not_the_head() -> None:
-    tokens, squares = np.array([8192]), squares_of(np.array([8192]), np.array([0]))
+    tokens, attention_pairs = np.array([8192]), attention_pairs_of(np.array([8192]), np.array([0]))
     times = {
-        checkpointing: durations(tokens, squares, CostModel(checkpointing=checkpointing).rates, (14, 14))
+        checkpointing: durations(tokens, attention_pairs, CostModel(checkpointing=checkpointing).rates, (14, 14))
         for checkpointing in ("none", "full")
     }
     forward, backward = OPS.index("forward"), OPS.index("backward")
@@ -173,7 +173,7 @@ def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_paramet
     cost = CostModel()
     tokens = np.array([100, 50_000])
     prefix = np.zeros(2, np.int64)
-    work = work_ns(cost, tokens, squares_of(tokens, prefix))
+    work = work_ns(cost, tokens, attention_pairs_of(tokens, prefix))
     head = cost.rates.head * tokens
     assert work == pytest.approx(3 * (recompute_ns(cost, tokens, prefix) + head), abs=3)
     assert cost.model_flops(1.0, 0.0) == pytest.approx(6 * (QWEN2_5_7B.num_parameters - 3584 * 152064))
@@ -187,7 +187,7 @@ def test_offloaded_keys_and_values_hide_behind_attention_from_about_2k_tokens_a_
     cost = CostModel(kv_offload=True)
     size = cost.offload_chunk_size
     for prefix in (10_000, 1_000_000):
-        attention = 2 * cost.rates.square * 2 * size * prefix
+        attention = 2 * cost.rates.pair * 2 * size * prefix
         transfer = prefix * 2 * 512 * (2 + 4) / cost.hardware.host_bytes * 1e9
         assert attention == pytest.approx(transfer, rel=0.01)
     assert 1024 < size < 4096

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from chunkplan.cost.durations import squares_of
+from chunkplan.cost.durations import attention_pairs_of
 from tests.support.places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -23,13 +23,13 @@ def paper() -> ModuleType:
 
 
 def test_the_chunks_of_a_step_are_its_sequences(paper: ModuleType) -> None:
-    """Tokens and squares add up whatever the chunks: what is cut is attended to as before."""
+    """Tokens and attention_pairs add up whatever the chunks: what is cut is attended to as before."""
     sequences = np.array([100, 9000, 16384, 3000, 40_000])
     for chunk_size, k in ((1024, 3), (8192, 1), (65536, 1)):
         step = paper.chunked(sequences, chunk_size, k)
         assert step.num_tokens.sum() == sequences.sum()
         assert step.num_tokens.max() <= chunk_size
-        assert step.squares.sum() == squares_of(sequences, 0 * sequences).sum()
+        assert step.attention_pairs.sum() == attention_pairs_of(sequences, 0 * sequences).sum()
         kept = np.bincount(step.group_id[(step.group_id >= 0) & step.keeps], minlength=1)
         assert kept.max() <= k
 

@@ -201,7 +201,7 @@ def options_of(command: str) -> set[str]:
 
 
 def test_the_planner_names_the_packers_there_are() -> None:
-    [table] = re.findall(r"`--packing` takes a second\slook:\n\n(.*?)\n\n", PLANNER, re.S)
+    [table] = re.findall(r"`--packing` refines it:\n\n(.*?)\n\n", PLANNER, re.S)
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == set(PACKERS)
 
 

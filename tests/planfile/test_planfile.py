@@ -114,9 +114,9 @@ def test_a_hash_is_what_the_format_says() -> None:
 
 def test_tokens_are_found_over_batches_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With batches of a few rows and parts of a few batches, every sequence still reads back as it was written."""
-    monkeypatch.setattr(analysis_writer, "_WAITING_SEQUENCES", 3)
-    monkeypatch.setattr(token_file, "_BATCH_ROWS", 3)
-    monkeypatch.setattr(analysis_writer, "_PART_TOKENS", 40)
+    monkeypatch.setattr(analysis_writer, "WAITING_SEQUENCES", 3)
+    monkeypatch.setattr(token_file, "BATCH_ROWS", 3)
+    monkeypatch.setattr(analysis_writer, "TOKEN_FILE_TOKENS", 40)
     random = np.random.default_rng(0)
     written = []
     writer = AnalysisWriter(tmp_path)

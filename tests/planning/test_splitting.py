@@ -1,4 +1,4 @@
-"""Cutting sequences into parts: whatever the rule, every token once, in order, never more than ChunkSize."""
+"""Cutting sequences into parts: whatever the rule, every token and target once, in order, never over ChunkSize."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan.config.plan import Split
-from chunkplan.cost.durations import squares_of, work_ns
+from chunkplan.cost.durations import attention_pairs_of, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.splitting import split_sequences
+from chunkplan.planning.splitting import count_masked_targets, count_part_targets, split_sequences
 
 SPLITS = [split for split in get_args(Split) if split != "none"]
 COST = CostModel()
@@ -51,7 +51,7 @@ def test_parts_of_equal_cost_take_the_same_time(length: int, chunk_size: int) ->
     """But for whole tokens; where every full part is the same length the last takes several times the first."""
 
     def times(parts: np.ndarray) -> np.ndarray:
-        return work_ns(COST, parts, squares_of(parts, np.cumsum(parts) - parts))
+        return work_ns(COST, parts, attention_pairs_of(parts, np.cumsum(parts) - parts))
 
     [equal], [full] = cut([length], chunk_size, "cost"), cut([length], chunk_size, "full")
     assert np.ptp(times(equal)) <= 0.01 * times(equal).max()
@@ -64,3 +64,19 @@ def test_parts_of_equal_cost_all_have_a_token() -> None:
     [parts] = cut([2_000_000], 2, "cost")
     assert parts.min() == 1
     assert parts.max() <= 2
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=60), st.integers(1, 20))
+def test_targets_across_chunk_borders_are_counted_once_where_they_are_predicted(mask: list[bool], size: int) -> None:
+    target = np.array([False, *mask[1:]])
+    start = np.arange(0, target.size, size)
+    end = np.minimum(start + size, target.size)
+    counts = count_masked_targets(target, start, end)
+    assert counts.sum() == target.sum()
+    for low, high, count in zip(start, end, counts, strict=True):
+        predicted = [position + 1 for position in range(low, high) if position + 1 < target.size]
+        assert count == sum(target[position] for position in predicted)
+    twice = [np.tile(values, 2) for values in (0 * start, start, end, 0 * start + target.size)]
+    everything = np.arange(target.size) > 0
+    for mask in (None, lambda sequence_id: everything):
+        assert count_part_targets(*twice, mask).tolist() == 2 * count_masked_targets(everything, start, end).tolist()

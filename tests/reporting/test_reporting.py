@@ -17,9 +17,9 @@ import pytest
 import chunkplan
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
-from chunkplan.reporting.chunk_frame import chunk_frame
+from chunkplan.reporting.plan_chunks import plan_chunks
 from chunkplan.reporting.plan_report import plan_report
-from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimes, step_times
+from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimeSummary, step_times
 from tests.support.small_plans import CONFIGS, LENGTHS, built
 
 
@@ -32,7 +32,7 @@ def chunks_of(step: PlanStep) -> list[Chunk]:
     return [chunk for chunks in step.chunks.values() for chunk in chunks]
 
 
-def squares(chunk: Chunk) -> int:
+def attention_pairs(chunk: Chunk) -> int:
     return sum((part.end - part.start) * (part.end + part.start) for part in chunk.segments)
 
 
@@ -79,7 +79,7 @@ def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
         mine = [chunk for _, chunk in chunks if kind_of(chunk) == kind]
         assert row.num_chunks == len(mine)
         # Over the parts of a sequence, t (2 p + t) comes to its length squared.
-        assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(squares, mine)))
+        assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(attention_pairs, mine)))
     assert np.mean([row.over_mean for row in report.ranks]) == pytest.approx(1)
     assert sum(row.num_steps_slowest for row in report.ranks) == report.summary.num_steps
     for band in report.fill:
@@ -144,16 +144,16 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def timed(*changes: dict[str, Any]) -> StepTimes:
+def timed(*changes: dict[str, Any]) -> StepTimeSummary:
     """Three usual steps, and one for each of `changes`."""
     steps, chunks = [], []
     for number, change in enumerate([{}, {}, {}, *changes]):
         is_it = {**USUAL, "longest": 100, "exceeds_share": False, "split": 0.1, **change}
         cost = is_it["num_tokens"] * is_it["work"] / (1 - is_it["recomputed"])
         for rank, share in enumerate((1 - is_it["heavy"], is_it["heavy"])):
-            square = float(is_it["num_tokens"] * is_it["longest"] / 2)
+            pairs = float(is_it["num_tokens"] * is_it["longest"] / 2)
             part = {"part_end": is_it["longest"], "prefix_tokens": is_it["longest"] - 10, "num_tokens": 10}
-            row = {"step": number, "dp_rank": rank, "squares": square, "reach": is_it["longest"], **part}
+            row = {"step": number, "dp_rank": rank, "attention_pairs": pairs, "reach": is_it["longest"], **part}
             chunks.append({**row, "cost": cost * share * (1 - is_it["split"]), "group_id": None})
             chunks += [{**row, "cost": cost * share * is_it["split"] / 4, "group_id": 0} for _ in range(4)]
         steps.append(
@@ -199,7 +199,7 @@ def test_a_sequence_that_explains_more_than_any_factor_is_named() -> None:
 
 def test_what_shares_the_chunks_of_a_sequence_is_not_counted_as_its_own(tmp_path: Path) -> None:
     """Two chunks of 64 for 65 tokens; the second has 60 more of others."""
-    frame = chunk_frame(built(tmp_path, [65, 60], k=1, epochs=1))
+    frame = plan_chunks(built(tmp_path, [65, 60], k=1, epochs=1)).frame
     assert frame["kind"].to_list() == ["dependent", "mixed"]
     assert (frame["part_end"] - frame["prefix_tokens"]).to_list() == [64, 1]
 
@@ -228,7 +228,7 @@ def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:
     steps = pl.DataFrame({"step": [0], "num_tokens": [5], "slowest_rank": [1], "predicted_us": [1.0], "fill": [1.0]})
     steps = steps.with_columns(recompute_share=pl.lit(0.0), exceeds_share=pl.lit(False))
     chunks = pl.DataFrame(
-        {"step": [0], "dp_rank": [0], "num_tokens": [5], "cost": [1.0], "squares": [1.0], "reach": [5]}
+        {"step": [0], "dp_rank": [0], "num_tokens": [5], "cost": [1.0], "attention_pairs": [1.0], "reach": [5]}
     )
     chunks = chunks.with_columns(group_id=pl.lit(None, pl.Int32), part_end=5, prefix_tokens=0)
     with pytest.raises(DataError, match="step 0"):

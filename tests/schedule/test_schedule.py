@@ -10,25 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import durations
+from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.rates import UNIT
 from chunkplan.operations import OPS
-from chunkplan.schedule.actions import Actions, RankChunks
+from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate
 
 ALONE = -1
 
 
-def rank_chunks(groups: list[int], keeps: list[int] | None, units: list[int], num_parts: int) -> RankChunks:
-    tokens = np.array(units, np.int64)
-    return RankChunks(
-        np.array(groups, np.int32),
-        np.array([1] * len(groups) if keeps is None else keeps, bool),
-        tokens,
-        durations(tokens, np.zeros(tokens.size), UNIT, [1] * num_parts),
-        np.zeros(tokens.size, np.int64),
-    )
+def unit_times(units: list[int], num_model_stages: int) -> ChunkTimes:
+    return chunk_times(np.array(units), np.zeros(len(units)), UNIT, [1] * num_model_stages)
 
 
 class Rank:
@@ -43,10 +37,10 @@ class Rank:
         schedule: str | None = None,
         num_virtual: int = 1,
     ) -> None:
-        self.chunks = rank_chunks(groups, keeps, units, pp * num_virtual)
+        chunks = chunks_without_segments([0, len(groups)], units, groups, True if keeps is None else keeps)
         schedule = schedule or ("algorithm2" if pp == 1 else "1f1b")
         self.actions, ends, self.stage_end, self.peaks, _ = schedule_ranks(
-            np.array([0, len(groups)]), self.chunks, pp, schedule, None, str
+            chunks, unit_times(units, pp * num_virtual), pp, schedule, None, str
         )
         named = [(OPS[op], int(chunk)) for op, chunk in zip(self.actions.ops, self.actions.chunk_ids, strict=True)]
         borders = self.actions.stages[1:-1]
@@ -173,8 +167,9 @@ def test_ranks_are_scheduled_together_as_they_are_alone(
 ) -> None:
     groups, keeps, units = ([each for rank in ranks for each in rank[part]] for part in range(3))
     first = np.cumsum([0, *(len(rank[0]) for rank in ranks)])
+    chunks = chunks_without_segments(first, units, groups, keeps)
     schedule = "algorithm2" if pp == 1 else "1f1b"
-    actions, _, stage_end, _, _ = schedule_ranks(first, rank_chunks(groups, keeps, units, pp), pp, schedule, None, str)
+    actions, _, stage_end, _, _ = schedule_ranks(chunks, unit_times(units, pp), pp, schedule, None, str)
     alone = [Rank(*rank[:2], pp, rank[2]) for rank in ranks]
     assert actions.ops.tolist() == [op for rank in alone for op in rank.actions.ops]
     assert actions.chunk_ids.tolist() == [chunk for rank in alone for chunk in rank.actions.chunk_ids]
@@ -190,5 +185,4 @@ def test_what_waits_for_itself_is_never_done() -> None:
         virtual_stages=np.zeros(8, np.int32),
         stages=np.array([0, 4, 8]),
     )
-    chunks = rank_chunks([ALONE, ALONE], None, [1, 1], 2)
-    assert simulate(actions, chunks.durations, chunks.link).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]
+    assert simulate(actions, unit_times([1, 1], 2)).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]

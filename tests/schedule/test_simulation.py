@@ -128,7 +128,7 @@ def check_consistency(found: Simulation) -> None:
     for before, after in pairwise(path):
         gap = found.starts[after] - found.ends[before]
         same_stage = found.stage_of[before] == found.stage_of[after]
-        assert gap == (0 if same_stage else found.timed.link[found.actions.chunk_ids[after]])
+        assert gap == (0 if same_stage else found.times.link[found.actions.chunk_ids[after]])
     assert [max(retained for _, retained, _ in held) for held in found.held] == found.peak_retained_tokens
     assert all(held[-1][1:] == (0, 0) for held in found.held), "nothing is held at the end"
     assert found.bubble == pytest.approx(np.mean(found.bubble_per_stage))

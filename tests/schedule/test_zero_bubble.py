@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
-from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
-from chunkplan.schedule.retained import peak_retained
+from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.schedule.actions import Actions, empty_actions
+from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.zero_bubble import zero_bubble
-from tests.support.schedule_checks import example, look, ranks, template
+from tests.support.schedule_checks import Rank, example, look, ranks, template
 
 
-def scheduled(rank: RankChunks, pp: int) -> Actions:
-    actions = empty_actions(rank.keeps, pp, pp, True)
-    zero_bubble(rank, pp, actions)
+def scheduled(rank: Rank, pp: int) -> Actions:
+    actions = empty_actions(rank.chunks.keeps_activations, pp, pp, True)
+    zero_bubble(*rank, pp, actions)
     return actions
 
 
-def split_at_once(rank: RankChunks, pp: int) -> Actions:
+def split_at_once(rank: Rank, pp: int) -> Actions:
     """State-aware 1F1B with each backward as its halves, one directly after the other."""
     whole = template(rank, pp)
     ops: list[int] = []
@@ -29,19 +31,19 @@ def split_at_once(rank: RankChunks, pp: int) -> Actions:
         halves = [OPS.index("backward_input"), OPS.index("backward_weight")] if OPS[op] == "backward" else [op]
         ops += halves
         chunk_ids += [chunk] * len(halves)
-    stages = whole.stages + np.arange(pp + 1) * rank.keeps.size
+    stages = whole.stages + np.arange(pp + 1) * rank.chunks.num_tokens.size
     return Actions(np.array(ops, np.int8), np.array(chunk_ids, np.int32), np.zeros(len(ops), np.int32), stages)
 
 
 @given(ranks(most_units=8))
 @settings(max_examples=200)
-def test_zero_bubble_keeps_all_invariants_within_the_memory_and_the_time_of_1f1b(drawn: tuple[RankChunks, int]) -> None:
+def test_zero_bubble_keeps_all_invariants_within_the_memory_and_the_time_of_1f1b(drawn: tuple[Rank, int]) -> None:
     rank, pp = drawn
     actions = scheduled(rank, pp)
     end, peaks = look(rank, pp, actions)
     assert max(peaks) <= max(look(rank, pp, template(rank, pp))[1])
-    assert end <= simulate(split_at_once(rank, pp), rank.durations, rank.link).max()
-    assert peak_retained(actions, rank.num_tokens, 1).tolist() == peaks
+    assert end <= simulate(split_at_once(rank, pp), rank.times).max()
+    assert peak_retained(rank.chunks, actions).tolist() == peaks
 
 
 @pytest.mark.parametrize(
@@ -56,13 +58,8 @@ def test_on_the_published_example_a_third_less_time_or_so_than_1f1b(name: str, e
 
 def test_halves_of_a_group_leave_room_for_its_recomputes() -> None:
     """Of a group of four only one is held at a time: each weight half comes before the next recompute."""
-    rank = RankChunks(
-        np.zeros(4, np.int32),
-        np.array([False, False, False, True]),
-        np.ones(4, np.int64),
-        np.ones((len(OPS), 2, 4), np.int64),
-        np.zeros(4, np.int64),
-    )
+    chunks = chunks_without_segments([0, 4], 1, 0, [False, False, False, True])
+    rank = Rank(chunks, ChunkTimes(np.ones((len(OPS), 2, 4), np.int64), np.zeros(4, np.int64)))
     actions = scheduled(rank, 2)
     look(rank, 2, actions)
     first = [OPS[op] for op in actions.ops[: actions.stages[1]]]

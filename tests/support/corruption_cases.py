@@ -31,7 +31,7 @@ _REPORT = "rejected.jsonl"
 
 
 def write_pair(folder: Path, seed: int) -> None:
-    """An analysis of 48 sequences in several part files and record batches, and its plan for dp 2 and pp 2."""
+    """An analysis of 48 sequences in several token files and record batches, and its plan for dp 2 and pp 2."""
     random = np.random.default_rng(seed)
     analysis = folder / "analysis"
     analysis.mkdir(parents=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from hypothesis import strategies as st
 
-from chunkplan.cost.durations import durations, link_times
+from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.operations import OPS
-from chunkplan.schedule.actions import Actions, RankChunks, empty_actions
+from chunkplan.planfile.chunks import Chunks, chunks_without_segments
+from chunkplan.schedule.actions import Actions, empty_actions
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
@@ -23,24 +26,25 @@ EXAMPLES = {
 }
 
 
-def make_rank(units: list[int], groups: list[int], keeps: list[int], layers: list[int], rates: Rates) -> RankChunks:
+class Rank(NamedTuple):
+    """The chunks of a rank and their times: what a schedule is made for."""
+
+    chunks: Chunks
+    times: ChunkTimes
+
+
+def make_rank(units: list[int], groups: list[int], keeps: list[int], layers: list[int], rates: Rates) -> Rank:
     tokens = np.array(units, np.int64)
-    squares = tokens.astype(np.float64) ** 2
-    return RankChunks(
-        np.array(groups, np.int32),
-        np.array(keeps, bool),
-        tokens,
-        durations(tokens, squares, rates, layers),
-        link_times(tokens, rates),
-    )
+    times = chunk_times(tokens, tokens.astype(np.float64) ** 2, rates, layers)
+    return Rank(chunks_without_segments([0, tokens.size], tokens, groups, keeps), times)
 
 
-def example(name: str) -> RankChunks:
+def example(name: str) -> Rank:
     return make_rank(*EXAMPLES[name], [1] * 4, UNIT)
 
 
 @st.composite
-def ranks(draw: st.DrawFn, most_units: int) -> tuple[RankChunks, int]:
+def ranks(draw: st.DrawFn, most_units: int) -> tuple[Rank, int]:
     """Standalone chunks, some of them empty, and groups in any order, and how many stages there are."""
     units: list[int] = []
     groups: list[int] = []
@@ -53,14 +57,14 @@ def ranks(draw: st.DrawFn, most_units: int) -> tuple[RankChunks, int]:
         units += draw(st.lists(st.integers(int(size > 1), 9), min_size=size, max_size=size))
     layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     rates = draw(
-        st.sampled_from([UNIT, Rates(token=3.0, square=0.7, chunk=2.0, head=4.0, link_token=0.4, link=1.0)]),
+        st.sampled_from([UNIT, Rates(token=3.0, pair=0.7, chunk=2.0, head=4.0, link_token=0.4, link=1.0)]),
     )
     return make_rank(units, groups, keeps, layers, rates), len(layers)
 
 
-def look(rank: RankChunks, pp: int, actions: Actions) -> tuple[int, list[int]]:
+def look(rank: Rank, pp: int, actions: Actions) -> tuple[int, list[int]]:
     """When a schedule is done, and the most tokens each stage retains; every invariant is asserted."""
-    n = rank.keeps.size
+    n = rank.chunks.num_tokens.size
     stages = [
         [
             (OPS[op], int(chunk))
@@ -73,42 +77,43 @@ def look(rank: RankChunks, pp: int, actions: Actions) -> tuple[int, list[int]]:
     for stage, done in enumerate(stages):
         for chunk in range(n):
             own = [op for op, other in done if other == chunk]
-            first = ["forward"] if rank.keeps[chunk] else ["forward_kv", "recompute"]
+            first = ["forward"] if rank.chunks.keeps_activations[chunk] else ["forward_kv", "recompute"]
             assert own in ([*first, "backward"], [*first, "backward_input", "backward_weight"])
         for (op, chunk), then in zip(done, [*done[1:], ("", -1)], strict=True):
             assert op != "recompute" or (then[1] == chunk and then[0] in ("backward", "backward_input"))
         forwards = [chunk for op, chunk in done if op in ("forward", "forward_kv")]
         backwards = [chunk for op, chunk in done if op in ("backward", "backward_input")]
-        for group in set(rank.group_id.tolist()) - {ALONE}:
-            parts = np.flatnonzero(rank.group_id == group).tolist()
+        for group in set(rank.chunks.group_id.tolist()) - {ALONE}:
+            parts = np.flatnonzero(rank.chunks.group_id == group).tolist()
             assert [chunk for chunk in forwards if chunk in parts] == parts
             assert [chunk for chunk in backwards if chunk in parts] == parts[::-1]
         orders.add((tuple(forwards), tuple(backwards)))
         peaks.append(_peak(rank, done))
-        work = sum(int(rank.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
-        ends = simulate(actions, rank.durations, rank.link)[actions.stages[stage] : actions.stages[stage + 1]]
+        work = sum(int(rank.times.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
+        ends = simulate(actions, rank.times)[actions.stages[stage] : actions.stages[stage + 1]]
         assert work <= ends[-1], "a deadlock, or a stage that does two things at once"
     assert len(orders) == 1, "links take chunks in different orders"
-    return int(simulate(actions, rank.durations, rank.link).max()), peaks
+    return int(simulate(actions, rank.times).max()), peaks
 
 
-def _peak(rank: RankChunks, done: list[tuple[str, int]]) -> int:
+def _peak(rank: Rank, done: list[tuple[str, int]]) -> int:
     held: set[int] = set()
     peak = 0
     for op, chunk in done:
         if op in ("forward", "recompute"):
             held.add(chunk)
-            group = rank.group_id == rank.group_id[chunk]
-            if rank.group_id[chunk] != ALONE:
-                assert sum(group[other] for other in held) <= rank.keeps[group].sum(), "more holders than are kept"
+            group = rank.chunks.group_id == rank.chunks.group_id[chunk]
+            if rank.chunks.group_id[chunk] != ALONE:
+                num_kept = rank.chunks.keeps_activations[group].sum()
+                assert sum(group[other] for other in held) <= num_kept, "more holders than are kept"
         elif op in ("backward", "backward_weight"):
             held.remove(chunk)
-        peak = max(peak, sum(int(rank.num_tokens[other]) for other in held))
+        peak = max(peak, sum(int(rank.chunks.num_tokens[other]) for other in held))
     return peak
 
 
-def template(rank: RankChunks, pp: int) -> Actions:
+def template(rank: Rank, pp: int) -> Actions:
     """State-aware 1F1B."""
-    actions = empty_actions(rank.keeps, pp, pp, False)
-    state_aware_1f1b(rank, pp, actions)
+    actions = empty_actions(rank.chunks.keeps_activations, pp, pp, False)
+    state_aware_1f1b(rank.chunks, pp, actions)
     return actions

@@ -41,7 +41,7 @@ class DrawnStep:
 def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None) -> list[DrawnStep]:
     """Choose the steps to draw.
 
-    `steps` is `per_step` of the plan, `median` its `StepTimes.median_step`. `first` is a step to draw before all
+    `steps` is `per_step` of the plan, `median` its `StepTimeSummary.median_step`. `first` is a step to draw before all
     others, whatever it is like.
 
     Raises:

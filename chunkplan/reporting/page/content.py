@@ -8,7 +8,6 @@ from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
-from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.page.document import render
 from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_lengths
 from chunkplan.reporting.page.sections import (
@@ -21,6 +20,7 @@ from chunkplan.reporting.page.sections import (
 )
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.plan_chunks import plan_chunks
 from chunkplan.reporting.plan_report import report_of
 from chunkplan.reporting.plan_words import PlanHeader, caveats
 from chunkplan.tuning.document_entries import TuningDocument
@@ -35,8 +35,8 @@ def plan_page(
     step: int | None,
 ) -> str:
     """Return the HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first."""
-    chunks = chunk_frame(plan)
-    steps = per_step(plan, chunks)
+    chunks = plan_chunks(plan)
+    steps = per_step(plan, chunks.frame)
     report = report_of(plan, chunks, steps)
     summary = report.summary
     said = [] if why_no_analysis is None else [why_no_analysis]
@@ -47,7 +47,7 @@ def plan_page(
         )
     lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
-        plan_lengths_section(lengths, said, chunks, summary.chunk_size),
+        plan_lengths_section(lengths, said, chunks.frame, summary.chunk_size),
         candidates_section(tuning, warnings, plan),
         steps_section(steps),
         gantt_section(plan, steps, report, step),

@@ -7,7 +7,7 @@ from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
 from chunkplan.reporting.plan_words import memory_parts
-from chunkplan.reporting.slow_steps import StepTimes
+from chunkplan.reporting.slow_steps import StepTimeSummary
 
 #: Of more ranks the heaviest and the lightest, half of each.
 _MOST_RANKS = 100
@@ -22,7 +22,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     return tables + ([_ranks(report.ranks)] if report.summary.dp > 1 else [])
 
 
-def _times(times: StepTimes) -> Table:
+def _times(times: StepTimeSummary) -> Table:
     rows = [
         (f"{step.step:,}", seconds(step.predicted_us), f"{step.over_median:.2f}", step.why) for step in times.slowest
     ]

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
+from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.plan import Plan
-from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions, RankChunks
+from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import write_trace
@@ -71,7 +73,7 @@ def replay(planned: Mapping[int, Simulation], times_by_stage: Sequence[StepTimes
     """Replay one pipeline that did the work `planned` of some data-parallel ranks, one after another."""
     step = f"step {times_by_stage[0].step}, pipeline {pipeline}"
     joined, first_chunks = _one_after_another(planned, f"{step}, planned")
-    durations = np.zeros_like(joined.timed.durations)
+    durations = np.zeros_like(joined.times.durations)
     ends = np.empty_like(joined.ends)
     for stage, times in enumerate(times_by_stage):
         chunk_ids = [first_chunks[action.dp_rank] + action.chunk_id for action in times.actions]
@@ -81,9 +83,9 @@ def replay(planned: Mapping[int, Simulation], times_by_stage: Sequence[StepTimes
     # The first forward of a chunk that is recomputed did less than one that counts as useful.
     recomputed = durations[FORWARD] == 0
     durations[FORWARD][recomputed] = durations[RECOMPUTE][recomputed]
-    timed = joined.timed._replace(durations=durations, link=np.zeros_like(joined.timed.link))
-    replayed_ends = simulate(joined.actions, timed.durations, timed.link)
-    replayed = replace(joined, title=f"{step}, replayed", timed=timed, ends=replayed_ends)
+    replayed_times = joined.times._replace(durations=durations, link=np.zeros_like(joined.times.link))
+    replayed_ends = simulate(joined.actions, replayed_times)
+    replayed = replace(joined, title=f"{step}, replayed", times=replayed_times, ends=replayed_ends)
     values = {entry.name: getattr(replayed, entry.name) for entry in fields(replayed)}
     measured = _Measured(**values | {"title": f"{step}, measured", "ends": ends})
     return Replay(pipeline, measured, replayed, planned=joined)
@@ -164,17 +166,15 @@ def _one_after_another(planned: Mapping[int, Simulation], title: str) -> tuple[S
     """Every stage does all of one data-parallel rank, then the next; also where each rank's chunks begin."""
     first_chunks: dict[int, int] = {}
     num_chunks = num_groups = 0
-    chunks, group_ids, chunk_ids = [], [], []
+    chunks, chunk_ids = [], []
     for rank, each in planned.items():
         first_chunks[rank] = num_chunks
-        groups = each.timed.group_id
-        group_ids.append(np.where(groups < 0, groups, groups + np.int32(num_groups)))
         chunk_ids.append(each.actions.chunk_ids + np.int32(num_chunks))
         for chunk in each.chunks:
             group = None if chunk.group_id is None else chunk.group_id + num_groups
             chunks.append(replace(chunk, chunk_id=chunk.chunk_id + num_chunks, group_id=group))
         num_chunks += len(each.chunks)
-        num_groups += int(groups.max(initial=-1)) + 1
+        num_groups += int(each.table.group_id.max(initial=-1)) + 1
     found = list(planned.values())
     pp = found[0].pp
     parts = [
@@ -188,15 +188,12 @@ def _one_after_another(planned: Mapping[int, Simulation], title: str) -> tuple[S
         np.concatenate([each.actions.virtual_stages[own] for each, _, own in parts]),
         np.sum([each.actions.stages for each in found], axis=0),
     )
-    timed = RankChunks(
-        np.concatenate(group_ids),
-        np.concatenate([each.timed.keeps for each in found]),
-        np.concatenate([each.timed.num_tokens for each in found]),
-        np.concatenate([each.timed.durations for each in found], axis=2),
-        np.concatenate([each.timed.link for each in found]),
+    times = ChunkTimes(
+        np.concatenate([each.times.durations for each in found], axis=2),
+        np.concatenate([each.times.link for each in found]),
     )
-    ends = simulate(actions, timed.durations, timed.link)
+    ends = simulate(actions, times)
     joined = replace(
-        found[0], title=title, chunks=tuple(chunks), timed=timed, actions=actions, ends=ends, proved_ticks=0
+        found[0], title=title, table=chunks_of_rows(chunks), times=times, actions=actions, ends=ends, proved_ticks=0
     )
     return joined, first_chunks

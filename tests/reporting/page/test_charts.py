@@ -14,13 +14,13 @@ import pytest
 import chunkplan
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.chunk_frame import chunk_frame
 from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
 from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure
 from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
 from chunkplan.reporting.per_step import per_step
+from chunkplan.reporting.plan_chunks import plan_chunks
 from chunkplan.reporting.slow_steps import step_times
 from chunkplan.tuning.document_entries import PLAN_ENTRIES
 from tests.support.page_cases import build_plan, tuning_of, write_and_read
@@ -38,7 +38,7 @@ def tuning(plan: Plan) -> dict[str, Any]:
 
 def drawn_all(plan: Plan) -> list[DrawnStep]:
     """What a page draws of a plan."""
-    chunks = chunk_frame(plan)
+    chunks = plan_chunks(plan).frame
     steps = per_step(plan, chunks)
     median = step_times(steps, chunks, plan.config.dp, plan.config.pp).median_step
     return drawn_steps(plan, steps, median, None)

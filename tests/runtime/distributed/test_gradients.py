@@ -12,11 +12,11 @@ import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.operations import OPS
+from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import PlanStep
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.footprint import fullest_moments
-from chunkplan.schedule.retained import peak_retained
+from chunkplan.schedule.holdings import fullest_moments, peak_retained
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
@@ -235,12 +235,9 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
         np.zeros(len(flat), np.int32),
         np.cumsum([0, *map(len, stages)]),
     )
-    num_tokens = np.array([chunk.num_tokens for chunk in step.chunks[0]])
-    groups = np.array([-1 if chunk.group_id is None else chunk.group_id for chunk in step.chunks[0]], np.int32)
-    ranks = np.array([0, num_tokens.size])
+    chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(actions, ranks, groups, num_tokens, pp, np.tile(np.eye(3)[kind], (pp, 1)))[0, :, kind].tolist()
-        for kind in range(3)
+        fullest_moments(chunks, actions, np.tile(np.eye(3)[kind], (pp, 1)))[0, :, kind].tolist() for kind in range(3)
     ]
-    assert by_kind[0] == peak_retained(actions, num_tokens, 1).tolist()
+    assert by_kind[0] == peak_retained(chunks, actions).tolist()
     return by_kind

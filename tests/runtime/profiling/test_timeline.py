@@ -61,7 +61,7 @@ def planned_times(plan: Plan, layout: Layout, slow_rank: int = -1) -> list[StepT
     for pipeline in range(layout.dp):
         work = []
         for dp_rank in replace(layout, rank=pipeline).dp_ranks(plan.config.dp):
-            durations = simulate_plan(plan, rank=dp_rank).timed.durations
+            durations = simulate_plan(plan, rank=dp_rank).times.durations
             for stage in range(layout.pp):
                 slowness = 1 + (layout.rank_of(stage, pipeline) == slow_rank)
                 for action in step.actions[dp_rank, stage]:

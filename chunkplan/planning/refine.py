@@ -1,8 +1,8 @@
-"""Second looks at what the fast pass could not prove best: a rank's packing, a step's spread."""
+"""Refines what the fast pass could not prove best: the packing of a rank, the assignment of a step's sequences."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -19,8 +19,13 @@ _WORTH = 500
 _EFFORT = 0.1
 
 
-def pack_better(
-    first: Int64Array, sequences: Sequences, rules: Rules, placement: Placement, stop: threading.Event, algorithm: str
+def refine_packing(
+    step_starts: Int64Array,
+    sequences: Sequences,
+    rules: Rules,
+    placement: Placement,
+    is_cancelled: Callable[[], bool],
+    algorithm: str,
 ) -> None:
     """Pack ranks that have more chunks than their bound with `algorithm`; keep what has fewer, and better bounds.
 
@@ -28,17 +33,21 @@ def pack_better(
     chunks are bins that other items may join, but two parts may not share one. (A bound counts only where no other
     chunk has room.) With "auto" there is no more than minimum bin slack where all that could be gained, the chunks over
     the bound, is below 1/_WORTH of the rank's time.
+
+    Raises:
+        CancelledError: `is_cancelled()` was true while there was still something to do.
     """
-    num_parts = parts_per_rank(first, sequences, placement)
+    num_parts = parts_per_rank(step_starts, sequences, placement)
     num_chunks = placement.num_standalone + num_parts
     for step, rank in np.argwhere(num_chunks > placement.rank_bound).tolist():
-        if stop.is_set():
+        if is_cancelled():
             raise CancelledError
-        mine = first[step] + np.flatnonzero(placement.rank_of[first[step] : first[step + 1]] == rank)
-        is_split = np.diff(sequences.parts)[mine] > 0
-        short = mine[~is_split]
+        start, stop = step_starts[step], step_starts[step + 1]
+        own = start + np.flatnonzero(placement.rank_of[start:stop] == rank)  # [sequences of the rank]
+        is_split = np.diff(sequences.parts)[own] > 0  # [sequences of the rank]
+        short = own[~is_split]
         parts = np.array(
-            [part for i in mine[is_split][::-1] for part in range(sequences.parts[i], sequences.parts[i + 1])], np.int64
+            [part for i in own[is_split][::-1] for part in range(sequences.parts[i], sequences.parts[i + 1])], np.int64
         )
         rooms = rules.chunk_size - sequences.part_tokens[parts]
         has_room = (rooms > 0) & rules.tail_sharing
@@ -46,7 +55,7 @@ def pack_better(
         items = np.concatenate([sequences.tokens[short], sequences.part_tokens[parts[shared]]])
         closed = parts.size - shared.size
         gap_ns = (num_chunks[step, rank] - placement.rank_bound[step, rank]) * rules.chunk_ns
-        everything_ns = sequences.work[mine].sum() + placement.num_standalone[step, rank] * rules.chunk_ns
+        everything_ns = sequences.work[own].sum() + placement.num_standalone[step, rank] * rules.chunk_ns
         pays = algorithm != "auto" or gap_ns * _WORTH >= everything_ns
         packing = pack_lengths(items, rules.chunk_size, algorithm if pays else "mbs", certify=pays)
         if shared.size == has_room.sum():
@@ -64,29 +73,33 @@ def pack_better(
         placement.step_bound[:] = np.maximum(placement.step_bound, placement.rank_bound[:, 0])
 
 
-def spread_better(
-    first: Int64Array,
+def refine_assignment(
+    step_starts: Int64Array,
     sequences: Sequences,
     rules: Rules,
     placement: Placement,
-    stop: threading.Event,
+    is_cancelled: Callable[[], bool],
     *,
     equal_chunks: bool,
 ) -> None:
-    """Look for a spread of each step with CP-SAT, hinted with the one there is; keep it where it is faster.
+    """Look for an assignment of each step's sequences to ranks with CP-SAT; keep it where it is faster.
 
-    Changes `placement`. With `equal_chunks` every rank takes as many chunks as the one that has most.
+    It is hinted with the one there is. Changes `placement`. With `equal_chunks` every rank takes as many chunks as the
+    one that has most.
+
+    Raises:
+        CancelledError: `is_cancelled()` was true while there was still something to do.
     """
-    for step in range(first.size - 1):
-        if stop.is_set():
+    for step in range(step_starts.size - 1):
+        if is_cancelled():
             raise CancelledError
-        here = slice(int(first[step]), int(first[step + 1]))
-        mine = step_sequences(sequences, here.start, here.stop)
-        num_parts = np.diff(mine.parts)
+        here = slice(int(step_starts[step]), int(step_starts[step + 1]))
+        own = step_sequences(sequences, here.start, here.stop)
+        num_parts = np.diff(own.parts)
         hint = placement.rank_of[here].copy()
         found = search_ranks(
-            costs=mine.work - num_parts * rules.chunk_ns,
-            demands=np.where(num_parts > 0, _demand_of_parts(mine, rules), mine.tokens),
+            costs=own.work - num_parts * rules.chunk_ns,
+            demands=np.where(num_parts > 0, _demand_of_parts(own, rules), own.tokens),
             own_chunks=num_parts,
             hint=hint,
             dp=rules.dp,
@@ -95,16 +108,16 @@ def spread_better(
             equal_chunks=equal_chunks,
             effort=_EFFORT,
         )
-        old, new = (_Spread(mine, rules, rank_of, equal_chunks) for rank_of in (hint, found))
+        old, new = (_Assignment(own, rules, rank_of, equal_chunks) for rank_of in (hint, found))
         if new.slowest_ns < old.slowest_ns:
             placement.rank_of[here], placement.bin_of[here] = new.rank_of, new.bin_of
             placement.num_standalone[step] = new.num_standalone
             for rank in range(rules.dp):
-                placement.rank_bound[step, rank] = fewest_chunks(mine, rules, new.rank_of == rank)
+                placement.rank_bound[step, rank] = fewest_chunks(own, rules, new.rank_of == rank)
 
 
-class _Spread:
-    """A spread of a step, packed, and when its slowest rank is done."""
+class _Assignment:
+    """The sequences of a step assigned to ranks and packed, and when its slowest rank is done."""
 
     def __init__(self, sequences: Sequences, rules: Rules, rank_of: Int64Array, equal_chunks: bool) -> None:
         self.rank_of = rank_of.astype(np.int64)
@@ -121,10 +134,10 @@ def _demand_of_parts(sequences: Sequences, rules: Rules) -> Int64Array:
     return -room if rules.tail_sharing else 0 * room
 
 
-def parts_per_rank(first: Int64Array, sequences: Sequences, placement: Placement) -> Int64Array:
+def parts_per_rank(step_starts: Int64Array, sequences: Sequences, placement: Placement) -> Int64Array:
     """How many parts of split sequences each rank has, int64 [num_steps, dp]."""
     num_steps, dp = placement.num_standalone.shape
-    rank = np.repeat(np.arange(num_steps), np.diff(first)) * dp + placement.rank_of
+    rank = np.repeat(np.arange(num_steps), np.diff(step_starts)) * dp + placement.rank_of
     counts = np.zeros(num_steps * dp, np.int64)
     np.add.at(counts, rank, np.diff(sequences.parts))
     return counts.reshape(num_steps, dp)

@@ -1,4 +1,7 @@
-"""Exchanges of single sequences between two ranks, by which a spread is made more even."""
+"""Assigns the sequences of a step to ranks by their work, and evens out what two ranks have by exchanging sequences.
+
+Sequences assigned before they are packed balance better than packed chunks do, whose costs are lumps.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,22 @@ from chunkplan.compiled import compiled
 
 #: An exchange has to gain 1/_WORTH of the mean, so that there are few of them.
 _WORTH = 4096
+
+
+@compiled
+def assign(work: Int64Array, dp: int) -> Int64Array:
+    """The rank of every sequence, int64 [n]; `work` [n] is in descending order.
+
+    Longest processing time first (Graham 1969): each sequence, dearest first, goes to the rank with the least work so
+    far, the lowest of several. The heaviest rank gets at most 4/3 of the best possible.
+    """
+    rank_of = np.empty(work.size, np.int64)  # [n]
+    loads = np.zeros(min(dp, max(work.size, 1)), np.int64)  # [dp], or fewer
+    for sequence in range(work.size):
+        lightest = loads.argmin() if sequence >= loads.size else sequence
+        rank_of[sequence] = lightest
+        loads[lightest] += work[sequence]
+    return rank_of
 
 
 @compiled
@@ -31,21 +50,21 @@ def best_exchange(
     given = taken = -1
     candidate = -1  # the last sequence of the taker that is dearer than wanted
     following = -1  # the first one that is not
-    for mine in range(work.size):
-        if rank_of[mine] != giver:
+    for offered in range(work.size):
+        if rank_of[offered] != giver:
             continue
-        wanted = work[mine] - half
+        wanted = work[offered] - half
         while following < work.size and (following < 0 or rank_of[following] != taker or work[following] > wanted):
             if following >= 0 and rank_of[following] == taker:
                 candidate = following
             following += 1
-        for theirs in (candidate, following, -1):
-            if theirs == work.size:
+        for returned in (candidate, following, -1):
+            if returned == work.size:
                 continue
-            moved = work[mine] - (work[theirs] if theirs >= 0 else 0)
+            moved = work[offered] - (work[returned] if returned >= 0 else 0)
             distance = abs(2 * moved - gap)
             if 0 < moved < gap and distance < best:
-                best, given, taken = distance, mine, theirs
+                best, given, taken = distance, offered, returned
     return given, taken
 
 

@@ -1,0 +1,167 @@
+"""The table of chunks, rank after rank: the planner makes it; schedules, simulations and reports read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, starmap
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.compiled import compiled
+from chunkplan.cost.durations import Float64Array, attention_pairs_of
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.plan import Chunk, Segment
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class Chunks(NamedTuple):
+    """The chunks of some ranks, in the order and the types of chunks.parquet, and their segments.
+
+    `rank_chunks` int64 [num_ranks + 1]: where the chunks of each rank of each step begin. Per chunk [n]: group_id (-1
+    for standalone), group_index, group_size, num_tokens, num_target_tokens, prefix_tokens int32, keeps_activations
+    bool, cost float32 (predicted microseconds); attention_pairs float64 (see `attention_pairs_of`). `segments` int64
+    [n + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
+    """
+
+    rank_chunks: Int64Array
+    group_id: Int32Array
+    group_index: Int32Array
+    group_size: Int32Array
+    num_tokens: Int32Array
+    num_target_tokens: Int32Array
+    prefix_tokens: Int32Array
+    keeps_activations: BoolArray
+    cost: Float32Array
+    attention_pairs: Float64Array
+    segments: Int64Array
+    sequence_id: Int64Array
+    start: Int32Array
+    end: Int32Array
+
+
+@compiled
+def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
+    """Room for a table: standalone chunks that hold nothing yet, of ranks that have none yet."""
+    return Chunks(
+        rank_chunks=np.zeros(num_ranks + 1, np.int64),
+        group_id=np.full(num_chunks, -1, np.int32),
+        group_index=np.zeros(num_chunks, np.int32),
+        group_size=np.ones(num_chunks, np.int32),
+        num_tokens=np.zeros(num_chunks, np.int32),
+        num_target_tokens=np.zeros(num_chunks, np.int32),
+        prefix_tokens=np.zeros(num_chunks, np.int32),
+        keeps_activations=np.ones(num_chunks, np.bool_),
+        cost=np.zeros(num_chunks, np.float32),
+        attention_pairs=np.zeros(num_chunks, np.float64),
+        segments=np.zeros(num_chunks + 1, np.int64),
+        sequence_id=np.empty(num_segments, np.int64),
+        start=np.empty(num_segments, np.int32),
+        end=np.empty(num_segments, np.int32),
+    )
+
+
+@compiled
+def chunks_of_rank(chunks: Chunks, rank: int) -> Chunks:
+    """The view of one rank: the same table, without the chunks of others. (Segments stay where they are.)"""
+    start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    return Chunks(
+        rank_chunks=np.array([0, stop - start]),
+        group_id=chunks.group_id[start:stop],
+        group_index=chunks.group_index[start:stop],
+        group_size=chunks.group_size[start:stop],
+        num_tokens=chunks.num_tokens[start:stop],
+        num_target_tokens=chunks.num_target_tokens[start:stop],
+        prefix_tokens=chunks.prefix_tokens[start:stop],
+        keeps_activations=chunks.keeps_activations[start:stop],
+        cost=chunks.cost[start:stop],
+        attention_pairs=chunks.attention_pairs[start:stop],
+        segments=chunks.segments[start : stop + 1],
+        sequence_id=chunks.sequence_id,
+        start=chunks.start,
+        end=chunks.end,
+    )
+
+
+def chunks_without_segments(
+    rank_chunks: npt.ArrayLike,
+    num_tokens: npt.ArrayLike,
+    group_id: npt.ArrayLike = -1,
+    keeps_activations: npt.ArrayLike = True,
+) -> Chunks:
+    """A table of chunks of which it does not matter what is in them: [n] each, or one value for all.
+
+    Schedules look at no more than this, and at the times of the chunks.
+    """
+    offsets = np.array(rank_chunks, np.int64)
+    chunks = empty_chunks(offsets.size - 1, int(offsets[-1]), 0)
+    chunks.rank_chunks[:], chunks.num_tokens[:] = offsets, num_tokens
+    chunks.group_id[:], chunks.keeps_activations[:] = group_id, keeps_activations
+    return chunks
+
+
+def read_chunks(table: pa.Table) -> Chunks:
+    """The rows of chunks.parquet, or those of some of its ranks; in `rank_chunks` are the ranks that there are."""
+    lists = table.column("segments").combine_chunks()
+    offsets = to_numpy(lists.offsets).astype(np.int64)
+    segments = offsets - offsets[0]
+    flat = lists.flatten()
+    sequence_id, start, end = (np.array(to_numpy(flat.field(name))) for name in Segment.__dataclass_fields__)
+    step, dp_rank = (to_numpy(table.column(name).combine_chunks()) for name in ("step", "dp_rank"))
+    is_next = (np.diff(step) != 0) | (np.diff(dp_rank) != 0)  # [n - 1]
+    columns = {
+        name: np.array(to_numpy(table.column(name).combine_chunks()))
+        for name in Chunks._fields
+        if name in table.column_names and name not in ("segments", "group_id")
+    }
+    return Chunks(
+        rank_chunks=np.concatenate([[0], np.flatnonzero(is_next) + 1, [table.num_rows]]),
+        group_id=np.array(to_numpy(table.column("group_id").combine_chunks().fill_null(-1))),
+        attention_pairs=_sum_pairs(segments, start, end),
+        segments=segments,
+        sequence_id=sequence_id,
+        start=start,
+        end=end,
+        **columns,
+    )
+
+
+def chunks_of_rows(rows: Sequence[Chunk]) -> Chunks:
+    """The table of the chunks of one rank, in order of their ids."""
+    flat = [segment for row in rows for segment in row.segments]
+    segments = offsets_of([len(row.segments) for row in rows])
+    start, end = (np.array([getattr(each, name) for each in flat], np.int32) for name in ("start", "end"))
+    return empty_chunks(1, len(rows), 0)._replace(
+        rank_chunks=np.array([0, len(rows)], np.int64),
+        group_id=np.array([-1 if row.group_id is None else row.group_id for row in rows], np.int32),
+        keeps_activations=np.array([row.keeps_activations for row in rows], np.bool_),
+        cost=np.array([row.cost for row in rows], np.float32),
+        attention_pairs=_sum_pairs(segments, start, end),
+        segments=segments,
+        sequence_id=np.array([each.sequence_id for each in flat], np.int64),
+        start=start,
+        end=end,
+        **{name: np.array([getattr(row, name) for row in rows], np.int32) for name in _COUNTS},
+    )
+
+
+def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
+    """The rows of a table of one rank, the opposite of `chunks_of_rows`."""
+    places = zip(chunks.sequence_id.tolist(), chunks.start.tolist(), chunks.end.tolist(), strict=True)
+    segments = list(starmap(Segment, places))
+    by_chunk = [tuple(segments[start:stop]) for start, stop in pairwise(chunks.segments.tolist())]
+    group_id = [None if group < 0 else group for group in chunks.group_id.tolist()]
+    columns = (getattr(chunks, name).tolist() for name in (*_COUNTS, "keeps_activations", "cost"))
+    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, strict=True)))
+
+
+_COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
+
+
+def _sum_pairs(segments: Int64Array, start: Int32Array, end: Int32Array) -> Float64Array:
+    """The attention pairs of each chunk [n]: whole numbers, whose sums of runs stay exact."""
+    return sum_runs(attention_pairs_of(end - start, start).astype(np.int64), segments).astype(np.float64)

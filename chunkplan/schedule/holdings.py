@@ -1,0 +1,129 @@
+"""What a stage holds after each of its actions: activations, inputs of chunks, keys and values of split sequences.
+
+`CHANGES` says what every op adds and releases; peaks of memory and the counters of a trace are read off it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.cost.durations import Float64Array
+from chunkplan.operations import OPS
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions, end_of_unit
+
+#: What is held, in tokens: those whose activations are; those of saved inputs; those whose keys and values are.
+ACTIVATIONS, INPUTS, KV = range(3)
+
+#: When it changes.
+START, END = range(2)
+
+_CHANGES = {
+    # op: activations, inputs, KV, from the start of the action on; and from its end on
+    "forward": ((1, 0, 1), (0, 0, 0)),
+    "forward_kv": ((0, 1, 1), (0, 0, 0)),
+    "recompute": ((1, -1, 0), (0, 0, 0)),
+    "backward": ((0, 0, 0), (-1, 0, -1)),
+    "backward_input": ((0, 0, 0), (0, 0, -1)),
+    "backward_weight": ((0, 0, 0), (-1, 0, 0)),
+}
+
+#: int64 [num_ops, 2, 3], by code of the op, `START` or `END`, and what is held: whether its chunk's tokens come (1) or
+#: go (-1). Inputs are not saved on model stage 0, which needs but the token ids. Keys and values are counted for parts
+#: of split sequences alone, once whatever the virtual stages; those of a group go together, with the backward of its
+#: first chunk, which is the last to be done.
+CHANGES = np.array([_CHANGES[op] for op in OPS], np.int64)
+
+
+@compiled
+def kv_tokens(chunks: Chunks) -> Int64Array:
+    """The tokens whose keys and values come and go with each chunk, int64 [2, n], by `START` and `END`.
+
+    With every chunk of a group come its own; with the first one go those of the whole group.
+    """
+    tokens = np.zeros((2, chunks.num_tokens.size), np.int64)  # [2, n]
+    for rank in range(chunks.rank_chunks.size - 1):
+        start, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+        while start < end:
+            stop = min(end_of_unit(chunks.group_id, start), end)
+            if chunks.group_id[start] >= 0:
+                tokens[START, start:stop] = chunks.num_tokens[start:stop]
+                tokens[END, start] = np.sum(tokens[START, start:stop])
+            start = stop
+    return tokens
+
+
+@compiled
+def stage_holdings(
+    chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
+) -> Int64Array:
+    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 3], see `CHANGES`.
+
+    A chunk's activations and its input count for each virtual stage that holds them. `kv`: the `kv_tokens` of `chunks`.
+    """
+    row = rank * num_stages + stage
+    start, stop = actions.stages[row], actions.stages[row + 1]
+    held = np.empty((stop - start, 2, 3), np.int64)  # [actions of the stage, 2, 3]
+    num_activations = num_inputs = num_kv = np.int64(0)
+    for action in range(start, stop):
+        op, chunk = actions.ops[action], chunks.rank_chunks[rank] + actions.chunk_ids[action]
+        virtual_stage, tokens = actions.virtual_stages[action], np.int64(chunks.num_tokens[chunk])
+        for when in range(2):
+            num_activations += CHANGES[op, when, ACTIVATIONS] * tokens
+            if stage > 0 or virtual_stage > 0:
+                num_inputs += CHANGES[op, when, INPUTS] * tokens
+            if virtual_stage == 0:
+                num_kv += CHANGES[op, when, KV] * kv[when, chunk]
+            held[action - start, when, ACTIVATIONS] = num_activations
+            held[action - start, when, INPUTS] = num_inputs
+            held[action - start, when, KV] = num_kv
+    return held
+
+
+@compiled
+def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
+    """The most tokens whose activations each stage of one rank retains at any time, int64 [pp]."""
+    pp = actions.stages.size - 1
+    kv = kv_tokens(chunks)
+    peaks = np.zeros(pp, np.int64)
+    for stage in range(pp):
+        held = stage_holdings(chunks, kv, actions, 0, stage, pp)
+        for action in range(held.shape[0]):
+            peaks[stage] = max(peaks[stage], held[action, START, ACTIVATIONS])
+    return peaks
+
+
+@compiled
+def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array) -> Int64Array:
+    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 3].
+
+    `token_bytes` [pp, 3]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`) takes on each stage.
+    """
+    num_ranks, pp = chunks.rank_chunks.size - 1, token_bytes.shape[0]
+    kv = kv_tokens(chunks)
+    moments = np.zeros((num_ranks, pp, 3), np.int64)
+    for rank in range(num_ranks):
+        for stage in range(pp):
+            held = stage_holdings(chunks, kv, actions, rank, stage, pp)
+            most = -1.0
+            for action in range(held.shape[0]):
+                num_bytes = (
+                    held[action, START, ACTIVATIONS] * token_bytes[stage, ACTIVATIONS]
+                    + held[action, START, INPUTS] * token_bytes[stage, INPUTS]
+                    + held[action, START, KV] * token_bytes[stage, KV]
+                )
+                if num_bytes > most:
+                    most = num_bytes
+                    moments[rank, stage] = held[action, START]
+    return moments
+
+
+def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
+    """Of `moments` int64 [n, pp, 3], see `fullest_moments`, the one that takes most bytes on each stage.
+
+    Returns it, int64 [pp, 3], and which of the n it is, int64 [pp].
+    """
+    most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
+    return moments[most, np.arange(most.size)], most

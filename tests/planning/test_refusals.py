@@ -1,0 +1,93 @@
+"""What cannot be planned is refused, by name and with a hint, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan import PlanConfig, build
+from chunkplan.errors import DataError, UsageError
+from tests.support.planned_steps import first_step, save, write_analysis
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "fastest"}, "expected algorithm2 or 1f1b or interleaved or zero-bubble or search"),
+        ({"schedule": "1f1b"}, "for two stages or more, pp is 1"),
+        ({"schedule": "algorithm2", "pp": 2}, "for one stage, pp is 2"),
+        ({"virtual_stages": 2, "pp": 2}, "1f1b has one virtual stage"),
+        ({"schedule": "interleaved", "pp": 2, "virtual_stages": 0}, "virtual-stages is 0"),
+        ({"memory_tokens": 0}, "memory-tokens is 0"),
+        ({"k_by_length": ((5, 1), (5, 2))}, "tokens ascending"),
+        ({"k_by_length": (5, 1)}, "pairs of tokens and K"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        PlanConfig(chunk_size=8, k=1, **changes)
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 parts"):
+        build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
+
+
+def test_nothing_is_split_where_that_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sequence 1 has 9 tokens, and nothing may be split") as refused:
+        build(save(tmp_path, [8, 9, 10]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, split="none"))
+    assert str(refused.value.where).endswith("lengths.npy, row 1")
+    assert not (tmp_path / "plan").exists()
+    source = write_analysis(tmp_path / "analysis", [8, 9])
+    with pytest.raises(DataError) as refused:
+        build(source, tmp_path / "plan", PlanConfig(chunk_size=8, k=1, split="none"))
+    assert refused.value.where == "d.jsonl:2"
+    step = first_step(tmp_path, [8, 8, 3, 4], split="none")
+    assert [chunk.num_tokens for chunk in step.chunks[0]] == [8, 8, 7]
+
+
+def test_more_chunks_than_a_plan_can_hold_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="segments"):
+        build(save(tmp_path, [2**31 - 1] * 2), tmp_path / "plan", PlanConfig(chunk_size=1, k=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_size": 0}, "chunk-size is 0"),
+        ({"k": 0}, "k is 0"),
+        ({"dp": 0}, "dp is 0"),
+        ({"pp": -1}, "pp is -1"),
+        ({"global_batch": 2.5}, "global-batch is 2.5"),
+        ({"epochs": True}, "epochs is True"),
+        ({"last_batch": "pad"}, "last-batch is 'pad'"),
+        ({"split": "half"}, "split is 'half', expected full or even or cost or none"),
+        ({"packing": "ffd"}, "packing is 'ffd'"),
+        ({"balance": "best"}, "balance is 'best'"),
+        ({"equal_chunks": 1}, "equal-chunks is 1"),
+        ({"holdout": 0}, "holdout is 0"),
+        ({"holdout": 1.5}, "holdout is 1.5"),
+        ({"part": "eval"}, "nothing is held out"),
+        ({"mix": {"a": -1}}, "the weight of a is -1"),
+    ],
+)
+def test_a_config_checks_itself(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PlanConfig(**{"chunk_size": 8, "k": 1, **change})  # type: ignore[arg-type]
+
+
+def test_dropping_every_sequence_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, [5, 6])
+    with pytest.raises(UsageError, match="all 2 sequences would be dropped"):
+        build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, last_batch="drop"))
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize("bad", [[0, 5], [-3], [2**31], []])
+def test_impossible_lengths_are_refused_by_row(tmp_path: Path, bad: list[int]) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(bad, np.int64))
+    with pytest.raises(DataError, match="no lengths in it" if not bad else "row 0"):
+        build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1))
