@@ -29,9 +29,9 @@ from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.labels import shifted_labels
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes
+from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline
 from chunkplan_runtime.spans import Span
 
 _CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Job:
 class Ran:
     """One stage's times of a step; `loss` on the last stage, elsewhere 0, and `norm` of all gradients, 0 of sleep."""
 
-    times: StepTimes
+    times: StepTimeline
     loss: float
     norm: float
 
@@ -70,7 +70,7 @@ def run_stages(jobs: Sequence[Job], pp: int, repeats: int, config: Any = None) -
 def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int, config: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", _TIMEOUT, world_size=pp, rank=stage)
-    run = _Stage(Layout(pp=pp, rank=stage), config)
+    run = _Stage(RankLayout(pp=pp, rank=stage), config)
     rounds = [[run(job) for job in jobs] for _ in range(repeats + 1)]
     (folder / str(stage)).write_bytes(pickle.dumps(rounds[1:]))
     dist.destroy_process_group()
@@ -79,7 +79,7 @@ def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int, conf
 class _Stage:
     """One stage of a pipeline with its links, which runs jobs."""
 
-    def __init__(self, layout: Layout, config: Any) -> None:
+    def __init__(self, layout: RankLayout, config: Any) -> None:
         self._layout = layout
         self._groups = make_groups(layout, _CPU, _TIMEOUT)
         self._model: CausalLM | None = None
@@ -122,7 +122,7 @@ class _Sleeper:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, job: Job, work: RankWork, layout: Layout) -> _Sleeper:
+    def of(cls, job: Job, work: RankWork, layout: RankLayout) -> _Sleeper:
         """Make a stage that sleeps for as long as the step predicts, scaled."""
         predicted = job.step.times.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
         by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]

@@ -32,8 +32,7 @@ from runtime_parity import measure_bfloat16, measure_float64
 from runtime_time import measure_time
 from transformers.utils import logging
 
-from chunkplan_runtime.device_names import device_name
-from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.devices import device_name, find_device
 
 
 def show_parity(device: torch.device, options: argparse.Namespace) -> None:

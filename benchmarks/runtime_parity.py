@@ -102,7 +102,7 @@ def measure_bfloat16(device: torch.device) -> list[Row]:
         batch = make_batch([2048], 256, 1, config.vocab_size, seed)
         model = new_model(config, torch.bfloat16, seed, device=device)
         reference = _float64_gradients(model, config, batch, seed)
-        weights = TrainedWeights(model.model, masters=True).tensors
+        weights = TrainedWeights(model.model, master_weights=True).tensors
         num_targets = batch.work.step.num_target_tokens
         errors, worst = {}, {}
         with _wide_products(device):

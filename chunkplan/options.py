@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from chunkplan.domains import Domain, or_null
@@ -204,10 +205,13 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
 
 
-def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
+def read_toml(
+    path: Path, config: type[Options], *, renamed: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Values by field, of a file whose entries are the flags of a configuration without the dashes before them.
 
-    What no flag says is no entry either; where a flag says several fields, each of these is one.
+    What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old
+    names of entries, each with the new one: their values come back by the old name.
 
     Raises:
         UsageError: the file cannot be read.
@@ -224,7 +228,8 @@ def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
     declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
     values = {}
     for entry, value in entries.items():
-        found = declared.get(entry.replace("_", "-"))
+        name = entry.replace("_", "-")
+        found = declared.get(renamed.get(name, name))
         if found is None:
             raise DataError(f"unknown entry `{entry}`", where=str(path), hint=f"it is one of {', '.join(declared)}")
         loaded = found.domain.load(value)
@@ -234,5 +239,5 @@ def read_toml(path: Path, config: type[Options]) -> dict[str, Any]:
             raise DataError(
                 f"found {value!r}, expected {found.domain.expected}", where=f"{path}: {entry}", hint="mend this entry"
             )
-        values[found.name] = loaded
+        values[name.replace("-", "_") if name in renamed else found.name] = loaded
     return values

@@ -9,7 +9,7 @@ from drawing import ACTIONS, FAINT, INK, LANE, LINE, Drawing, arrow, draw_legend
 
 import chunkplan
 from chunkplan.planfile.plan import Action, PlanStep
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 
 LENGTHS = [20000, 13000, 9000, 8000, 7900, 6000, 5000, 4000, 3000, 2000, 1500, 900, 700, 500, 300]
 CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4, pp=2)
@@ -26,14 +26,14 @@ COLOURS = [("#1d5fa8", "#ffffff"), ("#bcd5f0", INK), ("#a6480f", "#ffffff"), ("#
 ACTIVATIONS, GRADIENTS, REPLICAS = ACTIONS["forward"][1], ACTIONS["backward"][1], "#6b46c1"
 
 
-def layouts() -> list[Layout]:
-    """The layouts of the processes, by rank."""
-    return [Layout(PROCESSES // CONFIG.pp, CONFIG.pp, rank) for rank in range(PROCESSES)]
+def layouts() -> list[RankLayout]:
+    """The processes, by rank."""
+    return [RankLayout(PROCESSES // CONFIG.pp, CONFIG.pp, rank) for rank in range(PROCESSES)]
 
 
-def box_place(layout: Layout) -> tuple[float, float]:
-    """Where the box of a process is: left and top."""
-    return STAGE_X[layout.stage], TOP + layout.copy * (BOX_HEIGHT + BETWEEN)
+def box_place(layout: RankLayout) -> tuple[float, float]:
+    """Where the box of a process begins: left and top."""
+    return STAGE_X[layout.stage], TOP + layout.dp_rank * (BOX_HEIGHT + BETWEEN)
 
 
 def draw_plan(drawing: Drawing) -> None:
@@ -63,14 +63,16 @@ def draw_actions(drawing: Drawing, x: float, y: float, actions: list[Action]) ->
         drawing.text(left + ACTION_WIDTH / 2, y + 15, words, size=11, fill=ink, bold=True, anchor="middle")
 
 
-def draw_process(drawing: Drawing, layout: Layout, step: PlanStep) -> None:
+def draw_process(drawing: Drawing, layout: RankLayout, step: PlanStep) -> None:
     """Draw the box of a process: its place, and what it does."""
     x, y = box_place(layout)
     fill, ink = COLOURS[layout.rank]
     drawing.box(x, y, BOX_WIDTH, BOX_HEIGHT, fill=LANE, stroke=LINE)
     drawing.box(x, y, BOX_WIDTH, HEAD - 4, fill=fill)
     drawing.text(x + 8, y + 17, f"Process {layout.rank}", fill=ink, bold=True)
-    drawing.text(x + BOX_WIDTH - 8, y + 17, f"stage {layout.stage} of pipeline {layout.copy}", fill=ink, anchor="end")
+    drawing.text(
+        x + BOX_WIDTH - 8, y + 17, f"stage {layout.stage} of pipeline {layout.dp_rank}", fill=ink, anchor="end"
+    )
     for row, dp_rank in enumerate(layout.dp_ranks(CONFIG.dp)):
         top = y + HEAD + 6 + row * ROW_PITCH
         drawing.text(x + 8, top + 15, f"rank {dp_rank}", fill=FAINT)
@@ -85,7 +87,7 @@ def draw_links(drawing: Drawing) -> None:
         if layout.is_first:
             arrow(drawing, (right, y + 52, left, y + 52), ACTIVATIONS)
             arrow(drawing, (left, y + 76, right, y + 76), GRADIENTS)
-        if layout.copy:
+        if layout.dp_rank:
             middle = x + 30
             arrow(drawing, (middle, y - 6, middle, y - BETWEEN + 6), REPLICAS, both=True)
             for row, words in enumerate(("weights, before a step", "gradients, after it")):

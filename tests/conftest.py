@@ -40,7 +40,7 @@ typer.main.get_command = cache(typer.main.get_command)
 LONGEST = (
     *("docs/test_docs", "runtime/distributed/test_train", "runtime/distributed/test_gradients"),
     *("runtime/training/test_resume", "runtime/hf/test_chunk_trainer", "cli/test_tune", "tuning/test_tuning"),
-    *("runtime/failures/test_watch", "test_clean_environment"),
+    *("runtime/failures/test_watchdog", "test_clean_environment"),
 )
 
 #: (sequence_id, start, end)

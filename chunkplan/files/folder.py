@@ -88,11 +88,11 @@ def fill_folder(target: Path) -> Iterator[Path]:
         with filling(target):
             yield temporary
         with writing(target):
-            _swap(temporary, target)
+            put_in_place(temporary, target)
 
 
-def _swap(temporary: Path, target: Path) -> None:
-    """Sync a folder and put it in place of `target`, whose old content has its name afterwards.
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Sync a folder of `temporary_folder` and give it the name of `target`, whose old content, if any, takes its own.
 
     What is called old is always whole: it is removed under the other name.
     """
@@ -193,10 +193,16 @@ def _name(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix() + ("/" if is_folder else "")
 
 
-def remove_left_behind(parent: Path, name: str | None = None) -> None:
-    """Remove what runs on this machine left in `parent` when they were killed; that of `name` alone, if given."""
-    for path in _left_behind(parent, name, "tmp|old"):
-        shutil.rmtree(path, ignore_errors=True)
+def remove_left_behind(parent: Path, name: str | None = None, *, by_anyone: bool = False) -> None:
+    """Remove what runs on this machine left in `parent` when they were killed; that of `name` alone, if given.
+
+    With `by_anyone` also what other machines and `whole_file` left, for a caller that knows that no other run is there.
+    """
+    for path in _left_behind(parent, name, "tmp|old", by_anyone=by_anyone):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _put_back(target: Path) -> None:
@@ -206,9 +212,11 @@ def _put_back(target: Path) -> None:
             old.rename(target)
 
 
-def _left_behind(parent: Path, name: str | None, kinds: str) -> list[Path]:
+def _left_behind(parent: Path, name: str | None, kinds: str, *, by_anyone: bool = False) -> list[Path]:
     """Folders that runs on this machine, which are no more, made beside `name`, or beside anything."""
     own = r"\..+" if name is None else rf"\.{re.escape(name)}"
+    if by_anyone:
+        return [path for path in parent.iterdir() if re.fullmatch(rf"{own}\.({kinds})-[\w.-]+", path.name)]
     pattern = re.compile(rf"{own}\.({kinds})-{re.escape(socket.gethostname())}-(\d+)-\w+")
     matches = {path: pattern.fullmatch(path.name) for path in parent.iterdir()}
     return [path for path, match in matches.items() if match and not _is_running(int(match[2]))]

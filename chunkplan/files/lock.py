@@ -45,11 +45,26 @@ def hold(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder, without waiting; False where its file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have none
+        return False
+    return True
+
+
 def _take(path: Path, target: Path) -> int:
     while True:
         descriptor = _open(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = try_lock(descriptor)
         except BlockingIOError as error:
             holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace") or "it has just begun"
             os.close(descriptor)
@@ -57,9 +72,7 @@ def _take(path: Path, target: Path) -> int:
                 f"another run is writing {target} ({holder})",
                 hint="wait for it to end, or write elsewhere with --output or --workspace",
             ) from error
-        except OSError:  # some network file systems have no locks
-            return descriptor
-        if _is_at(path, descriptor):
+        if not has_lock or _is_at(path, descriptor):
             return descriptor
         os.close(descriptor)  # its holder removed it after it was opened here: only who makes a new one holds anything
 

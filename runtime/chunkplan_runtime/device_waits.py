@@ -2,8 +2,8 @@
 
 On a GPU a send is a kernel that waits there for the other process to receive, and a receive one that waits for it to
 send. Who waits for the whole device waits for them too; if the other process does the same, neither gets to what the
-other one waits for. CUDA waits so when it is told to, and when it takes page-locked memory from the system. All of that
-is done here, and refused where it must not be, on a CPU as well, where none of it would wait.
+other one waits for. CUDA waits so when it is asked to, and when it takes page-locked memory from the system. All of
+that is done here, and refused where it must not be, on a CPU as well, where none of it would wait.
 """
 
 from __future__ import annotations

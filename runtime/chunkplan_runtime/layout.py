@@ -1,4 +1,4 @@
-"""Which process does what: data-parallel copies of a pipeline, and the rows of a plan that each one serves."""
+"""Which process does what: data-parallel replicas of a pipeline, and the rows of a plan that each one serves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from chunkplan.quantities import counted
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """A process, by its `rank`, among dp x pp of them.
 
-    Stages are outermost: ranks 0 to dp - 1 are the first stage. What a stage's copies send each other, all weights and
-    gradients, is more than what goes from stage to stage, so they lie side by side, on one machine where they fit.
+    Stages are outermost: ranks 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights and
+    gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
+    fit.
     """
 
     dp: int = 1
@@ -32,8 +33,8 @@ class Layout:
         return self.rank // self.dp
 
     @property
-    def copy(self) -> int:
-        """Which of the dp pipelines this process is in."""
+    def dp_rank(self) -> int:
+        """Which of the dp pipelines this process is in: the index of its replica of the stage."""
         return self.rank % self.dp
 
     @property
@@ -46,27 +47,27 @@ class Layout:
         """Whether this is the last stage."""
         return self.stage == self.pp - 1
 
-    def rank_of(self, stage: int, copy: int) -> int:
-        """The rank of a stage of a pipeline."""
-        return stage * self.dp + copy
+    def rank_of(self, stage: int, dp_rank: int) -> int:
+        """The rank of the process that has a stage of a pipeline."""
+        return stage * self.dp + dp_rank
 
     def rows(self, plan_dp: int) -> list[range]:
         """By pipeline, which data-parallel ranks of a plan for `plan_dp` of them it runs, one after another."""
         share = plan_dp // self.dp
-        return [range(copy * share, (copy + 1) * share) for copy in range(self.dp)]
+        return [range(dp_rank * share, (dp_rank + 1) * share) for dp_rank in range(self.dp)]
 
     def dp_ranks(self, plan_dp: int) -> range:
-        """Those that this process's pipeline runs."""
-        return self.rows(plan_dp)[self.copy]
+        """The data-parallel ranks of a plan that this process's pipeline runs."""
+        return self.rows(plan_dp)[self.dp_rank]
 
     def describe(self, rank: int | None = None) -> str:
-        """A process, in words."""
-        other = self if rank is None else Layout(self.dp, self.pp, rank)
-        place = f"stage {other.stage} of pipeline {other.copy}" if self.pp > 1 else "data parallel"
+        """A process in words, this one or that of `rank`, as messages name it."""
+        other = self if rank is None else RankLayout(self.dp, self.pp, rank)
+        place = f"stage {other.stage} of pipeline {other.dp_rank}" if self.pp > 1 else "data parallel"
         return f"process {other.rank} of {self.world_size} ({place})"
 
 
-def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
+def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `rank`.
 
     Raises:
@@ -83,4 +84,4 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> Layout:
             hint=f"`torchrun --nproc-per-node N` with {counts} in all, or build the plan with another --dp"
             + (" or --pp" if pp > 1 else ""),
         )
-    return Layout(world_size // pp, pp, rank)
+    return RankLayout(world_size // pp, pp, rank)

@@ -72,7 +72,7 @@ def parity(
 
     The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
     without it the model is a small one of the Qwen2 kind. `seed`: of weights and tokens. The rest is how the chunks are
-    run: with which attention kernel, with KV in host memory, with gradient checkpointing inside of a chunk.
+    run: with which attention kernel, with KV in host memory, with activation checkpointing inside of a chunk.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused.
@@ -141,22 +141,22 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         UsageError: see `stream.open_plan`, `stream.PlanStream` and `models.check_plan`.
         ChunkplanError: gradients are not finite.
     """
-    opened, its_analysis = open_plan(plan, analysis)
+    opened, loaded_analysis = open_plan(plan, analysis)
     check_plan(model, opened)
     most = max_positions(model.config)
-    stream = PlanStream(opened, its_analysis, vocab_size=model.vocab_size, max_positions=most)
+    stream = PlanStream(opened, loaded_analysis, vocab_size=model.vocab_size, max_positions=most)
     work = next(iter(stream))
     with evaluate_in_float64(model.model):
         executor = Executor(model, kv_offload=kv_offload)
         loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
-        gradients = _take_gradients(model)
+        gradients = take_gradients(model)
         chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
         # A sequence counts as often as it occurs: every occurrence has one segment that starts it.
         sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
-        reference_loss = _run_whole(model, load_analysis(analysis), sequences)
-        reference = _take_gradients(model)
-    vanishing = _vanishing(reference)
-    errors = _relative_errors(gradients, reference, vanishing)
+        reference_loss = run_whole(model, load_analysis(analysis), sequences)
+        reference = take_gradients(model)
+    vanishing = vanishing_gradients(reference)
+    errors = relative_errors(gradients, reference, vanishing)
     worst = float(np.max(list(errors.values())))  # unlike max(), never skips NaN
     if not math.isfinite(worst):
         raise ChunkplanError(
@@ -174,7 +174,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     )
 
 
-def _run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
+def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
     attention = model.config._attn_implementation
     # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word.
@@ -194,7 +194,8 @@ def _run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) ->
     return total
 
 
-def _take_gradients(model: CausalLM) -> dict[str, Tensor]:
+def take_gradients(model: CausalLM) -> dict[str, Tensor]:
+    """The gradients of a model by parameter, zeros where there is none; the model is left without."""
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.model.named_parameters()
@@ -204,15 +205,17 @@ def _take_gradients(model: CausalLM) -> dict[str, Tensor]:
     return gradients
 
 
-def _vanishing(reference: dict[str, Tensor]) -> list[str]:
+def vanishing_gradients(reference: dict[str, Tensor]) -> list[str]:
+    """The parameters whose gradient is zero but for rounding, or no number."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
     overall = float(np.linalg.norm(list(norms.values())))
     return [name for name, norm in norms.items() if not norm > _VANISHING * overall]  # NaN too
 
 
-def _relative_errors(
+def relative_errors(
     gradients: dict[str, Tensor], reference: dict[str, Tensor], vanishing: Sequence[str]
 ) -> dict[str, float]:
+    """||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones over the norm of all parameters together."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
     overall = float(np.linalg.norm(list(norms.values())))
     return {

@@ -1,4 +1,4 @@
-"""Whether torch and transformers are there: asked before they are needed, so that their absence is told at once."""
+"""Whether torch and transformers are there: asked before they are needed, so that their absence is reported at once."""
 
 from __future__ import annotations
 

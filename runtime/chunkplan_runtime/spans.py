@@ -6,33 +6,36 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Where a segment lies: tokens [start, end) of a sequence of `length` are tokens [first, last) of its chunk.
+    """Where a segment lies: tokens [start, stop) of a sequence of `length` are [chunk_start, chunk_stop) of its chunk.
 
     `group_id` is that of the chunk.
     """
 
     sequence_id: int
     start: int
-    end: int
+    stop: int
     length: int
-    first: int
+    chunk_start: int
     group_id: int | None = None
 
     @property
-    def last(self) -> int:
+    def chunk_stop(self) -> int:
         """One past the segment's last token in the chunk."""
-        return self.first + self.end - self.start
+        return self.chunk_start + self.stop - self.start
 
     @property
     def is_split(self) -> bool:
         """Whether the sequence has tokens in other chunks too."""
-        return self.end - self.start < self.length
+        return self.stop - self.start < self.length
 
     def first_seen(self, window: int | None) -> int:
-        """The first token of the sequence that a token of the segment sees; `window`: how many each does, None: all."""
+        """The first token of the sequence that a token of the segment sees.
+
+        `window` is how many tokens each sees, itself included; None: all before it.
+        """
         return 0 if window is None else max(0, self.start - window + 1)
 
     @property
     def occurrence(self) -> tuple[int, int | None]:
-        """Tells a split sequence in flight from any other, also from itself where a step has it more than once."""
+        """A key that tells a split sequence in flight from any other, and from itself where a step has it twice."""
         return self.sequence_id, self.group_id

@@ -1,6 +1,6 @@
 """`python -m chunkplan_runtime.train`, or under torchrun: trains a model with a plan.
 
-Options are checked before torch is imported, so that a mistake or a missing extra is told at once.
+Options are checked before torch is imported, so that a mistake or a missing extra is reported at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import FrameType
 from chunkplan.errors import ChunkplanError
 from chunkplan.visible import one_line
 from chunkplan_runtime.requirements import require_torch
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.training.options import is_main_process, read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 
-#: What is set before torch is imported, unless it is set already. Else torch tells of a process that is gone by a page
-#: of its C++ stack.
+#: What is set before torch is imported, unless it is set already. Else torch prints a page of its C++ stack
+#: about a process that is gone.
 _ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 #: And on several processes. A GPU waits in sends and receives for other processes. By default CUDA loads a kernel when
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         (train_alone if world_size() == 1 else train_together)(config)
     except KeyboardInterrupt as interrupt:
-        if _is_main():
+        if is_main_process():
             left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
             print(one_line(f"stopped; {left}"), file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
@@ -62,16 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fail_once(error: ChunkplanError) -> int:
     """Leave what all processes find alike to the main one, which their launcher lets end the others."""
-    if not _is_main():
+    if not is_main_process():
         try:
             time.sleep(_PATIENCE)
         except KeyboardInterrupt:
             return error.exit_code
     return _fail(error)
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 class _Terminated(KeyboardInterrupt):

@@ -15,7 +15,7 @@ import torch
 
 from chunkplan.cost.hardware import load_hardware
 from chunkplan_cli.main import main
-from chunkplan_runtime.device_names import device_name
+from chunkplan_runtime.devices import device_name
 
 SMALL = (
     "--model-config",

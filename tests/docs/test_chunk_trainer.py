@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime import ChunkTrainer
-from chunkplan_runtime.hf.arguments import REFUSED_ARGUMENTS, REFUSED_SETTINGS
+from chunkplan_runtime.hf.arguments import PASSED_ON, REFUSED_ARGUMENTS, REFUSED_SETTINGS
 from tests.support.analyses import write_analysis
 from tests.support.places import ROOT
 
@@ -61,5 +61,5 @@ def test_the_example_runs_and_goes_on(workspace, monkeypatch, capsys):
 
 def test_the_page_names_every_argument_and_all_that_is_refused():
     parameters = inspect.signature(ChunkTrainer.__init__).parameters
-    for name in (*parameters.keys() - {"self", "others"}, *REFUSED_ARGUMENTS, *REFUSED_SETTINGS):
+    for name in (*parameters.keys() - {"self", "others"}, *PASSED_ON, *REFUSED_ARGUMENTS, *REFUSED_SETTINGS):
         assert f"`{name}`" in PAGE, name

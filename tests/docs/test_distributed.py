@@ -25,10 +25,10 @@ from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan_cli.main import main
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.failures import stall
 from chunkplan_runtime.failures.fate import Fate, Place, lost
-from chunkplan_runtime.failures.watch import DEAD_AFTER
-from chunkplan_runtime.layout import Layout, choose_layout
+from chunkplan_runtime.failures.watchdog import DEAD_AFTER
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
 from tests.support.places import ROOT
@@ -124,7 +124,7 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
 def test_what_is_said_of_faults_is_what_processes_print():
     for fate, screen in {Fate.GONE: DIED, Fate.SUSPENDED: SUSPENDED}.items():
         heard, place = f"nothing heard of it for {DEAD_AFTER:g} s", Place("", 4711, "")
-        error = lost(fate, Layout(2, 2, 3).describe(), "at step 1", heard, place)
+        error = lost(fate, RankLayout(2, 2, 3).describe(), "at step 1", heard, place)
         assert f"error: {error}\nhint: {error.hint}\n" == screen
     assert timedelta(hours=1) == TIMEOUT
 
@@ -132,10 +132,10 @@ def test_what_is_said_of_faults_is_what_processes_print():
 def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monkeypatch) -> None:
     """But for how long it takes."""
     place = WARNING.partition("5.0 min: ")[2].strip()
-    assert stuck.STUCK_AFTER == 300
-    monkeypatch.setattr(stuck, "STUCK_AFTER", 0.05)
+    assert stall.STALLED_AFTER == 300
+    monkeypatch.setattr(stall, "STALLED_AFTER", 0.05)
     told = ""
-    with stuck.told_if_stuck(Layout(1, 2, 1).describe(), lambda: place, lambda: None):
+    with stall.warned_of_stall(RankLayout(1, 2, 1).describe(), lambda: place, lambda: None):
         for _ in range(1000):
             if "hint:" not in told:
                 time.sleep(0.01)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chunkplan.options import options_of
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.config import PRECISIONS, TrainConfig
+from chunkplan_runtime.training.config import PRECISIONS, RENAMED, TrainConfig
 from tests.support.places import ROOT
 from tests.support.training_checks import lines
 
@@ -51,7 +51,7 @@ def test_the_commands_run_as_written_and_leave_what_is_said(ran):
     AutoTokenizer.from_pretrained(ran / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(ran / "run" / "final")
     PeftModel.from_pretrained(model, ran / "adapted" / "final")
-    assert json.loads((ran / "run" / "config.json").read_text())["config"]["schedule"] == "cosine"
+    assert json.loads((ran / "run" / "config.json").read_text())["config"]["lr_schedule"] == "cosine"
 
 
 def test_every_entry_of_a_line_is_explained(ran):
@@ -63,7 +63,7 @@ def test_every_entry_of_a_line_is_explained(ran):
 
 
 def test_the_options_that_are_named_are_there():
-    known = {one.flag for one in options_of(TrainConfig).values()}
+    known = {one.flag for one in options_of(TrainConfig).values()} | {f"--{name}" for name in RENAMED}
     known |= {name.replace("--", "--no-", 1) for name in known}
     commands = TRAINING.replace("\\\n", " ")
     commands = re.sub(r"^chunkplan .*$|`chunkplan .*?`|`torchrun .*?`", "", commands, flags=re.M)

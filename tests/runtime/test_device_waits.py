@@ -71,9 +71,9 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
     executor = Executor(model, kv_offload=True)
     (executor.evaluate if evaluates else executor.run)(work, 1)
-    memory = executor._memory
+    memory = executor.memory
     assert isinstance(memory, HostMemory)
-    taken = Counter({(shape[0], dtype): len(tensors) for (shape, dtype), tensors in memory._unused.items()})
+    taken = Counter({(shape[0], dtype): len(tensors) for (shape, dtype), tensors in memory.unused.items()})
     actions = [action for action in work.actions if not evaluates or action.op in ("forward", "forward_kv")]
     spans = {chunk_id: tensors.spans for chunk_id, tensors in work.tensors.items()}
     needs = page_needs(actions, spans, 12, windows(config), with_gradients=not evaluates)

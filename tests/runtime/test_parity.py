@@ -18,7 +18,7 @@ from chunkplan_runtime.execution import executor
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import check_config, new_model
-from chunkplan_runtime.parity import _relative_errors, _vanishing, compare_plan, parity
+from chunkplan_runtime.parity import compare_plan, parity, relative_errors, vanishing_gradients
 from chunkplan_runtime.spans import Span
 from tests.support.mixed_chunks import LENGTHS, MIXED
 
@@ -207,7 +207,7 @@ def test_a_sliding_window_is_that_of_transformers_or_refused(
 @pytest.mark.parametrize("kv_offload", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2, softcaps and sliding window"])
 def test_a_prefix_of_many_pages_is_exact(name, kv_offload, monkeypatch, model, handmade_plan, random_sequences):
-    monkeypatch.setattr(executor, "_PAGE_CHUNKS", 0)  # every part has a page of its own
+    monkeypatch.setattr(executor, "PAGE_CHUNKS", 0)  # every part has a page of its own
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
     assert_exact(compare_plan(plan, analysis, model(name), kv_offload=kv_offload))
 
@@ -297,8 +297,8 @@ def test_a_small_gradient_is_held_to_its_own_norm():
     reference = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 1e-12), "none": torch.full((4,), 1e-16)}
     gradients = {"large": torch.full((4,), 1.0), "small": torch.full((4,), 2e-12), "none": torch.full((4,), 2e-16)}
     reference, gradients = ({name: value.double() for name, value in each.items()} for each in (reference, gradients))
-    assert _vanishing(reference) == ["none"]
-    errors = _relative_errors(gradients, reference, ["none"])
+    assert vanishing_gradients(reference) == ["none"]
+    errors = relative_errors(gradients, reference, ["none"])
     assert errors["large"] == 0
     assert errors["small"] == pytest.approx(1)
     assert 0 < errors["none"] < 1e-15

@@ -29,13 +29,13 @@ from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
-from chunkplan_runtime.parity import _relative_errors, _run_whole, _take_gradients, _vanishing
+from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One process's part of a step beside the same step of one process running whole sequences."""
+    """One process's share of a step beside the same step of one process running whole sequences."""
 
     error: float
     names: list[str]
@@ -48,7 +48,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageProcess:
     """What one process has of a model, and how it runs it."""
 
     model: CausalLM
@@ -122,19 +122,19 @@ def compare_steps(
         reference_losses, references = [], []
         for step in steps:
             reference_losses.append(_reference_loss(model, opened, analysis, step))
-            references.append(_take_gradients(model))
+            references.append(take_gradients(model))
         if checkpointing:
             model.enable_checkpointing()
-        part = make_part(rank, opened, analysis, model, kv_offload=kv_offload, stage_layers=stage_layers)
+        stage = make_stage(rank, opened, analysis, model, kv_offload=kv_offload, stage_layers=stage_layers)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
-            work = part.work(step)
-            evaluated = part.evaluate(work) if evaluates else None
-            assert all(weight.grad is None for weight in part.weights.values())
-            loss = part.run(work)
-            gradients, norm = part.finish_gradients(part.weights)
+            work = stage.work(step)
+            evaluated = stage.evaluate(work) if evaluates else None
+            assert all(weight.grad is None for weight in stage.weights.values())
+            loss = stage.run(work)
+            gradients, norm = stage.finish_gradients(stage.weights)
             own = {name: reference[name] for name in gradients}
             if work.step.num_target_tokens:
-                errors = _relative_errors(gradients, own, _vanishing(own))
+                errors = relative_errors(gradients, own, vanishing_gradients(own))
             else:
                 errors = {name: gradient.norm().item() for name, gradient in gradients.items()}
             norms = [value.norm().item() for value in reference.values()]
@@ -151,11 +151,11 @@ def compare_steps(
                     chunks,
                 )
             )
-            part.model.model.zero_grad()
+            stage.model.model.zero_grad()
     return compared
 
 
-def compare_masters(rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = ()) -> tuple[float, int]:
+def compare_master_weights(rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = ()) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
 
     And of how many weights. With `targets`, of adapters on these.
@@ -167,19 +167,19 @@ def compare_masters(rank: int, *, plan: Path, config: Path, targets: tuple[str, 
         return _adapted(model, dropout=0.0, targets=targets) if targets else model
 
     model = make_model()
-    whole = TrainedWeights(model.model, masters=True)
+    whole = TrainedWeights(model.model, master_weights=True)
     stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=10**6)
     executor, work = Executor(model), next(iter(stream))
     for each in work.ranks:
         executor.run(each, work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
-    part = make_part(rank, opened, analysis, make_model(), masters=True)
-    weights = part.weights if part.shards else TrainedWeights(part.model.model, masters=True).tensors
-    part.run(part.work(0))
-    gradients, norm = part.finish_gradients(weights)
+    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True)
+    weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
+    stage.run(stage.work(0))
+    gradients, norm = stage.finish_gradients(weights)
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     reference_norm = torch.nn.utils.get_total_norm(reference.values()).item()
-    errors = _relative_errors(gradients, {name: reference[name] for name in gradients}, [])
+    errors = relative_errors(gradients, {name: reference[name] for name in gradients}, [])
     return max([abs(norm / reference_norm - 1), *errors.values()]), len(gradients)
 
 
@@ -192,9 +192,9 @@ def gradients_with_dropout(
     if checkpointing:
         model.enable_checkpointing()
     with evaluate_in_float64(model.model):
-        part = make_part(rank, opened, analysis, model)
-        part.run(part.work(0))
-        gradients, _ = part.finish_gradients(part.weights)
+        stage = make_stage(rank, opened, analysis, model)
+        stage.run(stage.work(0))
+        gradients, _ = stage.finish_gradients(stage.weights)
     return {name: gradient.numpy() for name, gradient in gradients.items()}
 
 
@@ -202,26 +202,26 @@ def open_for_its_stages(plan: Path) -> tuple[Plan, Analysis]:
     return open_plan(plan, pp=load_plan(plan).config.pp)
 
 
-def make_part(
+def make_stage(
     rank: int,
     plan: Plan,
     analysis: Analysis,
     model: CausalLM,
     *,
     kv_offload: bool = False,
-    masters: bool = False,
+    master_weights: bool = False,
     stage_layers: tuple[int, ...] | None = None,
-) -> Part:
+) -> StageProcess:
     layout = choose_layout(plan, dist.get_world_size(), rank)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
     model = cut_stage(model, layers, layout)
-    shards = Shards(model, groups.copies, masters=masters) if layout.dp > 1 else None
+    shards = Shards(model, groups.replicas, master_weights=master_weights) if layout.dp > 1 else None
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
     executor = Executor(model, kv_offload=kv_offload, links=links)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
-    return Part(model, groups, shards, executor, stream)
+    return StageProcess(model, groups, shards, executor, stream)
 
 
 def _sum(loss: float) -> float:
@@ -244,7 +244,7 @@ def _reference_loss(model: CausalLM, plan: Plan, analysis: Analysis, step: int) 
         return 0.0
     chunks = [chunk for chunks in found.chunks.values() for chunk in chunks]
     sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
-    return _run_whole(model, load_analysis(analysis.path), sequences)
+    return run_whole(model, load_analysis(analysis.path), sequences)
 
 
 def _adapted(model: CausalLM, dropout: float, targets: tuple[str, ...] = (ALL_LINEAR,)) -> CausalLM:

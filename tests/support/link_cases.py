@@ -19,7 +19,7 @@ from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.spans import Span
 
 #: (op, chunk_id)
@@ -90,7 +90,7 @@ class _Stage(torch.autograd.Function):
 
 def drive(rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int) -> tuple[list[str], list[str]]:
     """Run schedules one after another: what was wrong, and the threads of execution of each that left something."""
-    layout = Layout(1, dist.get_world_size(), rank)
+    layout = RankLayout(1, dist.get_world_size(), rank)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=30))
     links = groups.links(Wire(hidden_size, torch.float32, torch.device("cpu")))
     model: Any = StandIn(layout.stage, layout.pp, hidden_size)
@@ -98,7 +98,7 @@ def drive(rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int) -> tupl
     left = []
     for step, pipeline in enumerate(pipelines):
         executor.run(_work(step, pipeline, layout.stage), 1, lambda action: nullcontext())
-        if executor._inputs or executor._in_flight or not executor.store.is_empty:
+        if executor.inputs or executor.in_flight or not executor.store.is_empty:
             left.append(f"pipeline {step}")
     return model.wrong, left
 

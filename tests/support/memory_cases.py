@@ -16,7 +16,7 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models.model import new_model, read_config
-from tests.support.distributed_cases import make_part, open_for_its_stages
+from tests.support.distributed_cases import make_stage, open_for_its_stages
 
 
 @dataclass
@@ -38,11 +38,11 @@ def observe_memory(rank: int, *, plan: Path, config: Path, kv_offload: bool = Fa
     """Run the first step of `plan`."""
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float64, seed=1)
-    part = make_part(rank, opened, analysis, model, kv_offload=kv_offload)
-    (work,) = part.work(0).ranks
-    watch = _Watch(part.executor, work)
+    stage = make_stage(rank, opened, analysis, model, kv_offload=kv_offload)
+    (work,) = stage.work(0).ranks
+    watch = _Watch(stage.executor, work)
     with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda saved: saved.tensor):
-        part.executor.run(work, 1, watch.around)
+        stage.executor.run(work, 1, watch.around)
     watch.look()
     return watch.observed
 
@@ -67,8 +67,8 @@ class _Watch:
         """What is there when an action begins and ends."""
         self.look(action)
         self._at_work = action
-        if action.chunk_id in self._executor._inputs:
-            self._refs.append((action, weakref.ref(self._executor._inputs[action.chunk_id])))
+        if action.chunk_id in self._executor.inputs:
+            self._refs.append((action, weakref.ref(self._executor.inputs[action.chunk_id])))
         yield
         self.observed.kv = max(self.observed.kv, self._kv())
         if action.op == "backward":
@@ -76,15 +76,15 @@ class _Watch:
 
     def look(self, action: Action | None = None) -> None:
         """At what is held; `action` is about to be done."""
-        held = {*self._executor._in_flight}
+        held = {*self._executor.in_flight}
         if action is not None and action.op in ("forward", "recompute"):
             held.add(action.chunk_id)
         seen, chunks = self.observed, self._work.chunks
         seen.retained = max(seen.retained, sum(chunks[each].num_tokens for each in held))
-        seen.inputs = max(seen.inputs, sum(chunks[each].num_tokens for each in self._executor._inputs.keys() - held))
+        seen.inputs = max(seen.inputs, sum(chunks[each].num_tokens for each in self._executor.inputs.keys() - held))
         leaked = [each for each, ref in self._refs if each.chunk_id in self._done and ref() is not None]
         kept = [each for each, ref in self._refs if each.op == "forward_kv" and isinstance(ref(), _Saved)]
-        held_still = [each for each in self._done if each in held or each in self._executor._inputs]
+        held_still = [each for each in self._done if each in held or each in self._executor.inputs]
         seen.leaks += [f"{each} before {action}" for each in (*leaked, *kept, *held_still)]
         if action is None and not self._executor.store.is_empty:
             seen.leaks.append("the store is not empty")

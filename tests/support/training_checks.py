@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from chunkplan import CostModel, PlanConfig, build, load_hardware, read_model_config
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan_runtime.device_names import calibrated_name, device_name
+from chunkplan_runtime.devices import calibrated_name, device_name
 from chunkplan_runtime.training.screen import Screen
 
 SOURCES = ("short.jsonl", "long.jsonl")

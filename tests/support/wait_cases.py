@@ -1,4 +1,4 @@
-"""What processes do in tests of who waits for what: devices that are waited for, groups, a process that is stuck."""
+"""What processes do in tests of who waits for what: devices that are waited for, groups, a process that stalls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan_runtime.execution.executor import Executor
-from chunkplan_runtime.failures import stuck
+from chunkplan_runtime.failures import stall
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.models.model import new_model, read_config
-from tests.support.distributed_cases import Compared, compare_steps, make_part, open_for_its_stages
+from tests.support.distributed_cases import Compared, compare_steps, make_stage, open_for_its_stages
 from tests.support.link_cases import drive
 from tests.support.training_cases import run_main
 
@@ -91,15 +91,15 @@ def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[s
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float32, seed=1)
     with _Groups() as before:
-        part = make_part(rank, opened, analysis, model)
-    work = part.work(0)
+        stage = make_stage(rank, opened, analysis, model)
+    work = stage.work(0)
     with _Groups() as during:
-        part.run(work)
-        part.finish_gradients(part.weights)
+        stage.run(work)
+        stage.finish_gradients(stage.weights)
     return before.names, during.names
 
 
-def stuck_main(rank: int, **how: Any) -> tuple[int, str]:
+def stalled_main(rank: int, **how: Any) -> tuple[int, str]:
     """`run_main` where the first process is late, and half a second is long."""
     run = Executor.run
 
@@ -108,5 +108,5 @@ def stuck_main(rank: int, **how: Any) -> tuple[int, str]:
             time.sleep(2)
         return run(*args)
 
-    with patch.object(stuck, "STUCK_AFTER", 0.5), patch.object(Executor, "run", late):
+    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(Executor, "run", late):
         return run_main(rank, **how)

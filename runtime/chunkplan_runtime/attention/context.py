@@ -12,11 +12,11 @@ from chunkplan_runtime.spans import Span
 
 
 @dataclass(frozen=True)
-class Run:
-    """Tokens [first, last) of a chunk: a part of a split sequence, or whole ones with `borders` from 0 on."""
+class TokenRange:
+    """Tokens [start, stop) of a chunk: a part of a split sequence, or whole sequences with `borders` from 0 on."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     part: Span | None = None
     borders: tuple[int, ...] | None = None
 
@@ -37,22 +37,22 @@ class ChunkContext:
     seed: int | None = None
 
     @cached_property
-    def runs(self) -> list[Run]:
-        """The chunk as runs for the attention: every part by itself, whole sequences side by side in one."""
-        runs: list[Run] = []
+    def ranges(self) -> list[TokenRange]:
+        """The chunk as the attention takes it: every part by itself, whole sequences side by side in one range."""
+        ranges: list[TokenRange] = []
         borders: list[int] = []
 
         def close() -> None:
             if borders:
                 relative = tuple(border - borders[0] for border in borders)
-                runs.append(Run(borders[0], borders[-1], borders=relative))
+                ranges.append(TokenRange(borders[0], borders[-1], borders=relative))
                 borders.clear()
 
         for span in self.spans:
             if span.is_split:
                 close()
-                runs.append(Run(span.first, span.last, part=span))
+                ranges.append(TokenRange(span.chunk_start, span.chunk_stop, part=span))
             else:
-                borders.extend([span.first, span.last] if not borders else [span.last])
+                borders.extend([span.chunk_start, span.chunk_stop] if not borders else [span.chunk_stop])
         close()
-        return runs
+        return ranges

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -50,13 +50,13 @@ class FlashAttn2Kernel:
         out, lse, *_ = _interface()._wrapped_flash_attn_varlen_forward(
             *(tensor.transpose(0, 1) for tensor in (query, key, value)), **_arguments(query, key, form)
         )
-        return out.transpose(0, 1), lse
+        return out.transpose(0, 1), lse  # [heads, num_queries, head_dim], [heads, num_queries]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernel.AttentionKernel.backward`."""
-        given = [tensor.transpose(0, 1).contiguous() for tensor in (grad_out, query, key, value, out)]
+        given = [tensor.transpose(0, 1).contiguous() for tensor in (grad_out, query, key, value, out)]  # tokens first
         gradients = [torch.empty_like(tensor) for tensor in given[1:4]]
         _interface()._wrapped_flash_attn_varlen_backward(
             *given,
@@ -82,9 +82,9 @@ def why_not_installed() -> str | None:
         return f"flash-attn cannot be imported ({error})"
     version = str(getattr(flash_attn, "__version__", "of no version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    first, last = _VERSIONS
-    if numbers is None or not first <= (int(numbers[1]), int(numbers[2])) < last:
-        return f"flash-attn {version} is installed, needed is {_dotted(first)} or newer, below {_dotted(last)}"
+    start, stop = _VERSIONS
+    if numbers is None or not start <= (int(numbers[1]), int(numbers[2])) < stop:
+        return f"flash-attn {version} is installed, needed is {_dotted(start)} or newer, below {_dotted(stop)}"
     for name, (arguments, num_results) in _CALLED.items():
         schema = getattr(getattr(getattr(interface, name, None), "default", None), "_schema", None)
         if schema is None:
@@ -92,7 +92,7 @@ def why_not_installed() -> str | None:
         found, rest = schema.arguments[: len(arguments)], schema.arguments[len(arguments) :]
         has_other = [argument.name for argument in found] != list(arguments)
         if has_other or len(schema.returns) != num_results or not all(each.has_default_value() for each in rest):
-            return f"{name} of flash-attn {version} takes or gives other things than that of {_dotted(first)}"
+            return f"{name} of flash-attn {version} takes or gives other things than that of {_dotted(start)}"
     return None
 
 
@@ -107,7 +107,23 @@ def _interface() -> Any:
     return flash_attn_interface
 
 
-def _arguments(query: Tensor, key: Tensor, form: Form) -> dict[str, Any]:
+class _Arguments(TypedDict):
+    """Those of `_RUNS`; borders of runs are int32 [num_runs + 1] on the device."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    alibi_slopes: None
+
+
+def _arguments(query: Tensor, key: Tensor, form: Form) -> _Arguments:
     runs, (left, right) = runs_of(query, key, form), window_of(form)
     return {
         "cu_seqlens_q": runs.queries,

@@ -30,6 +30,6 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 
     out [heads, num_queries, head_dim] comes back in the dtype of `lse` [heads, num_queries].
     """
-    total = torch.logaddexp(lse, block_lse)
+    total = torch.logaddexp(lse, block_lse)  # [heads, num_queries]
     merged = out * (lse - total).exp()[..., None] + block_out * (block_lse - total).exp()[..., None]
     return merged.to(lse.dtype), total

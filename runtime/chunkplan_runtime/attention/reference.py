@@ -1,6 +1,6 @@
 """The plain kernel: attention as it is written down, in any dtype on any device, a block of queries at a time.
 
-Scores are held for `_QUERIES` queries at once and computed in at least float32. It serves what no fused kernel takes
+Scores are held for `QUERIES_AT_ONCE` queries and computed in at least float32. It serves what no fused kernel takes
 (float64 on a GPU, softcap, sliding windows on a CPU), and is what the others are tested against.
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.dtypes import wide
 
-_QUERIES = 256
+#: Queries whose scores are held at once.
+QUERIES_AT_ONCE = 256
 
 
 class ReferenceKernel:
@@ -29,12 +30,13 @@ class ReferenceKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+        out = query.new_empty(*query.shape[:2], value.shape[2])  # [heads, num_queries, value_dim]
+        lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))  # [heads, num_queries]
         for queries, keys, alignment in _blocks(query.shape[1], key.shape[1], form):
             scores, _ = _scores(query[:, queries], key[:, keys], form, alignment)
-            block_lse = torch.logsumexp(scores, -1)
-            block_out = (scores - block_lse[..., None]).exp() @ _grouped_keys(value[:, keys], scores.dtype)
+            block_lse = torch.logsumexp(scores, -1)  # [kv_heads, heads a KV head, queries]
+            weights = (scores - block_lse[..., None]).exp()  # [kv_heads, heads a KV head, queries, keys]
+            block_out = weights @ _grouped_keys(value[:, keys], scores.dtype)  # [..., queries, value_dim]
             out[:, queries] = block_out.flatten(0, 1)
             lse[:, queries] = block_lse.flatten(0, 1)
         return out, lse
@@ -44,40 +46,42 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernel.AttentionKernel.backward`."""
         dtype, num_groups = wide(query.dtype), key.shape[0]
-        grad_query = query.new_empty(query.shape)
+        grad_query = query.new_empty(query.shape)  # [heads, num_queries, head_dim]
         grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         for queries, keys, alignment in _blocks(query.shape[1], key.shape[1], form):
             scores, slope = _scores(query[:, queries], key[:, keys], form, alignment)
-            sent = grad_out[:, queries].to(dtype)
-            delta = (sent * out[:, queries].to(dtype)).sum(-1)
-            sent, delta, norm = (_grouped(tensor, num_groups) for tensor in (sent, delta, lse[:, queries]))
-            weights = (scores - norm.to(dtype)[..., None]).exp()
-            grad_scores = weights * (sent @ _grouped_keys(value[:, keys], dtype).mT - delta[..., None]) * form.scale
+            grad_rows = grad_out[:, queries].to(dtype)  # [heads, queries, value_dim]
+            delta = (grad_rows * out[:, queries].to(dtype)).sum(-1)  # [heads, queries]
+            grad_rows, delta, norm = (_grouped(tensor, num_groups) for tensor in (grad_rows, delta, lse[:, queries]))
+            weights = (scores - norm.to(dtype)[..., None]).exp()  # [kv_heads, heads a KV head, queries, keys]
+            grad_weights = grad_rows @ _grouped_keys(value[:, keys], dtype).mT  # the same
+            grad_scores = weights * (grad_weights - delta[..., None]) * form.scale  # the same
             if slope is not None:
                 grad_scores = grad_scores * slope
             grad_query[:, queries] = (grad_scores @ _grouped_keys(key[:, keys], dtype)).flatten(0, 1)
-            asked = _grouped(query[:, queries].to(dtype), num_groups)
-            grad_key[:, keys] += (grad_scores.mT @ asked).sum(1)
-            grad_value[:, keys] += (weights.mT @ sent).sum(1)
+            query_rows = _grouped(query[:, queries].to(dtype), num_groups)  # [kv_heads, heads a KV head, queries, dim]
+            grad_key[:, keys] += (grad_scores.mT @ query_rows).sum(1)  # [kv_heads, keys, head_dim]
+            grad_value[:, keys] += (weights.mT @ grad_rows).sum(1)  # [kv_heads, keys, value_dim]
         return grad_query, grad_key, grad_value
 
 
 def _blocks(num_queries: int, num_keys: int, form: Form) -> Iterator[tuple[slice, slice, int]]:
     """(queries, the keys that any of them sees, at which of these keys the first query stands)."""
     if form.borders is not None:
-        for start, end in pairwise(form.borders):
-            for queries, keys, alignment in _blocks_of_run(end - start, end - start, form):
+        for start, stop in pairwise(form.borders):
+            for queries, keys, alignment in _blocks_of_run(stop - start, stop - start, form):
                 yield _shifted(queries, start), _shifted(keys, start), alignment
     else:
         yield from _blocks_of_run(num_queries, num_keys, form)
 
 
 def _blocks_of_run(num_queries: int, num_keys: int, form: Form) -> Iterator[tuple[slice, slice, int]]:
-    for first in range(0, num_queries, _QUERIES):
-        last = min(first + _QUERIES, num_queries)
-        first_key = 0 if form.reach is None else max(0, first + num_keys - num_queries - form.reach)
-        last_key = last + num_keys - num_queries if form.causal else num_keys
-        yield slice(first, last), slice(first_key, last_key), first + num_keys - num_queries - first_key
+    offset = num_keys - num_queries  # query i stands at key i + offset
+    for start in range(0, num_queries, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, num_queries)
+        key_start = 0 if form.reach is None else max(0, start + offset - form.reach)
+        key_stop = stop + offset if form.causal else num_keys
+        yield slice(start, stop), slice(key_start, key_stop), start + offset - key_start
 
 
 def _shifted(run: slice, by: int) -> slice:
@@ -90,11 +94,11 @@ def _scores(query: Tensor, key: Tensor, form: Form, alignment: int) -> tuple[Ten
     scores = _grouped(query.to(dtype), key.shape[0]) @ _grouped_keys(key, dtype).mT * form.scale
     slope = None
     if form.softcap is not None:
-        bent = torch.tanh(scores / form.softcap)
-        scores, slope = form.softcap * bent, 1 - bent * bent
+        capped = torch.tanh(scores / form.softcap)
+        scores, slope = form.softcap * capped, 1 - capped * capped
     if form.causal or form.reach is not None:
-        stands_at = torch.arange(query.shape[1], device=query.device)[:, None] + alignment
-        keys = torch.arange(key.shape[1], device=query.device)
+        stands_at = torch.arange(query.shape[1], device=query.device)[:, None] + alignment  # [num_queries, 1]
+        keys = torch.arange(key.shape[1], device=query.device)  # [num_keys]
         unseen = keys > stands_at if form.causal else torch.zeros((), dtype=torch.bool, device=query.device)
         if form.reach is not None:
             unseen = unseen | (keys < stands_at - form.reach)
@@ -108,4 +112,5 @@ def _grouped(tensor: Tensor, num_groups: int) -> Tensor:
 
 
 def _grouped_keys(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """[kv_heads, num_keys, dim] as [kv_heads, 1, num_keys, dim], which every head of a KV head is multiplied with."""
     return tensor.to(dtype)[:, None]

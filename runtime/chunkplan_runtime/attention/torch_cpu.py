@@ -32,11 +32,11 @@ class TorchCpuKernel:
         """See `kernel.AttentionKernel.forward`."""
         if form.borders is None:
             return _forward(query, key, value, form)
-        pieces = [
-            _forward(query[:, start:end], key[:, start:end], value[:, start:end], form)
-            for start, end in pairwise(form.borders)
+        runs = [
+            _forward(query[:, start:stop], key[:, start:stop], value[:, start:stop], form)
+            for start, stop in pairwise(form.borders)
         ]
-        return torch.cat([out for out, _ in pieces], 1), torch.cat([lse for _, lse in pieces], 1)
+        return torch.cat([out for out, _ in runs], 1), torch.cat([lse for _, lse in runs], 1)
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
@@ -45,8 +45,8 @@ class TorchCpuKernel:
         if form.borders is None:
             return _backward(form, grad_out, query, key, value, out, lse)
         runs = [
-            _backward(form, *(tensor[:, start:end] for tensor in (grad_out, query, key, value, out, lse)))
-            for start, end in pairwise(form.borders)
+            _backward(form, *(tensor[:, start:stop] for tensor in (grad_out, query, key, value, out, lse)))
+            for start, stop in pairwise(form.borders)
         ]
         grad_query, grad_key, grad_value = (torch.cat(gradients, 1) for gradients in zip(*runs, strict=True))
         return grad_query, grad_key, grad_value
@@ -64,11 +64,11 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Ten
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    key, value = _expand(query, key), _expand(query, value)
+    key, value = _expand(query, key), _expand(query, value)  # [kv_heads, heads a KV head, num_keys, head_dim]
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         _group(query, key), key, value, 0.0, form.causal, scale=form.scale
     )
-    return out.flatten(0, 1), lse.flatten(0, 1)
+    return out.flatten(0, 1), lse.flatten(0, 1)  # [heads, num_queries, head_dim], [heads, num_queries]
 
 
 def _backward(
@@ -87,12 +87,13 @@ def _backward(
 def _call_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    key, value = _expand(query, key), _expand(query, value)
-    sent, asked, result, norm = (_group(tensor, key) for tensor in (grad_out, query, out, lse))
-    grad_query, grad_key, grad_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        sent, asked, key, value, result, norm, 0.0, form.causal, scale=form.scale
+    key, value = _expand(query, key), _expand(query, value)  # [kv_heads, heads a KV head, num_keys, head_dim]
+    grad_out, query, out, lse = (_group(tensor, key) for tensor in (grad_out, query, out, lse))
+    grad_query, *expanded = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, lse, 0.0, form.causal, scale=form.scale
     )
-    return grad_query.flatten(0, 1), *(gradient.sum(1, dtype=wide(key.dtype)) for gradient in (grad_key, grad_value))
+    grad_key, grad_value = (gradient.sum(1, dtype=wide(key.dtype)) for gradient in expanded)  # [kv_heads, ...]
+    return grad_query.flatten(0, 1), grad_key, grad_value
 
 
 def _expand(query: Tensor, tensor: Tensor) -> Tensor:
@@ -102,4 +103,5 @@ def _expand(query: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _group(tensor: Tensor, key: Tensor) -> Tensor:
+    """[heads, ...] as [kv_heads, heads a KV head, ...], as expanded keys have them."""
     return tensor.reshape(*key.shape[:2], *tensor.shape[1:])

@@ -40,7 +40,7 @@ class TorchCudaKernel:
             window_size_left=left,
             window_size_right=right,
         )
-        return out.transpose(0, 1), lse
+        return out.transpose(0, 1), lse  # [heads, num_queries, head_dim], [heads, num_queries]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form

@@ -40,12 +40,12 @@ def runs_of(query: Tensor, key: Tensor, form: Form) -> Runs:
 
 @lru_cache(maxsize=64)
 def _on(borders: tuple[int, ...], device: torch.device) -> Tensor:
-    """Sent once for all layers of a chunk."""
+    """Borders on the device: int32 [num_runs + 1], sent once for all layers of a chunk."""
     return torch.tensor(borders, dtype=torch.int32, device=device)
 
 
 def _longest(borders: tuple[int, ...]) -> int:
-    return max(end - start for start, end in pairwise(borders))
+    return max(stop - start for start, stop in pairwise(borders))
 
 
 def window_of(form: Form) -> tuple[int, int]:

@@ -17,8 +17,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.calibration.device_rates import measure_device, memory
 from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
 from chunkplan_runtime.calibration.options import CalibrationOptions
-from chunkplan_runtime.device_names import calibrated_name, device_name, shipped_profile
-from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.devices import calibrated_name, device_name, find_device, shipped_profile
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
@@ -42,7 +41,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
 
-#: The base where neither an option nor the device's name tells one.
+#: The base where neither an option nor the device's name gives one.
 _BASE = "h100"
 
 
@@ -67,7 +66,7 @@ def calibrate(
         options.chunk_sizes or defaults.chunk_sizes,
         defaults.prefixes if options.prefixes is None else options.prefixes,
     )
-    base, tells = _base(options.base, device)
+    base, is_known = _base(options.base, device)
     shape = read_model_config(options.model_config)
     config = read_config(options.model_config)
     num_layers = options.layers
@@ -89,14 +88,14 @@ def calibrate(
     dtype = _DTYPES[precision]
     try:
         model = new_model(config, dtype, options.seed, device=device, attention=options.attention)
-        TrainedWeights(model.model, masters=precision == "bf16")  # gradients are added up as in training
+        TrainedWeights(model.model, master_weights=precision == "bf16")  # gradients are added up as in training
         rates = measure_device(device, config, dtype, options.attention)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{num_layers} layers do not fit the free memory of {device_name(device)}",
             hint="give fewer --layers, and let nothing else run on the device",
         ) from error
-    if not tells:
+    if not is_known:
         base = replace(base, peak_flops=rates.flops if precision == "bf16" else rates.fp32_flops)
     measured = measure(model, probes, repeats=options.repeats, seed=options.seed, report=report)
     calibration = fit(

@@ -12,7 +12,7 @@ import torch
 
 from chunkplan.cost.measurements import DeviceRates
 from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
-from chunkplan_runtime.device_names import device_name
+from chunkplan_runtime.devices import device_name
 from chunkplan_runtime.models.model import new_model
 
 #: Of each time the median of so many is taken, after one that does not count.

@@ -133,7 +133,7 @@ def _time_or_none(model: CausalLM, probe: Probe, seed: int) -> tuple[int, int] |
 
 
 def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
-    """Nanoseconds of `forward_kv`, and of `recompute` and `backward` together."""
+    """Time a probe: nanoseconds of its `forward_kv`, and of its `recompute` and `backward` together."""
     work, chunk_id = _work(probe, model.vocab_size, seed)
     times: dict[str, int] = {}
 
@@ -156,7 +156,7 @@ def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -169,11 +169,11 @@ def _work(probe: Probe, vocab_size: int, seed: int) -> tuple[RankWork, int]:
     if num_before:
         num_parts = num_before + 2
         starts = range(0, num_parts * size, size)
-        spans_of = [(Span(0, start, start + size, num_parts * size, first=0, group_id=0),) for start in starts]
+        spans_of = [(Span(0, start, start + size, num_parts * size, chunk_start=0, group_id=0),) for start in starts]
     else:
-        firsts = np.cumsum([0, *probe.segments[:-1]]).tolist()
-        segments = enumerate(zip(probe.segments, firsts, strict=True))
-        spans_of = [tuple(Span(place, 0, tokens, tokens, first) for place, (tokens, first) in segments)]
+        starts_in_chunk = np.cumsum([0, *probe.segments[:-1]]).tolist()
+        segments = enumerate(zip(probe.segments, starts_in_chunk, strict=True))
+        spans_of = [tuple(Span(place, 0, tokens, tokens, chunk_start) for place, (tokens, chunk_start) in segments)]
     chunks = {part: _chunk(part, spans, len(spans_of)) for part, spans in enumerate(spans_of)}
     random = torch.Generator().manual_seed(seed)
     tensors = {part: _tensors(spans, vocab_size, random) for part, spans in enumerate(spans_of)}
@@ -184,7 +184,7 @@ def _work(probe: Probe, vocab_size: int, seed: int) -> tuple[RankWork, int]:
 
 
 def _chunk(part: int, spans: Sequence[Span], num_parts: int) -> Chunk:
-    num_tokens = spans[-1].last
+    num_tokens = spans[-1].chunk_stop
     return Chunk(
         chunk_id=part,
         group_id=spans[0].group_id,
@@ -195,16 +195,16 @@ def _chunk(part: int, spans: Sequence[Span], num_parts: int) -> Chunk:
         prefix_tokens=spans[0].start,
         keeps_activations=False,
         cost=0.0,
-        segments=tuple(Segment(span.sequence_id, span.start, span.end) for span in spans),
+        segments=tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans),
     )
 
 
 def _tensors(spans: tuple[Span, ...], vocab_size: int, random: torch.Generator) -> ChunkTensors:
     """Random tokens, all of them targets: the cost model has every token in the head."""
-    shape = (1, spans[-1].last)
+    shape = (1, spans[-1].chunk_stop)
     return ChunkTensors(
         input_ids=torch.randint(vocab_size, shape, generator=random),
-        position_ids=torch.cat([torch.arange(span.start, span.end) for span in spans])[None],
+        position_ids=torch.cat([torch.arange(span.start, span.stop) for span in spans])[None],
         labels=torch.randint(vocab_size, shape, generator=random)[0],
         spans=spans,
     )

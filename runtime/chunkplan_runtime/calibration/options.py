@@ -29,11 +29,11 @@ class CalibrationOptions(Options):
     model_config: Path = option(
         path("FILE"), "The model's config.json, or its folder. Its weights are not needed.", group=_WHAT
     )
-    name: str = option(text("NAME"), "Of the profile.", group=_WHAT, flag="")
+    name: str = option(text("NAME"), "Name of the profile.", group=_WHAT, flag="")
     device: str = option(DEVICE, "auto, cpu, cuda or cuda:N.", group=_WHAT, default="auto")
     precision: Precision | None = option(
         one_of("bf16", "fp32"),
-        "Of weights and activations: bf16 or fp32.",
+        "Precision of weights and activations: bf16 or fp32.",
         group=_WHAT,
         default=None,
         default_words="bf16, on a CPU fp32",

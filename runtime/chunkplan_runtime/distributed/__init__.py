@@ -1,1 +1,1 @@
-"""The runtime on several processes: groups, stages, links, sharded weights, and the watch over all of it."""
+"""The runtime on several processes: groups, stages, links and sharded weights."""

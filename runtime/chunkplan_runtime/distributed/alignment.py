@@ -24,7 +24,7 @@ class Aligned:
         self._run = run
 
     def around(self, inner: Around) -> Around:
-        """For `Executor.run`: `inner`, after the paddings."""
+        """What `Executor.run` enters around an action: the paddings, then `inner`."""
 
         @contextmanager
         def padded(action: Action) -> Iterator[None]:
@@ -35,7 +35,7 @@ class Aligned:
         return padded
 
     def finish(self) -> None:
-        """Run the next paddings; after the last action, the last ones."""
+        """Run the paddings that come next: those of the next action, or after the last action the last ones."""
         for _ in range(next(self._paddings)):
             self._run()
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.models.model import CausalLM
 
-#: Values of a gradient that are squared at once: in float64 they take 128 MiB.
-_PIECE = 1 << 24
+#: Numbers of a gradient that are squared at once: in float64 they take 128 MiB.
+NUMBERS_AT_ONCE = 1 << 24
 
 
 def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
@@ -45,8 +45,8 @@ def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Group
     device = groups.device if groups is not None else next(iter(weights.values())).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in local_gradients(counted):
-        for piece in torch.split(gradient.reshape(-1), _PIECE):
-            squares += torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2
+        for numbers in torch.split(gradient.reshape(-1), NUMBERS_AT_ONCE):
+            squares += torch.linalg.vector_norm(numbers, dtype=torch.float64) ** 2
     if groups is not None:
         dist.all_reduce(squares)
     return squares.sqrt()

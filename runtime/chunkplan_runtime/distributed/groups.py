@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from chunkplan_runtime.execution.links import Link, Links, Wire
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 
 #: On a GPU, the most multiprocessors that a send or a receive may hold while it waits, of more than a hundred. Hidden
 #: states are small: a few of them send as fast as is needed. Not measured.
@@ -22,14 +22,16 @@ _LINK_CTAS = 4
 class Groups:
     """The groups that this process is in.
 
-    `copies`: the mesh of its stage's copies, one of each pipeline; None where there is one. `before` and `after`: its
-    links, None where the pipeline ends. `ends`: the first and last stage of its pipeline, None on the others and where
-    there is one stage. `control`: everybody, for objects on the CPU.
+    Attributes:
+        replicas: the mesh of the replicas of its stage, one in each pipeline; None where there is one.
+        before, after: its links; None where the pipeline ends.
+        ends: the first and last stage of its pipeline; None on the others, and where there is one stage.
+        control: all processes, for objects on the CPU.
     """
 
-    layout: Layout
+    layout: RankLayout
     device: torch.device
-    copies: DeviceMesh | None
+    replicas: DeviceMesh | None
     before: Link | None
     after: Link | None
     ends: dist.ProcessGroup | None
@@ -40,7 +42,7 @@ class Groups:
         return Links(wire, self.before, self.after) if self.layout.pp > 1 else None
 
 
-def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Groups:
+def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta) -> Groups:
     """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
     The first use of a group of NCCL connects its processes and waits for the device, which must not be in the middle of
@@ -57,14 +59,14 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Gro
         return next((group for ranks, group in groups if layout.rank in ranks), None)
 
     def pairs(stage: int, other: int) -> list[list[int]]:
-        return [[layout.rank_of(stage, copy), layout.rank_of(other, copy)] for copy in range(layout.dp)]
+        return [[layout.rank_of(stage, dp_rank), layout.rank_of(other, dp_rank)] for dp_rank in range(layout.dp)]
 
-    copies, ends = None, None
+    replicas, ends = None, None
     if layout.dp > 1:
-        stages = [[layout.rank_of(stage, copy) for copy in range(layout.dp)] for stage in range(layout.pp)]
+        stages = [[layout.rank_of(stage, dp_rank) for dp_rank in range(layout.dp)] for stage in range(layout.pp)]
         group = own(stages)
         assert group is not None
-        copies = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        replicas = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     links: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = [
         (own(pairs(stage, stage + 1), is_link=True), own(pairs(stage, stage + 1), is_link=True))
         for stage in range(layout.pp - 1)
@@ -72,7 +74,7 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Gro
     if layout.pp > 1:
         ends = own(pairs(0, layout.pp - 1))
     control = dist.new_group(backend="gloo", timeout=timeout)
-    for group in (dist.group.WORLD, copies.get_group() if copies else None, ends):
+    for group in (dist.group.WORLD, replicas.get_group() if replicas else None, ends):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     dist.all_reduce(torch.zeros(1), group=control)
@@ -81,15 +83,22 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta) -> Gro
         """That between `stage` and the next one, to the stage `other` of them."""
         down, up = links[stage]
         assert down is not None and up is not None
-        return Link(layout.rank_of(other, layout.copy), down, up)
+        return Link(layout.rank_of(other, layout.dp_rank), down, up)
 
     before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
     after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     assert control is not None
-    return Groups(layout, device, copies, before, after, ends, control)
+    return Groups(layout, device, replicas, before, after, ends, control)
 
 
-def link_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+class GroupOptions(TypedDict, total=False):
+    """Arguments of `new_group` beside its ranks; `pg_options` are the backend's own, which torch has no types for."""
+
+    backend: str
+    pg_options: Any
+
+
+def link_options(device: torch.device, timeout: timedelta) -> GroupOptions:
     """For `new_group` of one link: between GPUs, what waits there holds few of their multiprocessors."""
     if device.type != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""The processes that train together, as one of them sees it: its place, its groups, and what all tell each other."""
+"""The processes that train together, as one of them sees it: its place, its groups, and objects sent between all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.failures.watch import Watch
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.failures.watchdog import Watchdog
+from chunkplan_runtime.layout import RankLayout
 
 T = TypeVar("T")
 
@@ -18,37 +18,37 @@ T = TypeVar("T")
 class Job:
     """One process of a job; without arguments the only one, which has no groups."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: RankLayout = field(default_factory=RankLayout)
     groups: Groups | None = None
-    watch: Watch | None = None
+    watchdog: Watchdog | None = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that speaks and writes for all."""
+        """Whether this process is the one that prints and writes for all."""
         return self.layout.rank == 0
 
-    def tell_all(self, mine: T) -> list[T]:
-        """What each process has, by rank; all have to call it."""
+    def all_gather_object(self, value: T) -> list[T]:
+        """The values of all processes, by rank; all of them have to call it."""
         if self.groups is None:
-            return [mine]
-        told: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(told, mine, group=self.groups.control)
-        return told
+            return [value]
+        gathered: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(gathered, value, group=self.groups.control)
+        return gathered
 
-    def ask_main(self, mine: T) -> T:
-        """What the main process has; all have to call it."""
+    def broadcast_object(self, value: T) -> T:
+        """The value of the main process; all processes have to call it, what the others give is ignored."""
         if self.groups is None:
-            return mine
-        told = [mine]
-        dist.broadcast_object_list(told, src=0, group=self.groups.control)
-        return told[0]
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.groups.control)
+        return values[0]
 
     def at_step(self, step: int) -> None:
-        """Say where this process is, for those who find it dead."""
-        if self.watch is not None:
-            self.watch.at_step(step)
+        """Have the watchdog know which step this process is at, for its messages; -1 is before the first."""
+        if self.watchdog is not None:
+            self.watchdog.at_step(step)
 
-    def wait_for_all(self) -> None:
-        """Until all processes are here."""
+    def barrier(self) -> None:
+        """Wait until all processes have called this."""
         if self.groups is not None:
             dist.barrier(group=self.groups.control)

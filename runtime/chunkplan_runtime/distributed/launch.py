@@ -21,10 +21,10 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_size() -> int:
-    """How many processes there are to be, by the environment.
+    """How many processes there are to be, as the environment says.
 
     Raises:
-        UsageError: what it says is no such thing.
+        UsageError: the environment says no number of processes, or too little else.
     """
     given = {name: os.environ.get(name) for name in _ENVIRONMENT}
     size = given["WORLD_SIZE"] or "1"
@@ -38,8 +38,8 @@ def world_size() -> int:
     return int(size)
 
 
-def own_gpu() -> int:
-    """Which GPU is this process's, of those it sees: the only one, or that of its place on its machine.
+def local_device_index() -> int:
+    """The index of this process's GPU among those it sees: the only one, or that of its place on its machine.
 
     Whether the only one is another for each process, `refuse_shared_gpus` says.
     """
@@ -61,9 +61,9 @@ class OwnGpu:
 
 
 def find_own_gpu(device: str) -> OwnGpu:
-    """That of this process; `device` as the option: "cpu" takes none."""
+    """The GPU of this process; `device` is as the option has it, and "cpu" takes none."""
     num_seen = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    index = own_gpu()
+    index = local_device_index()
     uuid = str(torch.cuda.get_device_properties(index).uuid) if index < num_seen else None
     return OwnGpu(socket.gethostname(), index, num_seen, uuid)
 
@@ -105,9 +105,9 @@ def refuse_shared_gpus(own: OwnGpu) -> None:
     Raises:
         UsageError: see `check_gpus`. All raise it.
     """
-    told: list[OwnGpu] = [own] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    check_gpus(told)
+    gpus: list[OwnGpu] = [own] * dist.get_world_size()
+    dist.all_gather_object(gpus, own)
+    check_gpus(gpus)
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def joined(device: str) -> Iterator[None]:
         UsageError: the others cannot be reached.
     """
     has_gpu = device != "cpu" and torch.cuda.is_available()
-    if has_gpu and own_gpu() < torch.cuda.device_count():  # else it is refused when all can hear it
-        torch.cuda.set_device(own_gpu())
+    if has_gpu and local_device_index() < torch.cuda.device_count():  # else it is refused when all can hear it
+        torch.cuda.set_device(local_device_index())
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)

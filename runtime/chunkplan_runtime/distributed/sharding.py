@@ -1,12 +1,13 @@
-"""A stage's weights and optimizer states spread over its copies by FSDP2 (torch.distributed.fsdp.fully_shard).
+"""A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
 narrower, and reduced once at its end, however many chunks each process had: the reduction runs in the backward of one
 padding token at zero loss, which every process does last, so that all take part in the same reductions in the same
 order. The loss is divided by the step's target tokens already, so gradients are summed, not averaged.
 
-With `reshard` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its gradients are
-reduced in every backward. All processes then have to run the same forwards and backwards, see `alignment`.
+With `reshard_after_forward` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its
+gradients are reduced in every backward. All processes then have to run the same forwards and backwards, see
+`alignment`.
 """
 
 from __future__ import annotations
@@ -26,28 +27,31 @@ from chunkplan_runtime.models.model import CausalLM, call_directly
 
 
 class Shards:
-    """The weights of `model`, from now on sharded over `copies`; use `self.model` in its place.
+    """The weights of `model`, from now on sharded over `replicas`; use `self.model` in its place.
 
-    `masters`: trained weights become float32 and are used in the model's dtype. `reshard`: see above.
+    `master_weights`: trained weights become float32 and are used in the model's dtype. `reshard_after_forward`:
+    see above.
     """
 
-    def __init__(self, model: CausalLM, copies: DeviceMesh, *, masters: bool, reshard: bool = False) -> None:
+    def __init__(
+        self, model: CausalLM, replicas: DeviceMesh, *, master_weights: bool, reshard_after_forward: bool = False
+    ) -> None:
         dtype = model.dtype
-        if masters:
+        if master_weights:
             for parameter in model.model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
         narrow = dtype.itemsize < torch.float32.itemsize
         policy = MixedPrecisionPolicy(
-            param_dtype=dtype if masters else None,
+            param_dtype=dtype if master_weights else None,
             reduce_dtype=torch.float32 if narrow else None,
             cast_forward_inputs=False,
         )
         root = _Root(model.model)
         for layer in model.own_layers.values():
-            fully_shard(layer, mesh=copies, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(root, mesh=copies, mp_policy=policy, reshard_after_forward=False)
-        self._reshard = reshard
+            fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+        self._reshard_after_forward = reshard_after_forward
         self._modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
@@ -69,12 +73,12 @@ class Shards:
             self.free()
 
     def run_padding(self) -> None:
-        """Take part in a forward of other processes."""
+        """Run one padding token forward, so that other processes can gather the weights that their forwards need."""
         with torch.no_grad():
             self._root(self._zero_loss)
 
     def free(self) -> None:
-        """Shard weights that forwards alone have gathered."""
+        """Shard the weights again that forwards without a backward have gathered."""
         for module in self._modules:
             module.reshard()
 
@@ -84,7 +88,7 @@ class Shards:
         # of the head alone, of which processes have different numbers.
         self._root.set_is_last_backward(last)
         for module in self._modules:
-            every = last or (self._reshard and module is not self._root)
+            every = last or (self._reshard_after_forward and module is not self._root)
             module.set_requires_gradient_sync(every, recurse=False)
             module.set_reshard_after_backward(every, recurse=False)
 

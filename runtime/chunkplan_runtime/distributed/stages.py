@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from chunkplan.cost.durations import split_layers as even_layers
 from chunkplan.errors import UsageError
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 
 
@@ -34,11 +34,11 @@ def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -
             f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {pp} stages",
             hint=f"give {pp} numbers from 1 that sum to {num_layers}",
         )
-    ends = [sum(given[: stage + 1]) for stage in range(pp)]
-    return [range(end - count, end) for end, count in zip(ends, given, strict=True)]
+    stops = [sum(given[: stage + 1]) for stage in range(pp)]
+    return [range(stop - count, stop) for stop, count in zip(stops, given, strict=True)]
 
 
-def cut_stage(model: CausalLM, layers: range, layout: Layout) -> CausalLM:
+def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
     """The stage of `layout` with `layers`; what other stages have is dropped from the model.
 
     Tied embeddings stay on the first and on the last stage.

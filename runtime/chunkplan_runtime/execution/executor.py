@@ -19,7 +19,7 @@ from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.page_needs import page_needs
-from chunkplan_runtime.kv.pages import DeviceMemory, Memory
+from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import windows
 from chunkplan_runtime.models.dropout import mixed_seed
@@ -34,7 +34,7 @@ _BEFORE = {
 }
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
-_PAGE_CHUNKS = 4
+PAGE_CHUNKS = 4
 
 #: Entered around every action, to time it.
 Around = Callable[[Action], AbstractContextManager[object]]
@@ -62,21 +62,23 @@ class Executor:
 
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
-    needs to run a chunk forward again is its own input, which it keeps.
+    needs to recompute a chunk is its own input, which it keeps.
     """
 
     def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, links: Links | None = None) -> None:
-        self._model = model
+        self.model = model
         self._seed = seed
         self._kv_offload = kv_offload
         self._links = links
-        self._memory: Memory | None = None
+        #: Where pages of keys and values lie; None before the first step.
+        self.memory: PageMemory | None = None
         self.store = StateStore(page_tokens=1)
-        #: What it does or waits for, in words, for who finds it stuck.
+        #: What it does or waits for, in words, for a warning that it stalls.
         self.doing = ""
-        #: Of chunks in flight: what came from the stage before, and where their backward begins.
-        self._inputs: dict[int, Tensor] = {}
-        self._in_flight: dict[int, Tensor | GradientEdge | None] = {}
+        #: Of chunks in flight, by chunk_id: what came from the stage before [num_tokens, hidden_size], and where their
+        #: backward begins.
+        self.inputs: dict[int, Tensor] = {}
+        self.in_flight: dict[int, Tensor | GradientEdge | None] = {}
 
     def run(self, work: RankWork, num_target_tokens: int, around: Around = lambda action: nullcontext()) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
@@ -97,7 +99,7 @@ class Executor:
                 chunk_id = action.chunk_id
                 if action.op == "backward":
                     self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
-                    gradient = None if self._model.is_last else self._connected.receive_gradient(chunk_id)
+                    gradient = None if self.model.is_last else self._connected.receive_gradient(chunk_id)
                     self.doing = f"{where}, in the backward of chunk {chunk_id}"
                     with around(action):
                         found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
@@ -105,14 +107,14 @@ class Executor:
                         losses[chunk_id] = found
                 else:
                     self.doing = f"{where}, waiting for chunk {chunk_id} from the stage before"
-                    if action.op != "recompute" and not self._model.is_first:
-                        self._inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
+                    if action.op != "recompute" and not self.model.is_first:
+                        self.inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
                     self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
                     with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
                         hidden = self._forward(work, chunk_id)
                     if action.op != "forward_kv":
-                        self._in_flight[chunk_id] = self._backward_from(hidden)
-                    if action.op != "recompute" and not self._model.is_last:
+                        self.in_flight[chunk_id] = self._backward_from(hidden)
+                    if action.op != "recompute" and not self.model.is_last:
                         self._connected.send_output(hidden.detach())
                     del hidden  # a graph that outlived its backward
                 done[chunk_id] = action.op
@@ -139,17 +141,17 @@ class Executor:
             for action in forwards:
                 chunk_id, tensors = action.chunk_id, work.tensors[action.chunk_id]
                 self.doing = f"evaluation, {where}, waiting for chunk {chunk_id} from the stage before"
-                if not self._model.is_first:
-                    self._inputs[chunk_id] = self._connected.receive_input(chunk_id)
+                if not self.model.is_first:
+                    self.inputs[chunk_id] = self._connected.receive_input(chunk_id)
                 self.doing = f"evaluation, {where}, in the forward of chunk {chunk_id}"
                 hidden = self._forward(work, chunk_id)
-                self._inputs.pop(chunk_id, None)
-                if self._model.is_last:
-                    losses[chunk_id] = token_losses(self._model.head, hidden, tensors.labels, self._model.vocab_size)
+                self.inputs.pop(chunk_id, None)
+                if self.model.is_last:
+                    losses[chunk_id] = token_losses(self.model.head, hidden, tensors.labels, self.model.vocab_size)
                 else:
                     self._connected.send_output(hidden)
                 for span in tensors.spans:
-                    if span.is_split and span.end == span.length:
+                    if span.is_split and span.stop == span.length:
                         self.store.drop(span)
         return _collect(work, losses, num_target_tokens)
 
@@ -160,50 +162,53 @@ class Executor:
 
     def _opened(self, work: RankWork, *, with_gradients: bool) -> AbstractContextManager[object]:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
-        page_tokens = max(1, _PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
-        if self._memory is None:
-            self._memory = HostMemory(self._model.device) if self._kv_offload else DeviceMemory()
-        self.store = StateStore(page_tokens, self._memory)
-        self._inputs, self._in_flight = {}, {}
+        page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
+        if self.memory is None:
+            self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
+        self.store = StateStore(page_tokens, self.memory)
+        self.inputs, self.in_flight = {}, {}
         if self._links is None:
             return nullcontext()
-        if isinstance(self._memory, HostMemory):
+        if isinstance(self.memory, HostMemory):
             spans = {chunk_id: each.spans for chunk_id, each in work.tensors.items()}
-            model = self._model
+            model = self.model
             of_all = windows(model.config)
             own = [of_all[layer] for layer in model.own_layers]
             needs = page_needs(work.actions, spans, page_tokens, own, with_gradients=with_gradients)
-            self._memory.reserve(needs, *model.kv_shape, model.dtype)
+            self.memory.reserve(needs, *model.kv_shape, model.dtype)
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
-        """Hidden states [num_tokens, hidden_size]."""
+        """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""
         tensors = work.tensors[chunk_id]
         for span in tensors.spans:
             if span.is_split:
                 self.store.start_forward(span)
-        device = self._model.device
+        device = self.model.device
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return self._model.hidden_states(tensors, self.store, self._inputs.get(chunk_id), seed)
+            return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
 
     def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
-        """What a backward needs of hidden states: the last stage themselves, others only where they came from."""
-        if self._model.is_last:
+        """What a backward begins with: on the last stage the hidden states, on others only their place in the graph."""
+        if self.model.is_last:
             return hidden
         return get_gradient_edge(hidden) if hidden.requires_grad else None
 
     def _backward(self, work: RankWork, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
-        """On the last stage, losses [num_tokens], computed only now; `gradient` is that from the stage behind."""
+        """Run a chunk backward; returns its losses [num_tokens] on the last stage, where they are computed only now.
+
+        `gradient` [num_tokens, hidden_size] is that from the stage after, on all other stages.
+        """
         tensors = work.tensors[chunk_id]
         split = [span for span in tensors.spans if span.is_split]
         for span in split:
             self.store.start_backward(span)
-        begin = self._in_flight.pop(chunk_id)
+        begin = self.in_flight.pop(chunk_id)
         losses = None
         if isinstance(begin, Tensor):
-            model = self._model
+            model = self.model
             losses, gradient = losses_and_gradient(model.head, begin, tensors.labels, model.vocab_size, scale)
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
                 use_head(model.head, begin, model.vocab_size)
@@ -214,8 +219,8 @@ class Executor:
             torch.autograd.backward(begin, gradient)
         for span in split:
             self.store.finish_backward(span)
-        if not self._model.is_first:
-            inputs = self._inputs.pop(chunk_id)
+        if not self.model.is_first:
+            inputs = self.inputs.pop(chunk_id)
             assert inputs.grad is not None
             self._connected.send_input_gradient(inputs.grad)
         return losses
@@ -229,7 +234,7 @@ def _collect(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) 
     by_token = torch.cat([losses[chunk_id] for chunk_id in order]).double().cpu().numpy()
     is_target = torch.cat([work.tensors[chunk_id].labels for chunk_id in order]).numpy() != NO_TARGET
     spans = [span for chunk_id in order for span in work.tensors[chunk_id].spans]
-    lengths = np.array([span.end - span.start for span in spans])
+    lengths = np.array([span.stop - span.start for span in spans])  # [num_spans]
     starts = np.cumsum(lengths) - lengths
     sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)
     sums = np.bincount(which, np.add.reduceat(by_token, starts))

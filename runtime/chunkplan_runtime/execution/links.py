@@ -56,7 +56,7 @@ class Links:
         self._gradients = _Inbox(wire, after, after.up if after else None)
         self._outputs = _Outbox(after, after.down if after else None)
         self._input_gradients = _Outbox(before, before.up if before else None)
-        greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)
+        greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)  # [1, hidden_size]
         for inbox, outbox in ((self._inputs, self._outputs), (self._gradients, self._input_gradients)):
             inbox.expect([(0, 1)])
             if inbox.is_open:
@@ -90,11 +90,14 @@ class Links:
         return self._gradients.take(chunk_id)
 
     def send_output(self, hidden: Tensor) -> None:
-        """Send hidden states on, without waiting. They are kept until they have arrived; with gloo, to the end."""
+        """Send hidden states [num_tokens, hidden_size] on, without waiting.
+
+        They are kept until they have arrived; with gloo, until the links are closed.
+        """
         self._outputs.put(hidden)
 
     def send_input_gradient(self, gradient: Tensor) -> None:
-        """Send the gradient of what came from the stage before back to it, without waiting."""
+        """Send back to the stage before the gradient [num_tokens, hidden_size] of what it sent, without waiting."""
         self._input_gradients.put(gradient)
 
 
@@ -119,6 +122,7 @@ class _Inbox:
             )
         _, num_tokens = self._expected.popleft()
         wire = self._wire
+        # [num_tokens, hidden_size]
         tensor = torch.empty(num_tokens, wire.hidden_size, dtype=wire.dtype, device=wire.device)
         dist.recv(tensor, self._source, self._group)  # on a GPU its stream waits, not the host
         return tensor

@@ -17,7 +17,7 @@ from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.models.model import Head
 
 #: Logits alive at once, in numbers: 0.5 GB of float32, as much again for their gradient.
-_LOGITS = 2**27
+LOGITS_AT_ONCE = 2**27
 
 
 def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
@@ -25,7 +25,7 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
     labels [num_tokens] lie on the CPU, so that nobody waits for a GPU to count them.
     """
-    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     with torch.no_grad():
         for rows, targets in _blocks(labels, vocab_size, hidden.device):
             losses[rows] = _cross_entropy(head, hidden[rows], targets)
@@ -35,15 +35,15 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 def losses_and_gradient(
     head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
+    """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
 
     Gradients of the head's own parameters are added to their `.grad`.
     """
-    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))
-    gradient = torch.zeros_like(hidden)
+    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
+    gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
-        block = hidden[rows].detach().requires_grad_()
-        block_losses = _cross_entropy(head, block, targets)
+        block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
+        block_losses = _cross_entropy(head, block, targets)  # [rows]
         torch.autograd.backward(block_losses.sum() * scale)
         losses[rows] = block_losses.detach()
         assert block.grad is not None
@@ -64,11 +64,11 @@ def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
 
 def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
-    rows = torch.nonzero(labels != NO_TARGET).flatten()
-    for block in torch.split(rows, max(1, _LOGITS // vocab_size)) if len(rows) else ():
+    rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
+    for block in torch.split(rows, max(1, LOGITS_AT_ONCE // vocab_size)) if len(rows) else ():
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
 def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
-    logits = head(hidden)
+    logits = head(hidden)  # [rows, vocab_size]
     return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none")

@@ -1,4 +1,4 @@
-"""What has become of a process that nothing is heard of: as Linux tells it, no other system does, and in words."""
+"""What has become of a process that nothing is heard of, as Linux knows it (no other system does), and in words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PROCESSES = Path("/proc")
 
 
 class Fate(Enum):
-    """What can be told of a process that nothing is heard of; `UNKNOWN`: nothing, as from another machine."""
+    """What is known of a process that nothing is heard of; `UNKNOWN`: nothing, as of one on another machine."""
 
     GONE = "gone"
     SUSPENDED = "suspended"
-    STUCK = "stuck"
+    STALLED = "stalled"
     UNKNOWN = "unknown"
 
 
@@ -30,7 +30,7 @@ class Place:
     """A process, by its number on a machine.
 
     `machine` tells boots and containers apart, each of which numbers processes anew, and `started` processes that had
-    the same number; both are "" where nothing tells.
+    the same number; both are "" where the system does not say.
     """
 
     machine: str
@@ -39,7 +39,7 @@ class Place:
 
     @classmethod
     def of_this_process(cls) -> Place:
-        """That of the process which calls this."""
+        """The place of the process that calls this."""
         pid = os.getpid()
         try:
             boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
@@ -50,12 +50,12 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """What `str` made a string of."""
+        """The place that `str` made a string of."""
         machine, pid, started = text.split("/")
         return cls(machine, int(pid), started)
 
     def __str__(self) -> str:
-        """A word for `parse`."""
+        """One word, without spaces, for `parse`."""
         return f"{self.machine}/{self.pid}/{self.started}"
 
     def fate(self) -> Fate:
@@ -68,7 +68,7 @@ class Place:
             return Fate.GONE
         if started != self.started or state in "ZXx":  # another process by now, or one that waits to be reaped
             return Fate.GONE
-        return Fate.SUSPENDED if state in "Tt" else Fate.STUCK
+        return Fate.SUSPENDED if state in "Tt" else Fate.STALLED
 
     def wake(self) -> None:
         """Let a process go on that is suspended; without effect where this one may not."""
@@ -86,11 +86,11 @@ def lost(fate: Fate, who: str, when: str, heard: str, place: Place | None = None
         case Fate.SUSPENDED:
             said = f"{who} is suspended {when} (stopped by a signal): {heard}"
             hint = f"if it is still there, `kill -CONT {pid}` has it end as the others do, `kill -KILL {pid}` at once"
-        case Fate.STUCK:
-            said = f"{who} is silent {when} (alive, and stuck): {heard}"
+        case Fate.STALLED:
+            said = f"{who} is stalled {when} (alive): {heard}"
             hint = f"if it is still there, `kill -KILL {pid}` ends it"
         case Fate.UNKNOWN:
-            said = f"{who} is silent {when} (suspended, stuck or gone): {heard}"
+            said = f"{who} is silent {when} (suspended, stalled or gone): {heard}"
             hint = f"if it is gone, its own output says why {why}"
     return ChunkplanError(said, hint=f"{hint}; {RESUME}")
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.failures.watch import Watch
+from chunkplan_runtime.failures.watchdog import Watchdog
 
 
 @contextmanager
-def lost_peers(watch: Watch) -> Iterator[None]:
-    """Around what waits for other processes: if one vanishes, leave it to `watch` to name it and to end this process.
+def lost_peers(watchdog: Watchdog) -> Iterator[None]:
+    """Around what waits for other processes: if one vanishes, `watchdog` names it and ends this process.
 
     Raises:
         ChunkplanError: a connection broke, or nothing came over it in time, and yet nobody died.
@@ -24,7 +24,7 @@ def lost_peers(watch: Watch) -> Iterator[None]:
         # gloo raises plain RuntimeErrors, with the place in its source
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
-        watch.await_end()
+        watchdog.await_end()
         first_line = str(error).partition("\n")[0]
         raise ChunkplanError(
             f"the connection to another process broke: {first_line}",

@@ -48,43 +48,43 @@ class TokenGather:
             UsageError: a token is not in the model's vocabulary.
         """
         segments = [segment for chunk in chunks for segment in chunk.segments]
-        sequence_ids = np.array([segment.sequence_id for segment in segments])
+        sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
         starts = np.array([segment.start for segment in segments])
-        ends = np.array([segment.end for segment in segments])
-        lengths = self._lengths(sequence_ids, starts, ends)
-        sizes = ends - starts
-        last = np.cumsum(sizes)  # of every segment in what is gathered
-        first = last - sizes
-        input_ids, target = self._reader.gather(sequence_ids, starts, ends)
+        stops = np.array([segment.end for segment in segments])
+        lengths = self._lengths(sequence_ids, starts, stops)
+        sizes = stops - starts
+        gathered_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is gathered
+        gathered_starts = gathered_stops - sizes
+        input_ids, target = self._reader.gather(sequence_ids, starts, stops)
         wrong = _outside(input_ids, self._vocab_size)
         if wrong is not None:
-            segment = int(np.searchsorted(last, wrong, side="right"))
+            segment = int(np.searchsorted(gathered_stops, wrong, side="right"))
             raise UsageError(
-                f"token {starts[segment] + wrong - first[segment]} of sequence {sequence_ids[segment]} is id "
+                f"token {starts[segment] + wrong - gathered_starts[segment]} of sequence {sequence_ids[segment]} is id "
                 f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
                 hint="analyze with the tokenizer that belongs to the model",
             )
         labels = shifted_labels(input_ids, target)
         # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
-        labels[last - 1] = NO_TARGET
-        cut = np.flatnonzero(ends < lengths)
-        next_ids, next_target = self._reader.gather(sequence_ids[cut], ends[cut], ends[cut] + 1)
-        labels[last[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
-        edges = np.concatenate([[0], last])[np.cumsum([0, *(len(chunk.segments) for chunk in chunks)])]
+        labels[gathered_stops - 1] = NO_TARGET
+        cut = np.flatnonzero(stops < lengths)
+        next_ids, next_target = self._reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
+        labels[gathered_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
+        edges = np.concatenate([[0], gathered_stops])[np.cumsum([0, *(len(chunk.segments) for chunk in chunks)])]
         self._check_counts(chunks, edges.tolist(), labels)
         chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk.segments) for chunk in chunks])
         groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
-        columns = (sequence_ids, starts, ends, lengths, first - edges[chunk_of])
+        columns = (sequence_ids, starts, stops, lengths, gathered_starts - edges[chunk_of])
         spans = map(Span, *(column.tolist() for column in columns), groups)
         return GatheredTokens(
             input_ids=input_ids,
-            position_ids=np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * ends), np.int32),
+            position_ids=np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * stops), np.int32),
             labels=labels,
             sizes=np.diff(edges).tolist(),
             spans=[tuple(islice(spans, len(chunk.segments))) for chunk in chunks],
         )
 
-    def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
+    def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """How many tokens the sequences have, after a check that they are there and have what is asked for."""
         wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
         if wrong.size:
@@ -94,12 +94,12 @@ class TokenGather:
                 hint="build the plan again",
             )
         lengths = self._analysis.num_tokens[sequence_ids].astype(np.int64)
-        wrong = np.flatnonzero((starts < 0) | (starts >= ends) | (ends > lengths))
+        wrong = np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))
         if wrong.size:
             first = wrong[0]
             raise DataError(
                 f"sequence {sequence_ids[first]} has {lengths[first]} tokens; "
-                f"the plan asks for {starts[first]} to {ends[first]}",
+                f"the plan asks for {starts[first]} to {stops[first]}",
                 where=str(self._analysis.path),
                 hint="build the plan again",
             )
@@ -107,11 +107,11 @@ class TokenGather:
 
     def _check_counts(self, chunks: Sequence[Chunk], edges: list[int], labels: Int32Array) -> None:
         is_target = labels != NO_TARGET
-        for chunk, (first, last) in zip(chunks, pairwise(edges), strict=True):
-            found = np.count_nonzero(is_target[first:last])
-            if found != chunk.num_target_tokens or last - first != chunk.num_tokens:
+        for chunk, (start, stop) in zip(chunks, pairwise(edges), strict=True):
+            found = np.count_nonzero(is_target[start:stop])
+            if found != chunk.num_target_tokens or stop - start != chunk.num_tokens:
                 raise DataError(
-                    f"chunk {chunk.chunk_id} has {last - first} tokens with {found} targets; "
+                    f"chunk {chunk.chunk_id} has {stop - start} tokens with {found} targets; "
                     f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
                     where=str(self._plan.path),
                     hint="build the plan again",
@@ -119,7 +119,7 @@ class TokenGather:
 
 
 def _outside(input_ids: Int32Array, vocab_size: int) -> int | None:
-    """The first token that is not in the vocabulary."""
+    """The index of the first token that is not in the vocabulary; None where all are."""
     if input_ids.min() >= 0 and input_ids.max() < vocab_size:
         return None
     return int(np.flatnonzero((input_ids < 0) | (input_ids >= vocab_size))[0])

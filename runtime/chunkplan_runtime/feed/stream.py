@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.read_ahead import ReadAhead
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.spans import Span
 
 
@@ -55,6 +55,13 @@ class StepWork:
 
     step: PlanStep
     ranks: list[RankWork]
+
+
+class StreamPosition(TypedDict):
+    """Where a stream is: the content hash of its plan, and the step that comes next."""
+
+    plan: str
+    step: int
 
 
 def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1) -> tuple[Plan, Analysis]:
@@ -99,7 +106,7 @@ class PlanStream(IterableDataset[StepWork]):
         max_positions: int | None,
         prefetch: int = 2,
         pin_memory: bool = False,
-        layout: Layout | None = None,
+        layout: RankLayout | None = None,
     ) -> None:
         if prefetch < 0:
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
@@ -123,11 +130,11 @@ class PlanStream(IterableDataset[StepWork]):
         """How many steps are left, of `num_steps`."""
         return self.num_steps - self._next
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StreamPosition:
         """The position: the plan's content hash, and the step after the last one that was handed out."""
         return {"plan": self._plan.content_hash, "step": self._next}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration begin at a position that `state_dict` gave.
 
         Raises:
@@ -253,7 +260,7 @@ def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather) ->
 
 
 def _pinned(work: RankWork) -> RankWork:
-    """The same, with tensors in page-locked memory: again views of one for all chunks."""
+    """`work` with its tensors in page-locked memory, where they are views of one for all chunks too."""
     if not work.tensors:
         return work
     chunks = work.tensors.values()
@@ -271,7 +278,7 @@ def _pinned(work: RankWork) -> RankWork:
 
 
 def padding_tensors() -> ChunkTensors:
-    """Those of a zero-loss chunk."""
+    """The tensors of a zero-loss chunk: one padding token without a target."""
     token = torch.zeros(1, 1, dtype=torch.int32)
     label = torch.tensor([NO_TARGET], dtype=torch.int32)
-    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, first=0),))
+    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, chunk_start=0),))

@@ -19,6 +19,9 @@ LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which
 
 _METRICS_HINT = "chunks never hold the logits of a sequence; evaluation reports the loss"
 
+#: Arguments of `Trainer` that it gets as they are.
+PASSED_ON = ("optimizers", "optimizer_cls_and_kwargs")
+
 #: Arguments of `Trainer` that have no place here: what does their job.
 REFUSED_ARGUMENTS = {
     "train_dataset": "the plan names the data: `chunkplan analyze`, `chunkplan build`, then plan=",
@@ -35,10 +38,10 @@ REFUSED_SETTINGS = {
     "gradient_accumulation_steps": "a step of the plan is a whole global batch: `chunkplan build --global-batch N`",
     "train_sampling_strategy": "the plan has an order already: `chunkplan build --seed N` is another one",
     "label_smoothing_factor": LOSS_HINT,
-    "neftune_noise_alpha": "a chunk that is computed again would get other noise; leave it out",
+    "neftune_noise_alpha": "a chunk that is recomputed would get other noise; leave it out",
     "fp16_full_eval": "evaluation computes as training does; leave it out",
     "bf16_full_eval": "evaluation computes as training does; leave it out",
-    "torch_compile": "chunks call the parts of the model, which would stay as they are; leave it out",
+    "torch_compile": "chunks call the modules of the model, which would stay as they are; leave it out",
     "use_liger_kernel": "leave it out; logits are never held whole here either",
     "deepspeed": "this runtime runs on one process; leave it out",
     "fsdp": "this runtime runs on one process; leave it out",
@@ -60,17 +63,18 @@ _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
 _logger = logging.getLogger(__name__)
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of `Trainer` that would have no effect.
+def accepted_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse arguments of `Trainer` that would have no effect; returns those that it gets as they are.
 
     Raises:
         UsageError: naming one, and what does its job.
     """
     for name, value in given.items():
-        if name not in REFUSED_ARGUMENTS:
+        if name not in {*REFUSED_ARGUMENTS, *PASSED_ON}:
             raise UsageError(f"ChunkTrainer has no argument {name!r}", hint="`help(ChunkTrainer)` has them")
-        if value is not None:
+        if name in REFUSED_ARGUMENTS and value is not None:
             raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
+    return {name: value for name, value in given.items() if name in PASSED_ON}
 
 
 def check_settings(args: TrainingArguments) -> None:
@@ -111,7 +115,7 @@ def settings_of_plan(
 ) -> TrainingArguments:
     """A copy of `args` that says what the plan decides: epochs, sequences a step, one GPU, no loader processes.
 
-    What was set otherwise is told in one line.
+    What was set otherwise is reported in one line.
 
     Raises:
         UsageError: more steps or epochs than the plan has, or fewer epochs.
@@ -136,15 +140,15 @@ def settings_of_plan(
     }
     unset = {name for name in decided if getattr(args, name) == defaults[name]} - {"num_train_epochs"}
     unset |= {"num_train_epochs"} if args.max_steps > 0 else set()  # transformers goes by max_steps then
-    told = [
+    overruled = [
         f"{name}={value} (not {getattr(args, name):g})"
         for name, value in decided.items()
         if getattr(args, name) != value and name not in unset
     ]
     if args.n_gpu > 1:
-        told.append(f"one GPU (not {args.n_gpu})")
-    if told:
-        _logger.warning("set by the plan %s: %s", plan.path, ", ".join(told))
+        overruled.append(f"one GPU (not {args.n_gpu})")
+    if overruled:
+        _logger.warning("set by the plan %s: %s", plan.path, ", ".join(overruled))
     copied = copy.copy(args)
     for name, value in decided.items():
         setattr(copied, name, value)

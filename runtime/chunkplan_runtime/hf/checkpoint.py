@@ -22,7 +22,7 @@ class PlanIdentity(TrainerCallback, ExportableState):
         self.plan = plan
 
     def state(self) -> dict[str, Any]:
-        """What transformers saves, and makes the callback from again."""
+        """What transformers saves in a checkpoint, and makes this callback from when it resumes."""
         return {"args": {"plan": self.plan}, "attributes": {}}
 
 

@@ -24,8 +24,8 @@ from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.hf.arguments import (
     LOSS_HINT,
+    accepted_arguments,
     base_model,
-    check_arguments,
     check_settings,
     settings_of_plan,
 )
@@ -39,7 +39,8 @@ class ChunkTrainer(Trainer):
 
     `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
     `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
-    sequences lie in host memory. All else is as in `Trainer`; `args` is copied, and the copy has what the plan decides.
+    sequences lie in host memory. `others` may be `optimizers` and `optimizer_cls_and_kwargs`. Arguments that `Trainer`
+    has too are as there; `args` is copied, and the copy has what the plan decides.
 
     Raises:
         UsageError: an argument or a setting would have no effect, the model is not one that gradients are exact for, or
@@ -57,12 +58,10 @@ class ChunkTrainer(Trainer):
         eval_plan: str | Path | None = None,
         processing_class: Any = None,
         callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         kv_offload: bool = False,
         **others: Any,
     ) -> None:
-        check_arguments(others)
+        passed_on = accepted_arguments(others)
         args = TrainingArguments() if args is None else args
         check_settings(args)
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
@@ -83,8 +82,7 @@ class ChunkTrainer(Trainer):
             eval_dataset=eval_data,
             processing_class=processing_class,
             callbacks=[*(callbacks or ()), PlanIdentity(opened.content_hash)],
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            **passed_on,
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
@@ -95,11 +93,11 @@ class ChunkTrainer(Trainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """One batch a step of the plan, from the step that comes next."""
+        """A loader of one batch a step of the plan, from the step that comes next."""
         return loader(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """One batch a step of the evaluation plan.
+        """A loader of one batch a step of the evaluation plan.
 
         Raises:
             UsageError: there is no evaluation plan, or `eval_dataset` is given.
@@ -111,7 +109,7 @@ class ChunkTrainer(Trainer):
         return loader(self.eval_dataset)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Sequences of an epoch."""
+        """How many sequences an epoch of the loader's plan has."""
         data: PlanData = dataloader.dataset
         return data.num_sequences
 
@@ -170,7 +168,7 @@ class ChunkTrainer(Trainer):
         return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=num_sequences)
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused.
+        """Refuse to predict: chunks never hold the outputs of a sequence.
 
         Raises:
             UsageError: always.
@@ -180,7 +178,7 @@ class ChunkTrainer(Trainer):
         )
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused.
+        """Refuse to compute a loss: it is part of the executor's work.
 
         Raises:
             UsageError: always.
@@ -189,8 +187,8 @@ class ChunkTrainer(Trainer):
 
     def _switch(self, mode: str) -> None:
         """Put the model, and an optimizer that has modes, into "train" or "eval"."""
-        for part in (self.model, self.optimizer):
-            switch = getattr(part, mode, None)
+        for switched in (self.model, self.optimizer):
+            switch = getattr(switched, mode, None)
             if callable(switch):
                 switch()
 

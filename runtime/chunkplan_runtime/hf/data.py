@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
@@ -17,13 +18,21 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.model import CausalLM, check_plan
 
 
-class PlanData(IterableDataset[dict[str, Any]]):
-    """An epoch of a plan, of which a batch is a step.
+class StepBatch(TypedDict, total=False):
+    """A batch: a step of the plan, and what transformers counts tokens and FLOPs by, int64 [num_tokens]; or nothing."""
+
+    work: StepWork
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+class PlanData(IterableDataset[StepBatch]):
+    """The epochs of a plan; a batch is a step.
 
     It starts with step `position()` of the plan. Before a step in the middle of an epoch come empty batches, one for
     each step that is done: when transformers resumes, it drops as many, whatever they hold.
@@ -55,7 +64,7 @@ class PlanData(IterableDataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self._num_steps
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[StepBatch]:
         position = self._position()
         done = position % len(self)
         for _ in range(done):
@@ -68,7 +77,7 @@ class PlanData(IterableDataset[dict[str, Any]]):
 
 
 def loader(data: Any) -> DataLoader[Any]:
-    """Hands the batches of `PlanData` on as they are."""
+    """A loader that hands on the batches of `PlanData` as they are."""
     return DataLoader(data, batch_size=None, collate_fn=_as_it_is)
 
 
@@ -96,7 +105,7 @@ def nothing_to_evaluate() -> UsageError:
 
 
 def _steps_by_epoch(plan: Plan) -> tuple[int, int]:
-    """Steps of an epoch, and sequences of an epoch.
+    """How many steps and how many sequences an epoch has.
 
     Raises:
         DataError: epochs have different numbers of steps.

@@ -26,7 +26,7 @@ from torch import Tensor
 from chunkplan_runtime.device_waits import new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
-from chunkplan_runtime.kv.pages import Block, Page, Piece
+from chunkplan_runtime.kv.pages import KVBlock, Page, PageSlice
 
 
 class _Queue:
@@ -78,7 +78,7 @@ class _Buffer:
 
 
 class HostMemory:
-    """See `pages.Memory`."""
+    """See `pages.PageMemory`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,16 +87,16 @@ class HostMemory:
         self._buffers: list[_Buffer] = []
         self._turn = 0
         #: Host memory that nobody uses, by its shape [tokens, kv_heads, head_dim] and dtype.
-        self._unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
     def reserve(self, needs: PageNeeds, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Have the memory for all pages of a step, while there are none, so that none is taken later."""
+        """Take the memory for all pages of a step, before there are any, so that none is taken later."""
         wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
             for tokens, count in counts.items():
                 wanted[(tokens, kv_heads, head_dim), held_as] += 2 * count  # for keys and for values
         for (shape, held_as), count in wanted.items():
-            unused = self._unused[shape, held_as]
+            unused = self.unused[shape, held_as]
             unused += [new_host_memory(shape, held_as, self._device) for _ in range(count - len(unused))]
         if needs.largest:
             kv = torch.empty(needs.largest, kv_heads, head_dim, dtype=dtype, device="meta")
@@ -112,84 +112,89 @@ class HostMemory:
         )
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
-        """See `pages.Memory.new_page`."""
+        """See `pages.PageMemory.new_page`."""
         memory = [self._take(capacity, each, each.dtype) for each in (key, value)]
         held_key, held_value = (tensor[:capacity] for tensor in memory)
         return _HostPage(start, capacity, held_key, held_value, memory=memory, added_from=start + capacity)
 
     def give_back(self, page: Page) -> None:
-        """See `pages.Memory.give_back`."""
+        """See `pages.PageMemory.give_back`."""
         assert isinstance(page, _HostPage)
         for tensor in page.memory:
-            self._unused[tensor.shape, tensor.dtype].append(tensor)
+            self.unused[tensor.shape, tensor.dtype].append(tensor)
         page.memory = []
 
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
-        """See `pages.Memory.write`."""
+        """See `pages.PageMemory.write`."""
         assert isinstance(page, _HostPage)
         tokens = slice(start - page.start, start - page.start + key.shape[1])
-        sent = [tensor.detach().transpose(0, 1).contiguous() for tensor in (key, value)]
+        sent = [
+            tensor.detach().transpose(0, 1).contiguous() for tensor in (key, value)
+        ]  # [num_tokens, kv_heads, head_dim]
         page.written_before = page.written
         page.written = self._write_back([(page.key[tokens], sent[0]), (page.value[tokens], sent[1])])
 
-    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
-        """See `pages.Memory.blocks`."""
+    def blocks(
+        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
+    ) -> Iterator[KVBlock]:
+        """See `pages.PageMemory.blocks`."""
         current = _Queue.current(self._device)
-        buffers = [self._next_buffer(pieces[0].page)]
-        self._fetch(buffers[0], pieces[0], with_gradients)
-        for index, piece in enumerate(pieces):
-            if index + 1 < len(pieces):
-                buffers.append(self._next_buffer(pieces[index + 1].page))
-                self._fetch(buffers[-1], pieces[index + 1], with_gradients)
+        buffers = [self._next_buffer(slices[0].page)]
+        self._fetch(buffers[0], slices[0], with_gradients)
+        for index, page_slice in enumerate(slices):
+            if index + 1 < len(slices):
+                buffers.append(self._next_buffer(slices[index + 1].page))
+                self._fetch(buffers[-1], slices[index + 1], with_gradients)
             buffer = buffers[index]
             current.wait(buffer.ready)
-            num_tokens = piece.end - piece.start
-            num_fetched = min(piece.own_start, piece.end) - piece.start
+            num_tokens = page_slice.stop - page_slice.start
+            num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
             if num_fetched < num_tokens:
                 buffer.key[num_fetched:num_tokens] = key.transpose(0, 1)
                 buffer.value[num_fetched:num_tokens] = value.transpose(0, 1)
             names = ("key", "value", "grad_key", "grad_value") if with_gradients else ("key", "value")
-            held = {name: getattr(buffer, name)[:num_tokens] for name in names}
-            yield Block(piece.start, piece.end, **{name: tensor.transpose(0, 1) for name, tensor in held.items()})
+            held = {name: getattr(buffer, name)[:num_tokens] for name in names}  # [num_tokens, kv_heads, head_dim]
+            views = {name: tensor.transpose(0, 1) for name, tensor in held.items()}  # [kv_heads, num_tokens, head_dim]
+            yield KVBlock(page_slice.start, page_slice.stop, **views)
             if with_gradients:
                 # What the part itself was sent has been taken and is not needed again.
-                page, tokens = piece.page, slice(piece.tokens.start, piece.tokens.start + num_fetched)
+                page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)
                 assert isinstance(page, _HostPage)
                 pairs = [
                     (home[tokens], held[name][:num_fetched])
                     for name, home in (("grad_key", page.grad_key), ("grad_value", page.grad_value))
                     if home is not None
                 ]
-                page.added_from = min(page.added_from, piece.start)
+                page.added_from = min(page.added_from, page_slice.start)
                 buffer.free = page.added = self._write_back(pairs)
             else:
                 buffer.free = current.record()
 
-    def _fetch(self, buffer: _Buffer, piece: Piece, with_gradients: bool) -> None:
+    def _fetch(self, buffer: _Buffer, page_slice: PageSlice, with_gradients: bool) -> None:
         """Start filling a buffer with what the asking part did not bring along."""
-        page = piece.page
+        page = page_slice.page
         assert isinstance(page, _HostPage)
-        num_fetched = min(piece.own_start, piece.end) - piece.start
-        tokens = slice(piece.tokens.start, piece.tokens.start + num_fetched)
+        num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
+        tokens = slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)
         self._reading.wait(buffer.free)
-        self._reading.wait(page.written if num_fetched == piece.end - piece.start else page.written_before)
+        self._reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
         self._reading.wait(page.added if with_gradients else None)
         with self._reading.use():
             buffer.key[:num_fetched].copy_(page.key[tokens], non_blocking=True)
             buffer.value[:num_fetched].copy_(page.value[tokens], non_blocking=True)
             if with_gradients:
-                self._fetch_gradients(buffer, page, piece)
+                self._fetch_gradients(buffer, page, page_slice)
         buffer.ready = self._reading.record()
 
-    def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, piece: Piece) -> None:
-        """Those that parts behind have added; zeros for tokens that none of these saw."""
+    def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, page_slice: PageSlice) -> None:
+        """Start filling a buffer with the gradients that later parts added; zeros for tokens that none of them saw."""
         if page.grad_key is None or page.grad_value is None:
             kv = (page.key, page.value)
             memory = [self._take(page.capacity, each.transpose(0, 1), wide(each.dtype)) for each in kv]
             page.memory += memory
             page.grad_key, page.grad_value = (tensor[: page.capacity] for tensor in memory)
-        known = slice(min(max(page.added_from, piece.start), piece.end) - page.start, piece.tokens.stop)
-        num_new, num_tokens = known.start - piece.tokens.start, piece.end - piece.start
+        known = slice(min(max(page.added_from, page_slice.start), page_slice.stop) - page.start, page_slice.tokens.stop)
+        num_new, num_tokens = known.start - page_slice.tokens.start, page_slice.stop - page_slice.start
         for held, home in ((buffer.grad_key, page.grad_key), (buffer.grad_value, page.grad_value)):
             held[:num_new].zero_()
             held[num_new:num_tokens].copy_(home[known], non_blocking=True)
@@ -230,7 +235,7 @@ class HostMemory:
         return _Buffer(key, value, *gradients, free=_Queue.current(self._device).record())
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for a page, of keys or values like [kv_heads, any, head_dim]."""
+        """PageMemory for a page, of keys or values like [kv_heads, any, head_dim]."""
         shape = room(capacity), like.shape[0], like.shape[2]
-        unused = self._unused[shape, dtype]
+        unused = self.unused[shape, dtype]
         return unused.pop() if unused else new_host_memory(shape, dtype, self._device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.kv.pages import Block, Page, Piece
+from chunkplan_runtime.kv.pages import KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.spans import Span
 
@@ -69,11 +69,11 @@ _NOTHING = torch.empty(0)
 
 
 def _do(action: Action, span: Span, store: StateStore, window: int | None, *, with_gradients: bool) -> None:
-    """As executor and attention do with the part of a sequence."""
+    """Do with the part of a sequence what the executor and the attention do, on a store without memory."""
     if action.op != "backward":
         store.start_forward(span)
         store.write(span, 0, _NOTHING, _NOTHING)
-        if not with_gradients and span.end == span.length:
+        if not with_gradients and span.stop == span.length:
             store.drop(span)
     else:
         store.start_backward(span)
@@ -82,7 +82,7 @@ def _do(action: Action, span: Span, store: StateStore, window: int | None, *, wi
 
 
 class _Counting:
-    """See `pages.Memory`: it counts pages and has no memory for them."""
+    """See `pages.PageMemory`: it counts pages and has no memory for them."""
 
     def __init__(self) -> None:
         self._pages: Counter[int] = Counter()
@@ -100,11 +100,13 @@ class _Counting:
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
         pass
 
-    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
-        for piece in pieces:
-            if with_gradients and piece.page.grad_key is None:
-                piece.page.grad_key = _NOTHING
-                self._gradients[room(piece.page.capacity)] += 1
+    def blocks(
+        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
+    ) -> Iterator[KVBlock]:
+        for page_slice in slices:
+            if with_gradients and page_slice.page.grad_key is None:
+                page_slice.page.grad_key = _NOTHING
+                self._gradients[room(page_slice.page.capacity)] += 1
         self.most_gradients |= self._gradients
         return iter(())
 

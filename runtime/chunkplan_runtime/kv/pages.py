@@ -33,20 +33,20 @@ class Page:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         tensors = (self.key, self.value, self.grad_key, self.grad_value)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True)
-class Block:
-    """Tokens [start, end) of a sequence, on the device, for one kernel call: [kv_heads, end - start, head_dim] each.
+class KVBlock:
+    """Tokens [start, stop) of a sequence, on the device, for one kernel call: [kv_heads, stop - start, head_dim] each.
 
     The gradients are there to be added to, in at least float32. Good until the next block is asked for.
     """
 
     start: int
-    end: int
+    stop: int
     key: Tensor
     value: Tensor
     grad_key: Tensor | None = None
@@ -54,65 +54,70 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens [start, end) of the sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
+class PageSlice:
+    """Tokens [start, stop) of a sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
 
     page: Page
     start: int
-    end: int
+    stop: int
     own_start: int
 
     @property
     def tokens(self) -> slice:
-        """Where they lie in the page."""
-        return slice(self.start - self.page.start, self.end - self.page.start)
+        """Where these tokens lie in the page."""
+        return slice(self.start - self.page.start, self.stop - self.page.start)
 
 
-class Memory(Protocol):
-    """Holds pages; hands out blocks of them."""
+class PageMemory(Protocol):
+    """What holds pages and hands out blocks of them."""
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
-        """An empty page for KV like [kv_heads, num_tokens, head_dim]."""
+        """Make an empty page for keys and values like `key` and `value`, [kv_heads, num_tokens, head_dim] each."""
         ...
 
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
         """Write the KV [kv_heads, num_tokens, head_dim] of the tokens from `start` on of the sequence."""
         ...
 
-    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
-        """A block for every piece. key, value [kv_heads, num_tokens, head_dim]: those of the asking part."""
+    def blocks(
+        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
+    ) -> Iterator[KVBlock]:
+        """Yield a block for every slice. key, value [kv_heads, num_tokens, head_dim] are those of the asking part."""
         ...
 
     def give_back(self, page: Page) -> None:
-        """Nobody will ask for the page again."""
+        """Take back the memory of a page, which nobody will ask for again."""
         ...
 
 
 class DeviceMemory:
-    """Pages lie on the device; blocks are views of them."""
+    """Holds pages on the device; blocks are views of them."""
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
-        """See `Memory.new_page`."""
+        """See `PageMemory.new_page`."""
         return Page(start, capacity, *(_empty(tensor, capacity) for tensor in (key, value)))
 
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
-        """See `Memory.write`."""
+        """See `PageMemory.write`."""
         tokens = slice(start - page.start, start - page.start + key.shape[1])
         page.key[tokens] = key.transpose(0, 1)
         page.value[tokens] = value.transpose(0, 1)
 
-    def blocks(self, pieces: Sequence[Piece], key: Tensor, value: Tensor, with_gradients: bool) -> Iterator[Block]:
-        """See `Memory.blocks`."""
-        for piece in pieces:
-            page, tokens = piece.page, piece.tokens
+    def blocks(
+        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
+    ) -> Iterator[KVBlock]:
+        """See `PageMemory.blocks`."""
+        for page_slice in slices:
+            page, tokens = page_slice.page, page_slice.tokens
             if with_gradients and page.grad_key is None:
                 page.grad_key, page.grad_value = (zeros_wide(tensor) for tensor in (page.key, page.value))
             tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if with_gradients else ()))
-            views = (tensor[tokens].transpose(0, 1) for tensor in tensors if tensor is not None)
-            yield Block(piece.start, piece.end, *views)
+            held = (tensor[tokens] for tensor in tensors if tensor is not None)  # [num_tokens, kv_heads, head_dim]
+            views = (tensor.transpose(0, 1) for tensor in held)  # [kv_heads, num_tokens, head_dim]
+            yield KVBlock(page_slice.start, page_slice.stop, *views)
 
     def give_back(self, page: Page) -> None:
-        """See `Memory.give_back`: its memory is free as soon as nobody holds it."""
+        """See `PageMemory.give_back`: its memory is free as soon as nobody holds it."""
 
 
 def zeros_wide(tensor: Tensor) -> Tensor:
@@ -121,4 +126,4 @@ def zeros_wide(tensor: Tensor) -> Tensor:
 
 
 def _empty(tensor: Tensor, capacity: int) -> Tensor:
-    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])
+    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])  # [capacity, kv_heads, head_dim]

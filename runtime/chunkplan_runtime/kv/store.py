@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.kv.pages import Block, DeviceMemory, Memory, Page, Piece
+from chunkplan_runtime.kv.pages import DeviceMemory, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.spans import Span
 
 
@@ -27,12 +27,12 @@ class _Sequence:
 
 
 class StateStore:
-    """KV and dKV by occurrence of a sequence and layer. Only split sequences enter it.
+    """Keys, values and their gradients by occurrence of a sequence and by layer. Only split sequences enter it.
 
     `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own.
     """
 
-    def __init__(self, page_tokens: int, memory: Memory | None = None) -> None:
+    def __init__(self, page_tokens: int, memory: PageMemory | None = None) -> None:
         self._page_tokens = page_tokens
         self._memory = DeviceMemory() if memory is None else memory
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
@@ -43,7 +43,7 @@ class StateStore:
         return not self._sequences
 
     def num_bytes(self) -> int:
-        """Bytes of all pages held."""
+        """Bytes of all pages that are held."""
         layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
         return sum(page.num_bytes for pages in layers for page in pages)
 
@@ -56,7 +56,7 @@ class StateStore:
         sequence = self._sequences.setdefault(span.occurrence, _Sequence(span.length, complete_from=span.length))
         if span.start > sequence.forwarded:
             raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
-        sequence.forwarded = max(sequence.forwarded, span.end)
+        sequence.forwarded = max(sequence.forwarded, span.stop)
 
     def start_backward(self, span: Span) -> None:
         """Say that a part is about to run backward.
@@ -65,7 +65,7 @@ class StateStore:
             DataError: a later part has not, or this one has already.
         """
         sequence = self._sequences.get(span.occurrence)
-        if sequence is None or span.end != sequence.complete_from:
+        if sequence is None or span.stop != sequence.complete_from:
             raise _out_of_order(span, "backward", "a later part has none yet, or this one had its own")
         sequence.complete_from = span.start
 
@@ -89,32 +89,32 @@ class StateStore:
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers.setdefault(layer, [])
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
-        if page is None or page.start + page.capacity < span.end:  # parts ascend: nothing is there from `start` on
-            capacity = min(max(self._page_tokens, span.end - span.start), sequence.length - span.start)
+        if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
+            capacity = min(max(self._page_tokens, span.stop - span.start), sequence.length - span.start)
             page = self._memory.new_page(span.start, capacity, key, value)
             pages.append(page)
         self._memory.write(page, span.start, key, value)
 
     def blocks(
-        self, span: Span, layer: int, key: Tensor, value: Tensor, first: int, with_gradients: bool = False
-    ) -> Iterator[Block]:
-        """The tokens [first, end) that a part attends to, in blocks: that with the part itself, then all before it.
+        self, span: Span, layer: int, key: Tensor, value: Tensor, start: int, with_gradients: bool = False
+    ) -> Iterator[KVBlock]:
+        """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
         key, value [kv_heads, num_tokens, head_dim] are the part's own, as they were written.
         """
         pages = self._sequences[span.occurrence].layers[layer]
-        borders = [*(page.start for page in pages[1:]), span.length]
-        pieces = [
-            Piece(page, max(page.start, first), min(end, span.end), span.start)
-            for page, end in zip(pages, borders, strict=True)
-            if page.start < span.end and end > first
+        stops = [*(page.start for page in pages[1:]), span.length]
+        slices = [
+            PageSlice(page, max(page.start, start), min(stop, span.stop), span.start)
+            for page, stop in zip(pages, stops, strict=True)
+            if page.start < span.stop and stop > start
         ]
-        return self._memory.blocks([pieces[-1], *pieces[:-1]], key, value, with_gradients)
+        return self._memory.blocks([slices[-1], *slices[:-1]], key, value, with_gradients)
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:
     return DataError(
-        f"the {what} of tokens {span.start} to {span.end} of sequence {span.sequence_id} is out of order: {why}",
+        f"the {what} of tokens {span.start} to {span.stop} of sequence {span.sequence_id} is out of order: {why}",
         where="schedule.parquet",
         hint="`chunkplan validate` names what is wrong with the plan; build it again",
     )

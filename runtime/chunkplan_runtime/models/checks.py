@@ -90,8 +90,7 @@ def is_bidirectional(config: Any) -> bool:
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None for full attention.
 
-    As transformers' masks have it, which not every model tells its attention as well, and whatever else its config
-    says.
+    It is that of transformers' masks, which not every model passes on to its attention, whatever else its config says.
     """
     window: int | None = getattr(config, "sliding_window", None)
     if config.model_type in _WINDOWS_BY_LAYER:

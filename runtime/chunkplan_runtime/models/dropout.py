@@ -1,4 +1,4 @@
-"""Dropout that a chunk draws alike whenever it runs forward: first or again, and on however many stages.
+"""Dropout that a chunk draws alike whenever it runs forward, first or as a recompute, and on however many stages.
 
 Every layer draws from a seed of its own, made from the chunk's identity and the layer's index. What it draws then
 depends neither on K nor on which layers ran before it in the same process.

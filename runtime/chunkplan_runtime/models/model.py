@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -51,12 +51,12 @@ _CONFIG_HINT = "take the config.json that came with a model"
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
-#: Hidden states [n, hidden_size] -> logits [n, vocab_size].
+#: A function from hidden states [n, hidden_size] to logits [n, vocab_size].
 Head = Callable[[Tensor], Tensor]
 
 
 def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it."""
+    """Call `do` with its arguments: how a model is called whose weights are all here."""
     return do(*arguments)
 
 
@@ -79,18 +79,18 @@ class CausalLM:
 
     @property
     def config(self) -> Any:
-        """The model's config of transformers."""
+        """The config of the transformers model."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         device: torch.device = next(iter(self.model.parameters())).device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights when they are used, and of hidden states."""
+        """The dtype of the weights when they are used, and of hidden states."""
         dtype: torch.dtype = next(iter(self.model.parameters())).dtype
         return self.compute_dtype or dtype
 
@@ -108,7 +108,7 @@ class CausalLM:
 
     @property
     def kv_shape(self) -> tuple[int, int]:
-        """Of the keys, and of the values, of a token in a layer: how many heads, of how many numbers each."""
+        """The shape of the keys, and of the values, of a token in a layer: (kv_heads, head_dim)."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_key_value_heads, head_dim
@@ -120,7 +120,7 @@ class CausalLM:
 
     @property
     def head(self) -> Head:
-        """Hidden states [n, hidden_size] -> logits [n, vocab_size]."""
+        """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
         head = partial(self.call, self.model.get_output_embeddings())
         cap = final_softcap(self.config)
         return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
@@ -178,7 +178,7 @@ class CausalLM:
         }
 
     def enable_checkpointing(self) -> None:
-        """Keep of a chunk in flight the inputs of its layers only, and compute the rest again in its backward."""
+        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward."""
         arguments = {"use_reentrant": False}
         if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
@@ -312,8 +312,16 @@ def load_model(
     return _checked(CausalLM(model.train(), kernels), runs_on)
 
 
-def _how(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    arguments = {"dtype": dtype, "attn_implementation": ATTENTION}
+class _ModelArguments(TypedDict):
+    """How transformers is to make a model."""
+
+    dtype: torch.dtype
+    attn_implementation: str
+    experts_implementation: NotRequired[str]
+
+
+def _how(config: Any, dtype: torch.dtype) -> _ModelArguments:
+    arguments: _ModelArguments = {"dtype": dtype, "attn_implementation": ATTENTION}
     if getattr(config, "num_experts", None) and dtype == torch.float64:
         arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
     return arguments

@@ -22,8 +22,8 @@ from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
-from chunkplan_runtime.layout import Layout
-from chunkplan_runtime.profiling.timeline import StepTimes
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.profiling.timeline import StepTimeline
 
 #: A process that takes so many times as long for its planned work as the others do is named.
 _SLOW = 1.25
@@ -34,13 +34,13 @@ class _Measured(Simulation):
 
     @cached_property
     def critical_actions(self) -> list[int]:
-        """None."""
+        """No actions: an empty list."""
         return []
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One pipeline's step, three times with the same actions.
+    """The step of one pipeline, three times with the same actions.
 
     `measured`: as it was. `replayed`: with the measured times of actions, and nothing lost between stages. `planned`:
     with times of the plan's cost model.
@@ -52,7 +52,7 @@ class Replay:
     planned: Simulation
 
 
-def replay_step(plan: Plan, times_by_rank: Sequence[StepTimes], layout: Layout) -> list[Replay]:
+def replay_step(plan: Plan, times_by_rank: Sequence[StepTimeline], layout: RankLayout) -> list[Replay]:
     """Replay a step of `plan` that all processes have timed, for every pipeline that had work.
 
     Raises:
@@ -69,7 +69,7 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimes], layout: Layout) 
     return replays
 
 
-def replay(planned: Mapping[int, Simulation], times_by_stage: Sequence[StepTimes], pipeline: int = 0) -> Replay:
+def replay(planned: Mapping[int, Simulation], times_by_stage: Sequence[StepTimeline], pipeline: int = 0) -> Replay:
     """Replay one pipeline that did the work `planned` of some data-parallel ranks, one after another."""
     step = f"step {times_by_stage[0].step}, pipeline {pipeline}"
     joined, first_chunks = _one_after_another(planned, f"{step}, planned")
@@ -109,11 +109,11 @@ def _shown(replay: Replay, planned: bool) -> list[Simulation]:
     return [replay.measured, replay.replayed, *([replay.planned] if planned else [])]
 
 
-def describe_replays(replays: Sequence[Replay], layout: Layout, step: int, *, planned: bool) -> list[str]:
+def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *, planned: bool) -> list[str]:
     """Lines of a table for a terminal: of the pipeline that took longest, and of a process that is slower than others.
 
-    `step` is the one that was measured. `planned`: the plan's times are of this model and these devices; without, they
-    are left out, and nothing tells who is slow.
+    `step` is the one that was measured. `planned`: the plan's times are of this model and these devices; without,
+    they are left out, and no process is named as slow.
     """
     if not replays:
         return []
@@ -142,7 +142,7 @@ def describe_replays(replays: Sequence[Replay], layout: Layout, step: int, *, pl
     return lines + (_describe_slow(replays, layout) if planned else [])
 
 
-def _describe_slow(replays: Sequence[Replay], layout: Layout) -> list[str]:
+def _describe_slow(replays: Sequence[Replay], layout: RankLayout) -> list[str]:
     """Lines about the process that takes longest for what is planned for it, where it sticks out."""
     slowness = {
         layout.rank_of(stage, each.pipeline): _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.device_waits import synchronize
 from chunkplan_runtime.execution.executor import Around
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 
 
 class TimedAction(NamedTuple):
@@ -35,7 +35,7 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepTimeline:
     """One process's actions of a step, in order, and how long the reduction of its gradients took after them."""
 
     step: int
@@ -44,7 +44,7 @@ class StepTimes:
 
     @property
     def spent(self) -> Spent:
-        """All of it in three numbers."""
+        """Seconds in which actions ran, until the last one ended, and of the reduction."""
         busy = sum(action.end_ns - action.start_ns for action in self.actions)
         end = max((action.end_ns for action in self.actions), default=0)
         return Spent(busy / 1e9, end / 1e9, self.reduce_ns / 1e9)
@@ -55,7 +55,7 @@ _Mark = Any
 
 
 class ActionClock:
-    """Times what one process does in a step, again for every step.
+    """Times what one process does in a step, anew for every step.
 
     On a GPU moments are those at which the device gets there, and nobody waits for it before `stop`.
     """
@@ -74,7 +74,7 @@ class ActionClock:
         self._zero = self._mark()
 
     def around(self, dp_rank: int) -> Around:
-        """For `Executor.run` of a data-parallel rank's work."""
+        """What `Executor.run` enters around each action of a data-parallel rank's work, to time it."""
 
         @contextmanager
         def timed(action: Action) -> Iterator[None]:
@@ -86,20 +86,20 @@ class ActionClock:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around the reduction of gradients."""
+        """Time the block, which reduces gradients."""
         start = self._mark()
         yield
         self._reductions.append((start, self._mark()))
 
-    def stop(self) -> StepTimes:
-        """What was timed since `start`."""
+    def stop(self) -> StepTimeline:
+        """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
         actions = [
             TimedAction(dp_rank, action.op, action.chunk_id, self._since_start(start), self._since_start(end))
             for dp_rank, action, start, end in self._actions
         ]
         reduced = sum(self._since_start(end) - self._since_start(start) for start, end in self._reductions)
-        return StepTimes(self._step, actions, reduced)
+        return StepTimeline(self._step, actions, reduced)
 
     def on_device(self) -> str | None:
         """Which action the GPU is at, of those that it was given whole; None on a CPU."""
@@ -123,23 +123,36 @@ class ActionClock:
         return nanoseconds
 
 
-def stage_rows(spent: Sequence[Spent], layout: Layout) -> list[dict[str, Any]]:
+class ProcessRow(TypedDict):
+    """What a process did and waited for in a step; times in seconds."""
+
+    process: int
+    stage: int
+    pipeline: int
+    busy_seconds: float
+    wait_seconds: float
+    bubble: float
+    idle_seconds: float
+    reduce_seconds: float
+
+
+def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
     """What each process did and waited for in a step, in order of rank, each a row of JSON.
 
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
-    rows = []
+    rows: list[ProcessRow] = []
     last = max(own.end for own in spent)
     for rank, own in enumerate(spent):
         place = replace(layout, rank=rank)
-        span = max(spent[layout.rank_of(stage, place.copy)].end for stage in range(layout.pp))
+        span = max(spent[layout.rank_of(stage, place.dp_rank)].end for stage in range(layout.pp))
         wait = span - own.busy
         rows.append(
             {
                 "process": rank,
                 "stage": place.stage,
-                "pipeline": place.copy,
+                "pipeline": place.dp_rank,
                 "busy_seconds": own.busy,
                 "wait_seconds": wait,
                 "bubble": wait / span if span else 0.0,

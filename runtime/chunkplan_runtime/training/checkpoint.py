@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on as if it had not been stopped, on disk whole or not at all.
 
-`weights` holds the trained weights (their float32 masters where there are such), `optimizer` what AdamW remembers, each
-a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not change.
+`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what AdamW remembers,
+each a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not change.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
 from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.feed.stream import StreamPosition
+from chunkplan_runtime.training.config import RENAMED
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
 from chunkplan_runtime.training.save import remove_folder, shared_folder
 from chunkplan_runtime.training.tensor_files import HINT, read_tensors, stored_tensors, write_tensors
@@ -34,13 +36,32 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+class RunState(TypedDict):
+    """What a checkpoint keeps of a run beside its tensors: where it is in the plan, and what it must not change.
+
+    `losses` are those that spikes are compared with; `fixed` has the names that messages have for its values.
+    """
+
+    stream: StreamPosition
+    losses: list[float]
+    fixed: dict[str, Any]
+
+
+class CheckpointState(RunState):
+    """state.json: the step that comes next, how many processes wrote it, and torch's random states in hexadecimal."""
+
+    step: int
+    processes: int
+    random: list[str]
+
+
 def write_checkpoint(
     folder: RunFolder,
     step: int,
     *,
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
-    state: Mapping[str, Any],
+    state: RunState,
     keep_last: int,
     device: torch.device,
     job: Job,
@@ -64,15 +85,15 @@ def write_checkpoint(
         remove_folder(old)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint.
+def read_state(checkpoint: Path) -> CheckpointState:
+    """The state.json of a checkpoint, checked.
 
     Raises:
         DataError: it is not there, or damaged.
     """
     path = checkpoint / _STATE
     try:
-        state: dict[str, Any] = read_json(path, hint=HINT)
+        state = read_json(path, hint=HINT)
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
     if not isinstance(state, dict):
@@ -84,17 +105,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             raise DataError(f"`{name}` is not what a run writes", where=str(path), hint=HINT)
     if checkpoint.name != f"step-{state['step']:08d}" or state["stream"].get("step") != state["step"]:
         raise DataError(f"the state of step {state['step']}", where=str(path), hint=HINT)
-    return state
+    return cast(CheckpointState, state)  # as was checked, entry by entry
 
 
-def refuse_other_run(state: Mapping[str, Any], fixed: Mapping[str, Any], checkpoint: Path) -> None:
+def refuse_other_run(state: CheckpointState, fixed: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse to go on with another plan, model or way of learning; `fixed` are these now, by name.
 
     Raises:
         UsageError: naming all that differ.
     """
     now = json.loads(json.dumps(fixed))
-    before = state["fixed"]
+    new_names = {f"--{old}": f"--{new}" for old, new in RENAMED.items()}
+    before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differ:
         changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)
@@ -105,7 +127,7 @@ def refuse_other_run(state: Mapping[str, Any], fixed: Mapping[str, Any], checkpo
 
 
 @torch.no_grad()
-def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], job: Job) -> None:
+def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: CheckpointState, job: Job) -> None:
     """Fill `weights`, all that the model has on this process, with those of a checkpoint.
 
     Raises:
@@ -124,7 +146,7 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: Mapping
 
 
 def read_optimizer(
-    checkpoint: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], job: Job
+    checkpoint: Path, weights: Mapping[str, Tensor], state: CheckpointState, job: Job
 ) -> dict[str, Tensor]:
     """What the optimizer remembered of `weights`, by `NAME:ENTRY`: numbers, or tensors like the weight.
 
@@ -143,7 +165,7 @@ def read_optimizer(
     return read
 
 
-def restore_random_states(state: Mapping[str, Any], device: torch.device) -> None:
+def restore_random_states(state: CheckpointState, device: torch.device) -> None:
     """Set torch's random generators, that of `device` if it was a GPU and is one."""
     cpu, *gpu = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in state["random"]]
     torch.set_rng_state(cpu)

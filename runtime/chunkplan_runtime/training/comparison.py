@@ -14,12 +14,12 @@ from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.device_names import device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
 
-#: Where `chunkplan calibrate` is told to write the profile of the device at hand.
+#: Where `chunkplan calibrate` writes the profile of the device at hand.
 _PROFILE = "here.toml"
 
 
@@ -52,7 +52,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter: fetching them hides behind
     other work, in the cost model too.
     """
-    devices = sorted(set(job.tell_all(device_name(torch.device(config.device)))))
+    devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
         cost = CostModel.from_dict(data.plan.manifest["predictions"]["cost_model"], where=str(data.plan.path))
     except DataError as error:
@@ -103,7 +103,7 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
         )
     checkpointing = "full" if config.checkpointing else "none"
     if checkpointing != cost.checkpointing:
-        words = {"none": "no checkpointing", "full": "checkpointing"}
+        words = {"none": "no activation checkpointing", "full": "activation checkpointing"}
         found.append(_Difference(words[cost.checkpointing], words[checkpointing], f"--checkpointing {checkpointing}"))
     even = split_layers(data.model_config.num_hidden_layers, data.layout.pp)
     if config.stage_layers not in (None, even):

@@ -13,7 +13,10 @@ from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
 from chunkplan_runtime.domains import DEVICE, KERNEL
-from chunkplan_runtime.training.schedules import SCHEDULES
+from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
+
+#: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
+RENAMED = {"schedule": "lr-schedule"}
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
@@ -149,8 +152,8 @@ class TrainConfig(Options):
         group=LEARNING,
         default=0.0001,
     )
-    schedule: str = option(
-        one_of(*SCHEDULES),
+    lr_schedule: str = option(
+        one_of(*LR_SCHEDULES),
         "Shape of the learning rate after the warm-up.",
         group=LEARNING,
         default="constant",
@@ -163,31 +166,31 @@ class TrainConfig(Options):
     )
     min_lr: float = option(
         number(lambda value: 0 <= value <= 1, "a share from 0 to 1"),
-        "Where the schedule ends, as a share of --lr.",
+        "Where --lr-schedule ends, as a share of --lr.",
         group=LEARNING,
         default=0.0,
     )
     weight_decay: float = option(
         FROM_0,
-        "Of all weights but norms and biases.",
+        "AdamW's weight decay, of all weights but norms and biases.",
         group=LEARNING,
         default=0.01,
     )
     beta1: float = option(
         BELOW_1,
-        "AdamW's, of the mean of gradients.",
+        "AdamW's decay rate for the mean of gradients.",
         group=LEARNING,
         default=0.9,
     )
     beta2: float = option(
         BELOW_1,
-        "AdamW's, of the mean of their squares.",
+        "AdamW's decay rate for the mean of their squares.",
         group=LEARNING,
         default=0.999,
     )
     eps: float = option(
         ABOVE_0,
-        "AdamW's, added to the root of that.",
+        "AdamW's epsilon, added to the root of that mean.",
         group=LEARNING,
         default=1e-08,
     )
@@ -199,14 +202,14 @@ class TrainConfig(Options):
     )
     precision: str | None = option(
         one_of(*PRECISIONS),
-        "Of the weights; bf16 has fp32 masters, bf16-pure has none.",
+        "Precision of the weights; bf16 has fp32 master weights, bf16-pure has none.",
         group=LEARNING,
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
     )
     seed: int = option(
         whole(),
-        "Of random weights and dropout.",
+        "Seed of random weights and dropout.",
         group=LEARNING,
         default=0,
     )

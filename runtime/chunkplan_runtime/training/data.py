@@ -12,7 +12,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.training.config import TrainConfig
 
@@ -29,10 +29,10 @@ class TrainingData:
     evaluation: Plan | None
     model_config: Any
     pin_memory: bool
-    layout: Layout
+    layout: RankLayout
 
     def stream(self, plan: Plan) -> PlanStream:
-        """The steps of `plan` for the model.
+        """A stream of the steps of `plan`, for the model of the run.
 
         Raises:
             UsageError: the data has no tokens, or a token or a length that the model does not take.
@@ -55,7 +55,7 @@ class TrainingData:
         return min(within, config.max_steps or within)
 
 
-def open_data(config: TrainConfig, model_config: Any, layout: Layout) -> TrainingData:
+def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
     """Open the plans that `config` names.
 
     Raises:

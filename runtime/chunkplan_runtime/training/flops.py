@@ -23,26 +23,29 @@ class FlopCounter:
         self._weights = _active_weights(model)
 
     def count(self, step: PlanStep) -> float:
-        """Of the forward and backward of a step, on all ranks."""
+        """The model FLOPs of the forward and backward of a step, on all ranks."""
         segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
         num_tokens = sum(segment.end - segment.start for segment in segments)
-        squares = {
-            window: sum(_squares(segment.end, window) - _squares(segment.start, window) for segment in segments)
+        twice_pairs = {
+            window: sum(
+                _twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)
+                for segment in segments
+            )
             for window in set(self._windows)
         }
-        attention: int = self._query_width * sum(squares[window] for window in self._windows)
+        attention: int = self._query_width * sum(twice_pairs[window] for window in self._windows)
         return 6.0 * (self._weights * num_tokens + attention)
 
 
-def _squares(num_tokens: int, window: int | None) -> int:
-    """Twice the pairs of a query and a key, where each sees the `window` tokens that end with it."""
+def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
+    """Twice the attention pairs (query, key) of a sequence, where a query sees the `window` tokens that end with it."""
     if window is None or num_tokens <= window:
         return num_tokens**2
     return window * (2 * num_tokens - window)
 
 
 def _active_weights(model: CausalLM) -> float:
-    """Those of matrices that a token passes through: of experts its share, of the embeddings only the head."""
+    """How many weights of matrices a token meets: of experts its share, of the embeddings only the head."""
     config = model.config
     embeddings = model.model.get_input_embeddings().weight
     experts = getattr(config, "num_experts", None)

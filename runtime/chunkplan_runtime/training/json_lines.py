@@ -6,24 +6,19 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.training.save import NO_ROOM
+from chunkplan_runtime.training.save import saving
 
 
-def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write `rows` at the end of a file, at once.
+def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Append `rows` to a file, in one write.
 
     Raises:
         ChunkplanError: it cannot be written, for example because the disk is full.
     """
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ChunkplanError(f"cannot be written: {error.strerror}", where=str(path), hint=NO_ROOM) from error
+    with saving(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.profiling.timeline import StepTimes
+from chunkplan_runtime.profiling.timeline import StepTimeline
 
 #: Actions of a process: a trace of more takes minutes to write, and nobody could look at it.
 _MOST_ACTIONS = 20_000
@@ -20,28 +20,28 @@ class LargestStep:
 
     def __init__(self) -> None:
         self._num_tokens = -1
-        self._times: StepTimes | None = None
+        self._times: StepTimeline | None = None
 
-    def look_at(self, step: PlanStep, times: StepTimes) -> None:
-        """A step is done."""
+    def look_at(self, step: PlanStep, times: StepTimeline) -> None:
+        """Keep the times of a step that is done, if it is the largest so far."""
         most_actions = max(map(len, step.actions.values()), default=0)
         if step.num_tokens > self._num_tokens and most_actions <= _MOST_ACTIONS:
             self._num_tokens = step.num_tokens if self._times is not None else 0
             self._times = times
 
     def report(self, plan: Plan, trace: Path, job: Job, *, planned: bool) -> list[str]:
-        """Write a Chrome trace of it; returns what there is to say, which is nothing where there was no such step.
+        """Write a Chrome trace of it; returns lines to print, none where there was no such step.
 
-        `planned`: beside what the plan predicts, whose times are of this model and these devices.
+        `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
 
         Raises:
             UsageError: the trace cannot be written.
         """
-        told = [times for times in job.tell_all(self._times) if times is not None]
-        if not told or not job.is_main:
+        timelines = [times for times in job.all_gather_object(self._times) if times is not None]
+        if not timelines or not job.is_main:
             return []
         from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
 
-        replays = replay_step(plan, told, job.layout)
+        replays = replay_step(plan, timelines, job.layout)
         write_timeline(trace, replays, planned=planned)
-        return describe_replays(replays, job.layout, told[0].step, planned=planned)
+        return describe_replays(replays, job.layout, timelines[0].step, planned=planned)

@@ -1,4 +1,4 @@
-"""Losses of a step by sequence and by source, and the watch for steps that stick out."""
+"""Losses of a step by sequence and by source, and a look-out for spikes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source_losses(losses: Sequence[SequenceLoss], analysis: Analysis) -> dict[st
 
 
 def mean_loss(loss: SequenceLoss) -> float:
-    """Of a target token of a sequence; 0 without any."""
+    """The mean loss of a target token of a sequence; 0 without target tokens."""
     return loss.loss / max(loss.num_target_tokens, 1)
 
 
@@ -44,7 +44,7 @@ def describe_worst(losses: Sequence[SequenceLoss], analysis: Analysis, most: int
 
 
 class SpikeWatch:
-    """Knows the losses of the last steps; `factor` times their median is too much, 0: nothing is."""
+    """Knows the losses of the last steps; a loss above `factor` times their median is a spike, with 0 none is."""
 
     def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
         self._factor = factor
@@ -52,11 +52,11 @@ class SpikeWatch:
 
     @property
     def losses(self) -> list[float]:
-        """Those it knows, for a checkpoint."""
+        """The losses of the last steps, for a checkpoint."""
         return list(self._losses)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether a step's loss sticks out of those before; from then on it is one of them."""
+        """Whether a step's loss is a spike beside those before; from then on it is one of them."""
         enough = self._factor > 0 and len(self._losses) >= _FEWEST
         spike = enough and loss > self._factor * median(self._losses)
         self._losses.append(loss)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 import transformers
@@ -17,12 +17,49 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
 from chunkplan_runtime.execution.executor import SequenceLoss
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.json_lines import append_lines, cut_back
-from chunkplan_runtime.training.learner import Gradients
 from chunkplan_runtime.training.losses import source_losses
 from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.train_step import Gradients
+
+
+class ComputedRow(TypedDict):
+    """What a step computed; docs/training.md has the meaning of every entry."""
+
+    step: int
+    epoch: int
+    loss: float
+    target_tokens: int
+    tokens: int
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+    predicted_seconds: float | None
+    source_losses: dict[str, float]
+    processes: NotRequired[list[ProcessRow]]  # of several
+
+
+class StepRow(ComputedRow):
+    """A line of metrics.jsonl."""
+
+    lr: float
+    mfu: float | None
+    peak_memory_bytes: int
+    wait_seconds: float
+    spike: list[str]
+
+
+class EvaluationRow(TypedDict):
+    """A line of evals.jsonl."""
+
+    step: int
+    eval_loss: float | None
+    target_tokens: int
+    seconds: float
+    source_losses: dict[str, float]
 
 
 class RunLog:
@@ -35,11 +72,11 @@ class RunLog:
         self._begun = False
 
     def cut_back(self, step: int) -> None:
-        """Forget the lines of `step` and later."""
+        """Remove the lines of `step` and later from all files."""
         for lines in (self._folder.metrics, self._folder.sequences, self._folder.evaluations):
             cut_back(lines, step)
 
-    def write_step(self, row: Mapping[str, Any], sequences: Sequence[SequenceLoss]) -> None:
+    def write_step(self, row: StepRow, sequences: Sequence[SequenceLoss]) -> None:
         """Write a step's metrics, and where it was asked for the loss of each of its sequences."""
         if self._config.log_sequences:
             append_lines(
@@ -59,8 +96,8 @@ class RunLog:
             self._write_config()
         self._begun = True
 
-    def write_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Write a line of an evaluation."""
+    def write_evaluation(self, row: EvaluationRow) -> None:
+        """Append the line of an evaluation."""
         append_lines(self._folder.evaluations, [row])
 
     def _write_config(self) -> None:
@@ -79,8 +116,8 @@ class RunLog:
 
 def step_row(
     step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, predicted: float | None
-) -> dict[str, Any]:
-    """What there is to say of a step that took `seconds`, and was `predicted` to, where a plan does."""
+) -> ComputedRow:
+    """What a step computed, which took `seconds`, and was `predicted` to take, where a plan does."""
     return {
         "step": step.step,
         "epoch": step.epoch,
@@ -95,8 +132,11 @@ def step_row(
     }
 
 
-def predicted_seconds(step: PlanStep, layout: Layout) -> float:
-    """Of the pipeline that is done last. Those ranks of the plan that one pipeline serves run one after another."""
+def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:
+    """Seconds that the plan predicts for a step: of the pipeline that is done last.
+
+    Those ranks of the plan that one pipeline serves run one after another.
+    """
     ends: dict[int, float] = {}
     for (dp_rank, _), end in step.schedule_us.items():
         ends[dp_rank] = max(ends.get(dp_rank, 0.0), end)
@@ -104,13 +144,13 @@ def predicted_seconds(step: PlanStep, layout: Layout) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to look for the peak anew; that of a process on a CPU cannot."""
+    """Forget the peak of memory on a GPU; that of a process on a CPU cannot be forgotten."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU since `reset_peak_memory`, or of the whole process since it began."""
+    """The peak in bytes: of tensors on a GPU since `reset_peak_memory`, or of the whole process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,9 +12,9 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.launch import own_gpu
+from chunkplan_runtime.distributed.launch import local_device_index
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.training.config import TrainConfig
@@ -34,12 +34,12 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
     if not alone and name.startswith("cuda:"):
         raise UsageError(f"--device is {name}, for every process", hint="leave it out: each takes a GPU of its own")
     if not alone and name != "cpu" and torch.cuda.is_available():
-        name = f"cuda:{own_gpu()}"
+        name = f"cuda:{local_device_index()}"
     device = str(find_device(name))
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
 
-def read_its_config(config: TrainConfig) -> Any:
+def read_model_config(config: TrainConfig) -> Any:
     """The transformers config of the model to train.
 
     Raises:
@@ -53,8 +53,9 @@ def read_its_config(config: TrainConfig) -> Any:
 
 
 def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
-    """The whole model, after `choose_device`: on the device, or on the CPU where a process has a part of it only; with
-    adapters where there is a rank.
+    """The whole model, after `choose_device`, with adapters where `lora_rank` asks for them.
+
+    It is on the device, or on the CPU where each process will have a stage or a shard of it only.
 
     Raises:
         UsageError: its weights cannot be loaded, or an option is not one for this model.
@@ -82,7 +83,7 @@ def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
     return model
 
 
-def check_layout(config: TrainConfig, plan: Plan, layout: Layout) -> None:
+def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
     """Refuse options that are not for these processes, or not for this plan.
 
     Raises:
@@ -103,7 +104,7 @@ def check_layout(config: TrainConfig, plan: Plan, layout: Layout) -> None:
         )
 
 
-def own_stage(model: CausalLM, config: TrainConfig, layout: Layout) -> CausalLM:
+def own_stage(model: CausalLM, config: TrainConfig, layout: RankLayout) -> CausalLM:
     """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit.
 
     Raises:

@@ -28,7 +28,7 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What it remembers of every weight that it has changed, by `NAME:ENTRY`, in an order of its own."""
+    """What an optimizer remembers of every weight that it has changed, by `NAME:ENTRY`."""
     return {
         f"{name}:{entry}": value
         for name, weight in weights.items()
@@ -39,7 +39,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Have it remember what `optimizer_state` gave."""
+    """Give an optimizer the state that `optimizer_state` took from another one."""
     for key, value in state.items():
         name, _, entry = key.rpartition(":")
         optimizer.state[weights[name]][entry] = value.to(weights[name].device)

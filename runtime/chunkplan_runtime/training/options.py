@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, NoReturn
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Option, options_of, read_toml
-from chunkplan_runtime.training.config import TrainConfig
+from chunkplan.visible import one_line
+from chunkplan_runtime.training.config import RENAMED, TrainConfig
 
 _EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
   --plan chunkplan-out/plan --model NAME --output chunkplan-out/run"""
@@ -30,11 +32,40 @@ def read_options(arguments: list[str] | None, report: Callable[[ChunkplanError],
     except UsageError as error:  # of a value that an option cannot have
         sys.exit(report(error))
     file = given.pop("config", None)
-    values = {**(read_toml(file, TrainConfig) if file is not None else {}), **given}
+    in_file = read_toml(file, TrainConfig, renamed=RENAMED) if file is not None else {}
+    values = {**_by_new_names(in_file, f"{file}: ", ""), **_by_new_names(given, "", "--")}
     for name, one in options_of(TrainConfig).items():
         if one.is_required and name not in values:
             raise UsageError(f"{one.flag} is missing", hint="give it as a flag, or in the file of --config")
     return TrainConfig(**values)
+
+
+def _by_new_names(values: dict[str, Any], where: str, dashes: str) -> dict[str, Any]:
+    """`values` of flags, or of a file, with those of old names under the new ones; a note on stderr names these.
+
+    Raises:
+        UsageError: a value is given by both names.
+    """
+    values = dict(values)
+    for old, new in RENAMED.items():
+        field = new.replace("-", "_")
+        if old not in values:
+            continue
+        if field in values:
+            raise UsageError(
+                f"{where}{dashes}{new} and {dashes}{old} are both given, and are one option",
+                hint=f"leave {dashes}{old} out: it is the old name",
+            )
+        values[field] = values.pop(old)
+        if is_main_process():
+            note = f"note: {where}{dashes}{old} is called {dashes}{new} now; the next version knows only that name"
+            print(one_line(note), file=sys.stderr)
+    return values
+
+
+def is_main_process() -> bool:
+    """Whether this process prints for all of those that a launcher started, before they know of each other."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentParser:
@@ -42,7 +73,7 @@ def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentPar
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            """As every other mistake is told, rather than with all options."""
+            """Report it as every other mistake is reported, rather than with a list of all options."""
             sys.exit(report(UsageError(message, hint=f"`{self.prog} --help` shows what it takes")))
 
     parser = Parser(
@@ -59,6 +90,9 @@ def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentPar
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}
     for one in declared:
         _add(groups[one.group], one)
+    for old, new in RENAMED.items():
+        one = options_of(TrainConfig)[new.replace("-", "_")]
+        parser.add_argument(f"--{old}", type=one.read, help=argparse.SUPPRESS)
     return parser
 
 

@@ -8,14 +8,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.files.folder import MANIFEST, refuse_inside_ours
+from chunkplan.files.folder import MANIFEST, refuse_inside_ours, remove_left_behind
+from chunkplan.files.lock import try_lock
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
+class RunLock:
+    """One run at a time in a folder: a second one would write over the first one's lines.
+
+    It is a lock on the folder itself, which may be the only one in which this user can write: nothing is left of it,
+    however the process ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Hold the folder, if it is there and not held by this run already, and its file system has locks.
+
+        Raises:
+            UsageError: another run holds it.
+        """
+        if self._descriptor is not None or not self._path.is_dir():
+            return
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            try_lock(descriptor)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UsageError(
+                f"another run is at work in {self._path}", hint="wait for it to end, or give another --output"
+            ) from error
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """Where everything of a run lies."""
+    """The paths of all that a run leaves in its folder."""
 
     path: Path
 
@@ -26,17 +63,17 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A JSON line a step."""
+        """A file with a JSON line a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """A JSON line an evaluation."""
+        """A file with a JSON line an evaluation."""
         return self.path / "evals.jsonl"
 
     @property
     def sequences(self) -> Path:
-        """A JSON line a sequence and step, with `--log-sequences`."""
+        """A file with a JSON line a sequence and step, with `--log-sequences`."""
         return self.path / "sequences.jsonl"
 
     @property
@@ -46,18 +83,25 @@ class RunFolder:
 
     @property
     def final(self) -> Path:
-        """The trained model."""
+        """The folder of the trained model."""
         return self.path / "final"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint from which `step` comes next."""
+        """The folder of the checkpoint from which `step` comes next."""
         return self.path / "checkpoints" / f"step-{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """Those that are whole, oldest first."""
+        """The checkpoints that are whole, oldest first."""
         folder = self.path / "checkpoints"
         found = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+    def remove_left_behind(self) -> None:
+        """Remove what runs that were killed left half written, or half removed; this run holds the folder."""
+        checkpoints = self.path / "checkpoints"
+        for parent, name in ((self.path, self.final.name), (self.path, self.config.name), (checkpoints, None)):
+            if parent.is_dir():
+                remove_left_behind(parent, name, by_anyone=True)
 
     def how_to_resume(self) -> str:
         """What a run that was stopped left behind to go on from, in words."""
@@ -99,6 +143,6 @@ class RunFolder:
 
 
 def shorten(value: object) -> str:
-    """A value in few words: hashes by how they begin."""
+    """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
     text = str(value)
     return text if len(text) <= 40 else f"{text[:12]}..."

@@ -9,7 +9,7 @@ import torch
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
@@ -54,10 +54,10 @@ def _evaluation(plan: Plan | None) -> str:
     return str(plan.path.relative_to(Path.cwd()) if plan.path.is_relative_to(Path.cwd()) else plan.path)
 
 
-def _devices(config: TrainConfig, layout: Layout) -> str:
+def _devices(config: TrainConfig, layout: RankLayout) -> str:
     if layout.world_size == 1:
         return config.device
     kind = config.device.partition(":")[0]
-    copies = f"{layout.dp} data parallel" if layout.dp > 1 else ""
+    replicas = f"{layout.dp} data parallel" if layout.dp > 1 else ""
     stages = f"{layout.pp} pipeline stages" if layout.pp > 1 else ""
-    return f"{layout.world_size} processes ({' x '.join(filter(None, (copies, stages)))}), each on {kind},"
+    return f"{layout.world_size} processes ({' x '.join(filter(None, (replicas, stages)))}), each on {kind},"

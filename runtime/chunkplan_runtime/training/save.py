@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +10,27 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError
-from chunkplan.files.folder import sync
+from chunkplan.files.folder import put_in_place, temporary_folder
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models.model import CausalLM
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
+
+
+@contextmanager
+def saving(target: Path) -> Iterator[None]:
+    """Turn all that keeps `target` from being written into an error of ours.
+
+    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on.
+
+    Raises:
+        ChunkplanError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ChunkplanError(f"cannot be written: {reason}", where=str(target), hint=NO_ROOM) from error
 
 
 @contextmanager
@@ -28,19 +42,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         ChunkplanError: it cannot be written, for example because the disk is full.
     """
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
+    with saving(target), temporary_folder(target.parent, target.name) as temporary:
         yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
-        temporary.rename(target)
-        sync(target.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ChunkplanError(f"cannot be written: {reason}", where=str(target), hint=NO_ROOM) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        put_in_place(temporary, target)
 
 
 @contextmanager
@@ -51,22 +55,24 @@ def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
         ChunkplanError: it cannot be written.
     """
     if not job.is_main:
-        temporary = target.with_name(job.ask_main(""))
+        temporary = target.with_name(job.broadcast_object(""))
         _refuse_other_disks(temporary, target, job)
         yield temporary
-        job.wait_for_all()
+        job.barrier()
         return
     with whole_folder(target) as temporary:
         for name in inside:
             (temporary / name).mkdir()
-        job.ask_main(temporary.name)
+        job.broadcast_object(temporary.name)
         _refuse_other_disks(temporary, target, job)
         yield temporary
-        job.wait_for_all()
+        job.barrier()
 
 
 def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
-    blind = [job.layout.describe(rank) for rank, sees in enumerate(job.tell_all(temporary.is_dir())) if not sees]
+    blind = [
+        job.layout.describe(rank) for rank, sees in enumerate(job.all_gather_object(temporary.is_dir())) if not sees
+    ]
     if blind:
         raise ChunkplanError(
             f"{blind[0]} does not see what process 0 writes",
@@ -77,18 +83,8 @@ def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a run killed meanwhile leaves nothing under its name."""
-    hidden = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def remove_left_behind(folder: Path) -> None:
-    """Remove what runs that were killed left half written, or half removed, in `folder`."""
-    for path in folder.glob(".*.tmp-*"):
-        if re.fullmatch(r"\.(final|step-\d+)\.tmp-\d+", path.name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif re.fullmatch(r"\.config\.json\.tmp-\d+", path.name):
-            path.unlink(missing_ok=True)
+    with temporary_folder(folder.parent, folder.name) as temporary:
+        folder.rename(temporary / folder.name)
 
 
 def save_files(model: CausalLM, tokenizer: list[Path], folder: Path) -> None:

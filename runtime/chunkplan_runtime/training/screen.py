@@ -1,4 +1,4 @@
-"""What a run says on stderr: a line a step, and on a terminal one progress bar below them."""
+"""What a run prints on stderr: a line a step, and on a terminal one progress bar below them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from types import TracebackType
 from typing import Any
 
 from chunkplan.visible import one_line
+from chunkplan_runtime.training.metrics import StepRow
 
 #: Of a line that is not shown on a terminal.
 _COLUMNS = 120
 
 
 class Screen:
-    """Says lines; within a `with` block on a terminal, and where rich is installed, above a progress bar."""
+    """Prints lines; within a `with` block on a terminal, and where rich is installed, above a progress bar."""
 
-    def __init__(self, first: int, num_steps: int, *, silent: bool = False) -> None:
-        """`first` of `num_steps` comes next. `silent`: another process speaks."""
-        self._first = first
+    def __init__(self, start: int, num_steps: int, *, silent: bool = False) -> None:
+        """Step `start` of `num_steps` comes next. `silent`: another process prints."""
+        self._start = start
         self._num_steps = num_steps
         self._silent = silent
         self._bar: Any = None
 
     def __enter__(self) -> Screen:
         if sys.stderr.isatty() and not self._silent:
-            self._bar = _make_bar(self._first, self._num_steps)
+            self._bar = _make_bar(self._start, self._num_steps)
         if self._bar is not None:
             self._bar.start()
         return self
@@ -38,7 +39,7 @@ class Screen:
             self._bar = None
 
     def say(self, line: str) -> None:
-        """Print a line, whatever names from elsewhere it has in it."""
+        """Print a line; control characters in names from elsewhere are made visible."""
         if self._silent:
             return
         line = one_line(line)
@@ -47,7 +48,7 @@ class Screen:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def show_step(self, row: dict[str, Any]) -> None:
+    def show_step(self, row: StepRow) -> None:
         """Print the line of a step from its metrics, and move the bar.
 
         It has the step's number in the plan, from 0, and how many steps are done now: "step 4 (5/5)" is the last of 5.
@@ -70,7 +71,7 @@ class Screen:
             self._bar.update(0, completed=step + 1, loss=f"{row['loss']:.4f}", speed=speed)
 
 
-def _make_bar(first: int, num_steps: int) -> Any:
+def _make_bar(start: int, num_steps: int) -> Any:
     """None without rich, which a machine that only trains need not have."""
     try:
         from rich.console import Console
@@ -86,5 +87,5 @@ def _make_bar(first: int, num_steps: int) -> Any:
         console=Console(stderr=True),
         redirect_stdout=False,
     )
-    bar.add_task("", total=num_steps, completed=first, loss="-", speed="-")
+    bar.add_task("", total=num_steps, completed=start, loss="-", speed="-")
     return bar

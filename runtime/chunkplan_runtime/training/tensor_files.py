@@ -30,17 +30,17 @@ _STEP = re.compile(r"step:(\d+)")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], step: int, job: Job, target: Path) -> None:
-    """Write what this process has of `tensors` into `folder`, which is there already; it is to become (in) `target`.
+    """Write what this process has of `tensors` into `folder`, which is there already and will be in `target`.
 
     Raises:
         ChunkplanError: a process cannot write, for example because its disk is full; all raise it.
     """
-    mine = {name: tensor.detach() for name, tensor in tensors.items()}
-    mine[f"step:{job.layout.rank}"] = torch.tensor(step)
+    own = {name: tensor.detach() for name, tensor in tensors.items()}
+    own[f"step:{job.layout.rank}"] = torch.tensor(step)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _one_or_many(job) as how:
-            save(mine, storage_writer=writer, **how)
+            save(own, storage_writer=writer, **how)
     except CheckpointException as error:
         raise ChunkplanError(f"cannot be written: {_reason(error)}", where=str(target), hint=NO_ROOM) from error
 

@@ -68,7 +68,7 @@ CASES = [("torch-cpu", *form) for form in FORMS] + [("reference", *form) for for
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
 def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.attention.reference._QUERIES", 8)
+    monkeypatch.setattr("chunkplan_runtime.attention.reference.QUERIES_AT_ONCE", 8)
     torch.manual_seed(0)
     query, grad_out = torch.randn(2, 4, num_queries, 16, dtype=dtype)
     # As they lie in a page: tokens first.
@@ -98,11 +98,11 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
     length = cuts[-1]
     store = StateStore(page_tokens, memory)
     leaves, results = [tensor.clone().requires_grad_() for tensor in (query, key, value)], []
-    parts = [Span(7, start, end, length=length, first=0) for start, end in pairwise((0, *cuts))]
+    parts = [Span(7, start, end, length=length, chunk_start=0) for start, end in pairwise((0, *cuts))]
     for part in parts:
-        spans, end = [part], part.end
+        spans, end = [part], part.stop
         for number, short in enumerate(shorts if part is parts[-1] else ()):
-            spans.append(Span(number, 0, short, length=short, first=spans[-1].last))
+            spans.append(Span(number, 0, short, length=short, chunk_start=spans[-1].chunk_stop))
             end += short
         store.start_forward(part)
         given = [leaf[:, part.start : end] for leaf in leaves]
@@ -138,7 +138,7 @@ def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
     used = HostMemory(query.device)
     other = (torch.randn_like(each) for each in (query, key, value, grad_out))
     attend_in_chunks(*other, cuts, page_tokens, used, window, softcap, shorts)
-    for unused in used._unused.values():  # so that what was there before cannot go unnoticed
+    for unused in used.unused.values():  # so that what was there before cannot go unnoticed
         for tensor in unused:
             tensor.fill_(torch.nan)
     memories = [DeviceMemory(), HostMemory(query.device), used]
@@ -160,7 +160,7 @@ def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
 def test_pages_are_given_back_as_their_parts_run_backward():
     store = StateStore(page_tokens=8)
     kv, held = torch.zeros(2, 4, 8), []
-    parts = [Span(0, start, start + 4, length=24, first=0) for start in range(0, 24, 4)]
+    parts = [Span(0, start, start + 4, length=24, chunk_start=0) for start in range(0, 24, 4)]
     for part in parts:
         store.start_forward(part)
         store.write(part, 0, kv, kv)
@@ -221,7 +221,7 @@ def attend():
     def run(batch=1, causal=True, attention_mask=None, **asked):
         layer = Layer()
         layer.is_causal = causal
-        context = ChunkContext((Span(0, 0, 3, length=3, first=0),), StateStore(8), Kernels())
+        context = ChunkContext((Span(0, 0, 3, length=3, chunk_start=0),), StateStore(8), Kernels())
         query, key = torch.randn(batch, 4, 3, 8), torch.randn(batch, 2, 3, 8)
         return chunk_attention(layer, query, key, key, attention_mask, **{"chunk_context": context, **asked})[0]
 

@@ -25,7 +25,7 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
 from chunkplan_runtime.kv.pages import DeviceMemory
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
@@ -268,7 +268,7 @@ def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(e
 
 
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
-def test_a_run_tells_why_flash_attn_is_left_aside(
+def test_a_run_prints_why_flash_attn_is_left_aside(
     attention, is_told, install, monkeypatch, tmp_path, tiny_config, random_sequences
 ):
     install(version="2.6.3")
@@ -284,7 +284,9 @@ def test_a_run_tells_why_flash_attn_is_left_aside(
     )
     model_config = read_config(made / "config.json")
     model = new_model(model_config, torch.bfloat16, 0, attention=attention, runs_on=torch.device("cuda", 0))
-    said = describe_run(config, open_data(config, model_config, Layout()), model, 12, [], Comparison(True, None, []))
+    said = describe_run(
+        config, open_data(config, model_config, RankLayout()), model, 12, [], Comparison(True, None, [])
+    )
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
     assert (said[2] == told) == is_told and (told in said) == is_told

@@ -20,7 +20,7 @@ from chunkplan.schedule.holdings import fullest_moments, peak_retained
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
-from tests.support.distributed_cases import compare_masters, compare_steps, gradients_with_dropout
+from tests.support.distributed_cases import compare_master_weights, compare_steps, gradients_with_dropout
 from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.wait_cases import compare_waiting, compare_without_reserve, used_groups
@@ -127,7 +127,7 @@ def test_taking_host_memory_while_links_are_open_is_noticed(pool: ProcessPool, g
 
 
 def test_every_group_is_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
-    """Of all processes, of copies of a stage, of two directions of a link, of both ends of a pipeline."""
+    """Of all processes, of replicas of a stage, of two directions of a link, of both ends of a pipeline."""
     plan = made(MODELS["llama with biases, tied"], dp=2, pp=2)
     for before, during in pool.run(4, used_groups, **plan):
         assert len(during) == 5
@@ -182,7 +182,7 @@ def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool: ProcessPool, ma
 def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
     """Chunks give the same bits as on one process, and their sum differs by its order alone."""
     model = MODELS["llama with biases, tied"]
-    found = pool.run(dp * pp, compare_masters, **made(model, chunk_size=3, dp=dp, pp=pp))
+    found = pool.run(dp * pp, compare_master_weights, **made(model, chunk_size=3, dp=dp, pp=pp))
     assert max(error for error, _ in found) < 1e-6
 
 
@@ -190,7 +190,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: An
 def test_a_stage_that_trains_nothing_passes_gradients_on(
     pool: ProcessPool, made: Any, targets: tuple[str, ...], trained: list[int]
 ) -> None:
-    found = pool.run(4, compare_masters, **made(dp=2, pp=2), targets=targets)
+    found = pool.run(4, compare_master_weights, **made(dp=2, pp=2), targets=targets)
     assert [count for _, count in found] == [trained[0], trained[0], trained[1], trained[1]]
     assert max(error for error, _ in found) < 1e-6
 

@@ -26,7 +26,7 @@ from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.training_cases import run_main, run_main_on_gpus
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
-from tests.support.wait_cases import stuck_main
+from tests.support.wait_cases import stalled_main
 
 #: Plans of the same steps: name -> how they are spread.
 PLANS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def together(
         port = free.getsockname()[1]
     how = {"size": size, "port": port, "arguments": list(arguments)}
     told = pool.run(size, run_main_on_gpus, uuids=gpus, **how) if gpus else pool.run(size, run_main, **how)
-    pool.stop()  # a run ends with its processes; after a failure the watch ends some that still live
+    pool.stop()  # a run ends with its processes; after a failure the watchdog ends some that still live
     return told
 
 
@@ -148,7 +148,7 @@ def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (code, _), (other_code, told) = pool.run(2, stuck_main, size=2, port=port, arguments=[arguments])
+    (code, _), (other_code, told) = pool.run(2, stalled_main, size=2, port=port, arguments=[arguments])
     pool.stop()
     assert (code, other_code) == (0, 0)
     who = re.escape("warning: process 1 of 2 (stage 1 of pipeline 0) has not moved for 500.0 ms: ")

@@ -66,7 +66,7 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     assert loss == pytest.approx(exact_loss, rel=0.01)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm()
-    store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, first=0)
+    store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, chunk_start=0)
     kv = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
     store.write(span, 0, kv, kv)
@@ -105,7 +105,7 @@ def test_a_split_backward_is_refused_by_name(run_step):
 
 
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.execution.loss._LOGITS", 3 * 20)
+    monkeypatch.setattr("chunkplan_runtime.execution.loss.LOGITS_AT_ONCE", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -154,7 +154,7 @@ def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
 
 def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     """The head sees as many positions at once as their logits allow, and only those with a target."""
-    monkeypatch.setattr("chunkplan_runtime.execution.loss._LOGITS", 4 * 11 + 10)
+    monkeypatch.setattr("chunkplan_runtime.execution.loss.LOGITS_AT_ONCE", 4 * 11 + 10)
     head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
@@ -186,7 +186,7 @@ def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monk
             patch.setattr(function.ChunkAttention, "backward", staticmethod(failing))
             with pytest.raises(MemoryError):
                 run(executor, *arguments)
-        executor._model.model.zero_grad()
+        executor.model.model.zero_grad()
         return run(executor, *arguments)
 
     monkeypatch.setattr(Executor, "run", run_twice)

@@ -110,7 +110,7 @@ def test_a_part_twice_in_a_chunk_is_refused(run, handmade_plan, random_sequences
 
 
 def test_a_part_twice_in_a_group_is_refused():
-    store, part = StateStore(page_tokens=8), Span(0, 0, 8, length=8, first=0, group_id=1)
+    store, part = StateStore(page_tokens=8), Span(0, 0, 8, length=8, chunk_start=0, group_id=1)
     store.start_forward(part)
     store.start_backward(part)
     store.finish_backward(part)

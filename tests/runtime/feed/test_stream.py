@@ -52,7 +52,7 @@ def test_chunks_hold_the_tokens_positions_and_shifted_labels_of_their_segments(w
         [9, -100],
         [-100],
     ]
-    assert [[(span.first, span.last, span.is_split) for span in chunk.spans] for chunk in loaded] == [
+    assert [[(span.chunk_start, span.chunk_stop, span.is_split) for span in chunk.spans] for chunk in loaded] == [
         [(0, 4, True)],
         [(0, 3, False), (3, 7, True)],
         [(0, 2, True)],
@@ -252,9 +252,9 @@ def test_chunks_of_a_plan_hold_what_their_segments_say(tmp_path, monkeypatch):
                     position for *_, start, end in pieces for position in range(start, end)
                 ]
                 for piece, span in zip(chunk.segments, tensors.spans, strict=True):
-                    assert (span.sequence_id, span.start, span.end) == (piece.sequence_id, piece.start, piece.end)
+                    assert (span.sequence_id, span.start, span.stop) == (piece.sequence_id, piece.start, piece.end)
                     assert span.length == len(expected[piece.sequence_id][0])
-                    assert tensors.position_ids[0, span.first] == span.start
+                    assert tensors.position_ids[0, span.chunk_start] == span.start
                 kinds.add((chunk.group_size > 1, len(chunk.segments) > 1))
                 seen += [piece.sequence_id for piece in chunk.segments if piece.start == 0]
     assert sorted(seen) == list(range(42))

@@ -22,10 +22,10 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import Layout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
-from chunkplan_runtime.profiling.timeline import ActionClock, StepTimes, TimedAction, stage_rows
+from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline, TimedAction, stage_rows
 from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
 
@@ -54,7 +54,7 @@ def build_plan(analysis: Path, folder: Path, **changes: Any) -> Plan:
     return load_plan(folder)
 
 
-def planned_times(plan: Plan, layout: Layout, slow_rank: int = -1) -> list[StepTimes]:
+def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[StepTimeline]:
     """Every action takes as long as planned, twice as long on `slow_rank`, and messages no time."""
     times = []
     step = next(plan.iter_steps())
@@ -72,7 +72,7 @@ def planned_times(plan: Plan, layout: Layout, slow_rank: int = -1) -> list[StepT
     return [times[rank % layout.dp][rank // layout.dp] for rank in range(layout.world_size)]
 
 
-def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimes]:
+def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimeline]:
     """The rules of a pipeline in a few lines: (stage, dp_rank, op, chunk_id, ns), in order of each stage."""
     queues = [[each for each in work if each[0] == stage] for stage in range(pp)]
     done: dict[tuple[int, int, bool, int], int] = {}
@@ -92,7 +92,7 @@ def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[
                     done[stage, dp_rank, backward, chunk_id] = clock[stage]
                 actions[stage].append(TimedAction(dp_rank, op, chunk_id, start, clock[stage]))
                 queue.pop(0)
-    return [StepTimes(0, each, 0) for each in actions]
+    return [StepTimeline(0, each, 0) for each in actions]
 
 
 def test_a_clock_times_what_lies_between_start_and_stop() -> None:
@@ -114,8 +114,8 @@ def test_a_clock_times_what_lies_between_start_and_stop() -> None:
 
 
 def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting() -> None:
-    def times(*spans: tuple[int, int], reduce_ns: int = 0) -> StepTimes:
-        return StepTimes(7, [TimedAction(0, "forward", 0, start, end) for start, end in spans], reduce_ns)
+    def times(*spans: tuple[int, int], reduce_ns: int = 0) -> StepTimeline:
+        return StepTimeline(7, [TimedAction(0, "forward", 0, start, end) for start, end in spans], reduce_ns)
 
     second = 10**9
     by_rank = [
@@ -124,7 +124,7 @@ def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting(
         times((1 * second, 3 * second)),
         times(),
     ]
-    rows = stage_rows([times.spent for times in by_rank], Layout(dp=2, pp=2))
+    rows = stage_rows([times.spent for times in by_rank], RankLayout(dp=2, pp=2))
     places = [(row["process"], row["stage"], row["pipeline"]) for row in rows]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert [row["busy_seconds"] for row in rows] == [2.0, 0.0, 2.0, 0.0]
@@ -136,7 +136,7 @@ def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting(
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(plan: Plan, dp: int) -> None:
-    layout = Layout(dp=dp, pp=4)
+    layout = RankLayout(dp=dp, pp=4)
     times = planned_times(plan, layout)
     replays = replay_step(plan, times, layout)
     assert [each.pipeline for each in replays] == list(range(dp))
@@ -151,12 +151,12 @@ def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(plan: Pla
 
 
 def test_the_plan_of_one_rank_is_what_the_simulator_says_of_it(plan: Plan) -> None:
-    for each in replay_step(plan, planned_times(plan, Layout(dp=2, pp=4)), Layout(dp=2, pp=4)):
+    for each in replay_step(plan, planned_times(plan, RankLayout(dp=2, pp=4)), RankLayout(dp=2, pp=4)):
         assert np.array_equal(each.planned.ends, simulate_plan(plan, rank=each.pipeline).ends)
 
 
 def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> None:
-    [found] = replay_step(plan, planned_times(plan, Layout(dp=1, pp=4)), Layout(dp=1, pp=4))
+    [found] = replay_step(plan, planned_times(plan, RankLayout(dp=1, pp=4)), RankLayout(dp=1, pp=4))
     alone = [simulate_plan(plan, rank=rank) for rank in range(2)]
     assert [chunk.chunk_id for chunk in found.planned.chunks] == list(range(sum(len(each.chunks) for each in alone)))
     groups = [{chunk.group_id for chunk in each.chunks} - {None} for each in (*alone, found.planned)]
@@ -170,9 +170,9 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
 
     late = [
         replace(times, actions=[later(each) for each in times.actions])
-        for times in planned_times(plan, Layout(dp=1, pp=4))
+        for times in planned_times(plan, RankLayout(dp=1, pp=4))
     ]
-    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, Layout(dp=1, pp=4)), planned=True)
+    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, RankLayout(dp=1, pp=4)), planned=True)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
@@ -186,7 +186,7 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
 
 
 def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
-    layout = Layout(dp=2, pp=4)
+    layout = RankLayout(dp=2, pp=4)
 
     def lines(slow_rank: int) -> list[str]:
         replays = replay_step(plan, planned_times(plan, layout, slow_rank), layout)
@@ -200,7 +200,7 @@ def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
 
 
 def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan: Plan, tmp_path: Path) -> None:
-    layout = Layout(dp=2, pp=4)
+    layout = RankLayout(dp=2, pp=4)
     replays = replay_step(plan, planned_times(plan, layout, 5), layout)
     lines = describe_replays(replays, layout, 0, planned=False)
     assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
@@ -212,7 +212,7 @@ def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan:
     assert len(names) == 4 and not any("planned" in name for name in names)
 
 
-def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimes, tuple[int, int]]:
+def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[int, int]]:
     """A step as one of all stages, and the moments before and after its clock began."""
     opened, analysis = open_plan(plan, pp=2)
     layout = choose_layout(opened, dist.get_world_size(), rank)
@@ -236,7 +236,7 @@ def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(
 ) -> None:
     plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=2)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2")))
-    layout = Layout(dp=1, pp=2)
+    layout = RankLayout(dp=1, pp=2)
     found = pool.run(2, run_timed, plan=plan.path, config=tmp_path / "config.json")
     times = [each for each, _ in found]
     [played] = replay_step(plan, times, layout)

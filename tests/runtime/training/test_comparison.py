@@ -16,7 +16,7 @@ import torch
 
 from chunkplan import CostModel, PlanConfig, build, load_hardware, load_plan
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan_runtime.device_names import calibrated_name, device_name, is_profile_of, shipped_profile
+from chunkplan_runtime.devices import calibrated_name, device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.train import main
 from tests.support.training_checks import cost_of_a_run, lines, make_training, options
 
@@ -96,7 +96,8 @@ def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tm
 def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, capsys):
     assert main(options(made, tmp_path, "--checkpointing", "--max-steps", 1)) == 0
     said = capsys.readouterr().err
-    assert "predicts  no times: the plan's times are for no checkpointing; this run has checkpointing\n" in said
+    planned, here = "no activation checkpointing", "activation checkpointing"
+    assert f"predicts  no times: the plan's times are for {planned}; this run has {here}\n" in said
     assert "`chunkplan build` with `--checkpointing full`\n" in said
     [row] = lines(tmp_path / "metrics.jsonl")
     assert row["predicted_seconds"] is None and row["mfu"] > 0

@@ -48,9 +48,7 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
         ({}, {}),
     ],
 )
-def test_several_processes_tell_cuda_not_to_wait_for_devices_before_torch_is_there_unless_they_are_told(
-    given, expected
-):
+def test_several_processes_have_cuda_not_wait_for_devices_before_torch_is_there_unless_it_is_set(given, expected):
     program = """
 import os, sys
 from chunkplan_runtime.train import main
@@ -71,14 +69,48 @@ def test_a_file_says_what_flags_say_and_flags_win(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'plan = "p"\noutput = "o"\nmodel = "m"\nlr = 1\nwarmup = 0.1\nmax-steps = 7\nresume = true\n'
-        'lora_rank = 4\nlora-targets = ["q_proj", "v_proj"]\nschedule = "cosine"\n'
+        'lora_rank = 4\nlora-targets = ["q_proj", "v_proj"]\nlr_schedule = "cosine"\n'
     )
     same = ("--lr", 1, "--warmup", 0.1, "--max-steps", 7, "--resume")
     same += ("--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
-    assert read("--config", file) == read(*NEEDED, *same, "--schedule", "cosine")
+    assert read("--config", file) == read(*NEEDED, *same, "--lr-schedule", "cosine")
     config = read("--config", file, "--lr", 2, "--no-resume", "--plan", "other")
     assert (config.lr, config.resume, config.plan, config.max_steps) == (2.0, False, Path("other"), 7)
     assert type(read("--config", file).lr) is float
+
+
+NOTE = "note: {}schedule is called {}lr-schedule now; the next version knows only that name\n"
+
+
+def test_the_old_name_of_an_option_is_taken_with_a_note_that_names_the_new_one(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('schedule = "linear"')
+    assert read(*NEEDED, "--schedule", "cosine").lr_schedule == "cosine"
+    assert capsys.readouterr().err == NOTE.format("--", "--")
+    assert read(*NEEDED, "--config", file).lr_schedule == "linear"
+    assert capsys.readouterr().err == NOTE.format(f"{file}: ", "")
+    assert read(*NEEDED, "--config", file, "--lr-schedule", "cosine").lr_schedule == "cosine", "flags win"
+    assert capsys.readouterr().err == NOTE.format(f"{file}: ", "")
+    assert read(*NEEDED, "--lr-schedule", "cosine").lr_schedule == "cosine"
+    assert capsys.readouterr().err == ""
+
+
+def test_an_option_by_both_of_its_names_is_refused(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('schedule = "linear"\nlr_schedule = "cosine"')
+    with pytest.raises(UsageError, match=r"^--lr-schedule and --schedule are both given"):
+        read(*NEEDED, "--schedule", "cosine", "--lr-schedule", "cosine")
+    with pytest.raises(UsageError, match=r"run\.toml: lr-schedule and schedule are both given"):
+        read(*NEEDED, "--config", file)
+
+
+def test_the_old_name_of_an_option_is_in_no_help_and_checked_like_the_new_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert " --schedule" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*NEEDED, "--schedule", "triangle"])
+    assert "--lr-schedule is 'triangle', expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,7 +175,7 @@ def test_a_file_that_is_not_there_and_options_that_are_missing_are_named(tmp_pat
         ("--device", "tpu"),
     ],
 )
-def test_a_value_out_of_range_is_told_by_its_flag(name, wrong):
+def test_a_value_out_of_range_is_named_by_its_flag(name, wrong):
     with pytest.raises(UsageError, match=f"{name} is '?{wrong}.*, expected "):
         read(*NEEDED, name, wrong)
 

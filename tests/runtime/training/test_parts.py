@@ -16,9 +16,9 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.flops import FlopCounter
+from chunkplan_runtime.training.learning_rate import LR_SCHEDULES, learning_rate_factor
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer
-from chunkplan_runtime.training.schedules import SCHEDULES, learning_rate_factor
 
 CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")
 
@@ -47,7 +47,7 @@ def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup
         theirs.step()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LR_SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10, 0.25, 100])
 def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warmup):
     factors = [learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=0.1) for step in range(40)]
@@ -61,15 +61,15 @@ def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warm
 
 
 def test_a_lowest_rate_is_where_a_schedule_ends():
-    at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in SCHEDULES}
+    at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
     assert at == {"constant": 1, "linear": pytest.approx(0.6), "cosine": pytest.approx(0.6)}
-    ends = {name: learning_rate_factor(name, 40, 40, warmup=20, lowest=0.2) for name in SCHEDULES}
+    ends = {name: learning_rate_factor(name, 40, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
     assert ends == {"constant": 1, "linear": pytest.approx(0.2), "cosine": pytest.approx(0.2)}
 
 
 def test_norms_and_biases_do_not_decay_and_everything_learns(tiny_config):
     model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, 0)
-    weights = TrainedWeights(model.model, masters=True).tensors
+    weights = TrainedWeights(model.model, master_weights=True).tensors
     optimizer = make_optimizer(weights, replace(CONFIG, lr=1e-2, weight_decay=0.5))
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     for weight in weights.values():
@@ -94,7 +94,7 @@ def gradients(model, weights, plan, analysis):
 
 
 def test_gradients_of_many_chunks_add_up_in_float32(tiny_config, handmade_plan, random_sequences):
-    """Of 64: against float64, masters have two thirds of the error of pure bfloat16, and less in every weight."""
+    """Of 64: against float64, fp32 master weights have two thirds of the error of bfloat16, and less in each weight."""
     config = AutoConfig.for_model(**tiny_config("llama", max_position_embeddings=1024))
     sequences = random_sequences([16] * 64, seed=2)
     plan, analysis = handmade_plan(sequences, [{0: [[(index, 0, 16)] for index in range(64)]}])
@@ -102,26 +102,26 @@ def test_gradients_of_many_chunks_add_up_in_float32(tiny_config, handmade_plan, 
     exact = new_model(config, torch.float32, 0)
     exact.model.to(torch.bfloat16).double()  # the very weights of the others
     reference = gradients(exact, dict(exact.model.named_parameters()), plan, analysis)
-    for masters in (True, False):
+    for master_weights in (True, False):
         model = new_model(config, torch.float32, 0)
         model.model.to(torch.bfloat16)
-        weights = TrainedWeights(model.model, masters=masters).tensors
+        weights = TrainedWeights(model.model, master_weights=master_weights).tensors
         found = gradients(model, weights, plan, analysis)
-        errors[masters] = {
+        errors[master_weights] = {
             name: float((found[name] - reference[name]).norm() / reference[name].norm()) for name in reference
         }
-        if masters:
+        if master_weights:
             assert all(weight.dtype == torch.float32 for weight in weights.values())
             assert all(parameter.grad is None for parameter in model.model.parameters()), "freed at once"
     assert all(errors[True][name] < errors[False][name] for name in reference), errors
-    mean = {masters: sum(found.values()) / len(found) for masters, found in errors.items()}
+    mean = {master_weights: sum(found.values()) / len(found) for master_weights, found in errors.items()}
     assert mean[True] < 0.65 * mean[False]
 
 
-def test_masters_keep_what_bfloat16_would_round_away(tiny_config):
+def test_fp32_master_weights_keep_what_bfloat16_would_round_away(tiny_config):
     """A thousand updates, each too small to change a bfloat16 weight, change it in the end."""
     model = new_model(AutoConfig.for_model(**tiny_config("llama")), torch.bfloat16, 0)
-    trained = TrainedWeights(model.model, masters=True)
+    trained = TrainedWeights(model.model, master_weights=True)
     name = "model.norm.weight"
     parameter, master = dict(model.model.named_parameters())[name], trained.tensors[name]
     assert torch.equal(parameter, torch.ones_like(parameter))
@@ -135,7 +135,7 @@ def test_masters_keep_what_bfloat16_would_round_away(tiny_config):
 
 def test_the_norm_of_large_gradients_is_not_that_of_float32_sums(monkeypatch):
     """Three million values in one tensor or in three, looked at in pieces: the same to the last digits of float32."""
-    monkeypatch.setattr("chunkplan_runtime.distributed.gradients._PIECE", 1_000_000)
+    monkeypatch.setattr("chunkplan_runtime.distributed.gradients.NUMBERS_AT_ONCE", 1_000_000)
     whole, parts = torch.nn.Parameter(torch.zeros(3 << 20)), [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in "abc"]
     whole.grad = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
     for part, gradient in zip(parts, whole.grad.split(1 << 20), strict=True):
@@ -153,7 +153,7 @@ def test_only_what_is_trained_is_in_the_weights(tiny_config):
     model = new_model(AutoConfig.for_model(**tiny_config("llama")), torch.bfloat16, 0)
     for name, parameter in model.model.named_parameters():
         parameter.requires_grad_("norm" in name)
-    weights = TrainedWeights(model.model, masters=True).tensors
+    weights = TrainedWeights(model.model, master_weights=True).tensors
     assert weights and all("norm" in name for name in weights)
 
 

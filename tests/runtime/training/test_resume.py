@@ -18,8 +18,7 @@ import torch
 
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.checkpoint import read_state, restore_random_states
-from chunkplan_runtime.training.run_folder import RunFolder
-from chunkplan_runtime.training.run_lock import RunLock
+from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from tests.support.training_checks import (
     after_step,
     command,
@@ -61,7 +60,7 @@ for line in sys.stdin:
 def killed(request, made, tmp_path_factory):
     """Two runs of 40 steps without the planner: one in one go, one killed 2 times; if 4, the first is of torchrun."""
     folder = tmp_path_factory.mktemp("killed")
-    more = ("--save-every", 3, "--keep-last", 2, "--precision", "bf16", "--schedule", "cosine", "--warmup", 5)
+    more = ("--save-every", 3, "--keep-last", 2, "--precision", "bf16", "--lr-schedule", "cosine", "--warmup", 5)
     more = (*more, "--log-sequences")
     whole = options(made, folder / "whole", *more, plan="forty")
     if request.param == 4:
@@ -127,7 +126,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(killed):
 def test_a_stopped_run_says_how_to_resume_and_goes_on_bit_for_bit(
     made, tmp_path, monkeypatch, capsys, precision, number, code
 ):
-    more = ("--precision", precision, "--save-every", 3, "--schedule", "linear", "--max-steps", 9)
+    more = ("--precision", precision, "--save-every", 3, "--lr-schedule", "linear", "--max-steps", 9)
     assert main(options(made, tmp_path / "whole", *more)) == 0
     output = tmp_path / "stopped"
     with monkeypatch.context() as patch:
@@ -151,6 +150,17 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(made, tmp_path, 
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "lo')
     assert main(options(made, tmp_path, "--max-steps", 3, "--resume")) == 0
     assert [row["step"] for row in learning(tmp_path)] == [0, 1, 2]
+
+
+def test_what_a_killed_run_left_behind_is_removed_whichever_machine_it_was_on(made, stopped, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for left in (run / ".final.tmp-node7-12-ab3_x", run / "checkpoints" / ".step-00000006.tmp-node7.site-12-ab3_x"):
+        (left / "weights").mkdir(parents=True)
+    (run / ".config.json.tmp-99").touch()
+    (run / ".notes.tmp-1").touch()
+    assert main(options(made, run, "--resume", "--save-every", 2)) == 0
+    assert [path.name for path in hidden_files(run)] == [".notes.tmp-1"], "only what is a run's own"
 
 
 def test_evaluations_are_cut_back_with_the_metrics(made, tmp_path, monkeypatch):
@@ -200,7 +210,7 @@ def test_only_as_many_checkpoints_as_asked_for_are_kept(stopped, made, tmp_path)
         (("--model-config", "other.json"), "model.intermediate_size was 48, is 56"),
         (("--lr", "0.1", "--beta2", "0.9"), "--lr was 0.003, is 0.1; --beta2 was 0.999, is 0.9"),
         (("--precision", "fp64"), "--precision was fp32, is fp64"),
-        (("--schedule", "cosine"), "--schedule was constant, is cosine"),
+        (("--lr-schedule", "cosine"), "--lr-schedule was constant, is cosine"),
         (("--seed", "1"), "--seed was 0, is 1"),
         (("--max-steps", "5"), "--max-steps was None, is 5"),
     ],
@@ -222,6 +232,17 @@ def test_a_run_may_go_on_with_other_habits(made, stopped, tmp_path):
     habits = ("--save-every", 5, "--keep-last", 1, "--spike", 0, "--log-sequences", "--checkpointing")
     assert main(options(made, tmp_path / "run", "--resume", *habits)) == 0
     assert [path.name for path in RunFolder(tmp_path / "run").checkpoints()] == ["step-00000010"]
+    assert len(learning(tmp_path / "run")) == 12
+
+
+def test_a_run_goes_on_whose_checkpoint_has_an_option_by_its_old_name(made, stopped, tmp_path, capsys):
+    shutil.copytree(stopped, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        path.write_text(path.read_text().replace('"--lr-schedule"', '"--schedule"'))
+        assert '"--schedule": "constant"' in path.read_text()
+    assert main(options(made, tmp_path / "run", "--resume", "--schedule", "cosine")) == 2
+    assert "--lr-schedule was constant, is cosine" in capsys.readouterr().err
+    assert main(options(made, tmp_path / "run", "--resume", "--schedule", "constant")) == 0
     assert len(learning(tmp_path / "run")) == 12
 
 
@@ -252,7 +273,9 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_serves(made, stopped, tmp
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_a_full_disk_while_saving_is_told_and_the_checkpoint_before_serves(made, tmp_path, monkeypatch, capsys, step):
+def test_a_full_disk_while_saving_is_reported_and_the_checkpoint_before_serves(
+    made, tmp_path, monkeypatch, capsys, step
+):
     """Files may have 50 kB from step 4 on (a checkpoint's weights have more), or from the last one on (the model's)."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     more = ("--save-every", 3, "--max-steps", 7)

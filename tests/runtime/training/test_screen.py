@@ -244,7 +244,7 @@ def test_elsewhere_there_are_plain_lines_of_120_columns_at_most(capsys):
         assert part in line
 
 
-def test_a_full_gpu_is_told_with_what_to_do(made, tmp_path, monkeypatch, capsys):
+def test_a_full_gpu_is_reported_with_what_to_do(made, tmp_path, monkeypatch, capsys):
     def fill() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 

@@ -113,7 +113,7 @@ def test_training_goes_on_from_saved_weights(made, trained, tmp_path, capsys):
 
 def test_the_last_step_is_the_last_of_all_and_keeps_its_rate_when_resumed(made, tmp_path, capsys):
     """The line counts what is done, also after a resume; the rates of a resumed run are those of transformers."""
-    more = ("--schedule", "cosine", "--warmup", "2", "--max-steps", "5", "--save-every", "3")
+    more = ("--lr-schedule", "cosine", "--warmup", "2", "--max-steps", "5", "--save-every", "3")
     assert main(options(made, tmp_path / "run", *more)) == 0
     steps = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert steps == ["step 0 (1/5)", "step 1 (2/5)", "step 2 (3/5)", "step 3 (4/5)", "step 4 (5/5)"]

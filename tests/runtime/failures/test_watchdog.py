@@ -30,7 +30,7 @@ class Outcomes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        command = [sys.executable, "-m", "tests.support.watch_cases", str(folder)]
+        command = [sys.executable, "-m", "tests.support.watchdog_cases", str(folder)]
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT, timeout=100)
         self._codes = json.loads((folder / "codes.json").read_text())
 
@@ -85,7 +85,7 @@ def test_all_end_when_the_store_does_not_answer_any_more(outcomes: Outcomes) -> 
     """It is on another machine, of which nothing can be told."""
     assert outcomes.codes("host_hangs") == [-9, 1, 1]
     assert outcomes.printed("host_hangs") == (
-        "error: process 0 of 3 (data parallel) is silent at step 7 (suspended, stuck or gone): "
+        "error: process 0 of 3 (data parallel) is silent at step 7 (suspended, stalled or gone): "
         f"nothing heard of its store for 2 s\n{IF_GONE}"
     )
 
@@ -94,16 +94,16 @@ def test_who_goes_on_when_the_job_has_ended_says_that_it_was_paused(outcomes: Ou
     assert outcomes.codes("suspended_elsewhere") == [1, 1]
     one, other = (f"process {rank} of 2 (data parallel)" for rank in range(2))
     assert outcomes.printed("suspended_elsewhere") == (
-        f"error: {other} is silent at step 1 (suspended, stuck or gone): nothing heard of it for 2 s\n{IF_GONE}"
+        f"error: {other} is silent at step 1 (suspended, stalled or gone): nothing heard of it for 2 s\n{IF_GONE}"
         f"error: {one} died at step 1: its store closed the connection, after a pause of {other} itself\n{WHY}"
     )
 
 
-def test_a_process_that_lives_and_gets_nowhere_is_said_to_be_stuck(outcomes: Outcomes) -> None:
-    assert outcomes.codes("stuck") == [1, -9]
-    error, hint = outcomes.printed("stuck").splitlines()
+def test_a_process_that_lives_and_gets_nowhere_is_said_to_be_stalled(outcomes: Outcomes) -> None:
+    assert outcomes.codes("stalled") == [1, -9]
+    error, hint = outcomes.printed("stalled").splitlines()
     who = "process 1 of 2 (data parallel)"
-    assert error == f"error: {who} is silent at step 1 (alive, and stuck): nothing heard of it for 2 s"
+    assert error == f"error: {who} is stalled at step 1 (alive): nothing heard of it for 2 s"
     assert re.fullmatch(rf"hint: if it is still there, `kill -KILL \d+` ends it; {re.escape(RESUME)}", f"{hint}\n")
 
 
@@ -131,7 +131,7 @@ def test_who_is_stopped_does_not_leave_the_others_waiting(outcomes: Outcomes) ->
     )
 
 
-def test_who_is_stopped_tells_who_died_before(outcomes: Outcomes) -> None:
+def test_who_is_stopped_names_who_died_before(outcomes: Outcomes) -> None:
     assert outcomes.codes("one_dead_others_stopped") == [143, -9, 143]
     assert outcomes.printed("one_dead_others_stopped") == (
         "process 1 of 3 (data parallel) died at step 5: nothing heard of it for 2 s\n"
@@ -147,19 +147,19 @@ def test_a_connection_that_breaks_without_a_death_is_an_error(outcomes: Outcomes
 def under_torchrun(case: str) -> subprocess.CompletedProcess[str]:
     """Its SIGTERM comes first, and its own store is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command += [str(ROOT / "tests" / "support" / "watch_cases.py"), case]
+    command += [str(ROOT / "tests" / "support" / "watchdog_cases.py"), case]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     return done
 
 
-def test_torchrun_tells_who_died() -> None:
+def test_under_torchrun_one_process_names_who_died() -> None:
     done = under_torchrun("one_killed")
     assert done.stderr.count("process 2 of 3 (data parallel) died at step 12: nothing heard of it for 2 s\n") == 1
     assert " 0 of 3" not in done.stderr and " 1 of 3" not in done.stderr
 
 
-def test_torchrun_tells_who_is_suspended_and_does_not_wait_for_it() -> None:
+def test_under_torchrun_one_process_names_who_is_suspended_and_does_not_wait_for_it() -> None:
     done = under_torchrun("suspended")
     assert done.stderr.count("process 1 of 3 (data parallel) is suspended at step 2 (stopped by a signal): ") == 1
     assert " 0 of 3" not in done.stderr and " 2 of 3" not in done.stderr

@@ -1,15 +1,16 @@
-"""One model, its optimizer and what an optimizer step does: gradients, then an update. On several processes each has a
-part of the model and of the step's chunks, and all know the same losses and the same norm."""
+"""A model, its optimizer and what an optimizer step does with them: gradients, then an update.
+
+On several processes each has a stage of the model and some of the step's chunks, and all know the same losses and norm.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,44 +21,51 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import Executor, SequenceLoss
 from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.failures.stuck import told_if_stuck
+from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimes
-from chunkplan_runtime.training.checkpoint import read_optimizer, read_weights
+from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimeline
+from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.learning_rate import learning_rate_factor
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer, optimizer_state, restore_optimizer
-from chunkplan_runtime.training.schedules import learning_rate_factor
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step's gradients came with: the mean loss of a target token, the norm before clipping, all losses.
+    """What a step's gradients came with.
 
-    `spent`: by each process; `times`: of this one, action by action.
+    Attributes:
+        loss: the mean of a target token.
+        norm: of all gradients, before clipping.
+        sequences: the losses of all sequences.
+        spent: the seconds of each process, by rank.
+        times: of this process, action by action.
     """
 
     loss: float
     norm: float
     sequences: list[SequenceLoss]
     spent: list[Spent]
-    times: StepTimes
+    times: StepTimeline
 
     @property
     def is_finite(self) -> bool:
-        """Whether an update with them could be one."""
+        """Whether loss and norm are finite, so that an update with these gradients makes sense."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-class Learner:
-    """A model that learns step by step, or this process's stage of it; on several processes all do the same calls."""
+class TrainStep:
+    """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
-        groups, masters = job.groups, config.precision == "bf16"
+        groups, master_weights = job.groups, config.precision == "bf16"
         self._shards = None
-        if groups and groups.copies:
-            self._shards = Shards(model, groups.copies, masters=masters, reshard=config.reshard)
+        if groups and groups.replicas:
+            self._shards = Shards(
+                model, groups.replicas, master_weights=master_weights, reshard_after_forward=config.reshard
+            )
         self.model = self._shards.model if self._shards else model
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = Executor(
@@ -70,23 +78,23 @@ class Learner:
         self._num_steps = num_steps
         self._job = job
         self._clock = ActionClock(self.model.device)
-        # Sharded weights are their own masters.
-        self._weights = TrainedWeights(model.model, masters=masters and self._shards is None)
+        # Sharded weights are fp32 master weights themselves.
+        self._weights = TrainedWeights(model.model, master_weights=master_weights and self._shards is None)
         self._tied = tied_weight(self.model, groups)
         self._optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
-        """Run a step, rank by rank, and clip."""
+        """Run a step, rank by rank, reduce its gradients over all processes, and clip them."""
         weights, job, clock = self._weights.tensors, self._job, self._clock
         step = f"step {work.step.step}"
-        with self._told_if_stuck(clock.on_device):
+        with self._warned_of_stall(clock.on_device):
             self.executor.doing = f"{step}, waiting for all processes to begin it"
-            job.wait_for_all()
+            job.barrier()
             clock.start(work.step.step)
             if self._shards:
                 self._shards.begin_step()
             aligned = Aligned(self._paddings(work.step), self._run_padding)
-            mine = [
+            rank_losses = [
                 self.executor.run(rank, work.step.num_target_tokens, aligned.around(clock.around(rank.dp_rank)))
                 for rank in work.ranks
             ]
@@ -101,13 +109,13 @@ class Learner:
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"
-            told = job.tell_all((mine, times.spent))
-        losses = [rank for ranks, _ in told for rank in ranks]
+            gathered = job.all_gather_object((rank_losses, times.spent))
+        losses = [rank for ranks, _ in gathered for rank in ranks]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
             norm=norm.item(),
             sequences=[sequence for rank in losses for sequence in rank.sequences],
-            spent=[spent for _, spent in told],
+            spent=[spent for _, spent in gathered],
             times=times,
         )
 
@@ -115,7 +123,7 @@ class Learner:
         """Change the weights by the gradients, and forget these; returns the learning rate."""
         config = self._config
         rate = config.lr * learning_rate_factor(
-            config.schedule, step.step, self._num_steps, warmup=config.warmup, lowest=config.min_lr
+            config.lr_schedule, step.step, self._num_steps, warmup=config.warmup, lowest=config.min_lr
         )
         if step.num_target_tokens:  # without targets there is nothing to learn: no decay, no momentum either
             for group in self._optimizer.param_groups:
@@ -127,40 +135,41 @@ class Learner:
 
     def evaluate(self, stream: PlanStream) -> list[SequenceLoss]:
         """The losses of all sequences of `stream`, without dropout and by forwards alone."""
-        mine: list[list[SequenceLoss]] = []
+        losses: list[SequenceLoss] = []
         self.model.model.eval()
         try:
             self.executor.doing = "evaluation, before its first step"
-            with self._told_if_stuck():
+            with self._warned_of_stall():
                 for work in stream:
-                    mine += [self.executor.evaluate(rank, work.step.num_target_tokens).sequences for rank in work.ranks]
+                    for rank in work.ranks:
+                        losses += self.executor.evaluate(rank, work.step.num_target_tokens).sequences
                     if self._config.reshard:
                         forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work.step)]
-                        for _ in range(max(forwards) - forwards[self._job.layout.copy]):
+                        for _ in range(max(forwards) - forwards[self._job.layout.dp_rank]):
                             self._run_padding()
         finally:
             self.model.model.train()
         if self._shards:
             self._shards.free()
-        return [loss for told in self._job.tell_all(mine) for sequences in told for loss in sequences]
+        return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
 
-    def _told_if_stuck(self, on_device: Callable[[], str | None] = lambda: None) -> AbstractContextManager[None]:
-        """Within the block, a process of several says where it is if it does not move."""
+    def _warned_of_stall(self, on_device: Callable[[], str | None] = lambda: None) -> AbstractContextManager[None]:
+        """Within the block, a process of several prints a warning of where it is if it does not move."""
         if self._job.groups is None:
             return nullcontext()
-        return told_if_stuck(self._job.layout.describe(), lambda: self.executor.doing, on_device)
+        return warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device)
 
     def _paddings(self, step: PlanStep) -> Iterable[int]:
         if not self._config.reshard:
             return itertools.repeat(0)
-        return padding_forwards(self._by_process(step), f"step {step.step}")[self._job.layout.copy]
+        return padding_forwards(self._by_process(step), f"step {step.step}")[self._job.layout.dp_rank]
 
     def _run_padding(self) -> None:
         assert self._shards is not None, "only shards are gathered together"
         self._shards.run_padding()
 
     def _by_process(self, step: PlanStep) -> list[list[Action]]:
-        """What each process of a stage does in a step, rank by rank."""
+        """The actions of each process of this stage in a step, one data-parallel rank after another."""
         layout, plan_dp = self._job.layout, 1 + max(dp_rank for dp_rank, _ in step.actions)
         return [
             [action for dp_rank in own for action in step.actions.get((dp_rank, layout.stage), ())]
@@ -168,12 +177,12 @@ class Learner:
         ]
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """For a checkpoint: `weights` and `optimizer`."""
+        """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self._optimizer, weights)}
 
-    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Be as when that checkpoint, with its `state`, was written.
+    def restore(self, checkpoint: Path, state: CheckpointState) -> None:
+        """Take weights and optimizer states from a checkpoint whose state.json holds `state`.
 
         Raises:
             DataError: it cannot be read, or is of another model.

@@ -1,6 +1,6 @@
-"""What processes do in tests of the watch: each case is run by a few of them, one of which dies, stops or fails.
+"""What processes do in tests of the watchdog: each case is run by a few of them, one of which dies, stops or fails.
 
-`python -m tests.support.watch_cases FOLDER` runs all cases, by forks of one process that has imported torch; FOLDER
+`python -m tests.support.watchdog_cases FOLDER` runs all cases, by forks of one process that has imported torch; FOLDER
 gets what each process printed, and `codes.json`. Under torchrun it runs the case whose name is in place of FOLDER.
 """
 
@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.failures.lost_peers import lost_peers
-from chunkplan_runtime.failures.watch import Watch
-from chunkplan_runtime.layout import Layout
+from chunkplan_runtime.failures.watchdog import Watchdog
+from chunkplan_runtime.layout import RankLayout
 
 DEAD_AFTER = 2.0
 
@@ -37,149 +37,149 @@ AT_ONCE = 4
 TOO_LONG = 60
 
 
-def killed(watch: Watch, rank: int) -> None:
+def killed(watchdog: Watchdog, rank: int) -> None:
     """The last process dies: one waits for it, the others for each other."""
     before = (rank - 1) % dist.get_world_size()
     if before == dist.get_world_size() - 2:
         die()
-    wait_for(watch, before)
+    wait_for(watchdog, before)
 
 
-def host_killed(watch: Watch, rank: int) -> None:
+def host_killed(watchdog: Watchdog, rank: int) -> None:
     if rank == 0:
         die()
-    wait_for(watch, 3 - rank)
+    wait_for(watchdog, 3 - rank)
 
 
-def suspended(watch: Watch, rank: int) -> None:
+def suspended(watchdog: Watchdog, rank: int) -> None:
     """One whose beats process 0 looks for."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    wait_for(watch, (rank - 1) % dist.get_world_size())
+    wait_for(watchdog, (rank - 1) % dist.get_world_size())
 
 
-def suspended_in_a_step(watch: Watch, rank: int) -> None:
+def suspended_in_a_step(watchdog: Watchdog, rank: int) -> None:
     """All could go on when it is woken."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
-    watch.at_step(3)
+    watchdog.at_step(3)
     print("another step", file=sys.stderr, flush=True)
-    wait_for(watch, (rank - 1) % dist.get_world_size())
+    wait_for(watchdog, (rank - 1) % dist.get_world_size())
 
 
-def host_suspended(watch: Watch, rank: int) -> None:
+def host_suspended(watchdog: Watchdog, rank: int) -> None:
     """Connections to the store stay, answers do not come."""
     if rank == 0:
         after(2 * DEAD_AFTER, "KILL")
         os.kill(os.getpid(), signal.SIGSTOP)
-    wait_for(watch, 3 - rank)
+    wait_for(watchdog, 3 - rank)
 
 
-def suspended_too_long(watch: Watch, rank: int) -> None:
+def suspended_too_long(watchdog: Watchdog, rank: int) -> None:
     """One goes on when the job has ended, and the store with it."""
     if rank == 1:
         pause(3 * DEAD_AFTER)
-    wait_for(watch, 1 - rank)
+    wait_for(watchdog, 1 - rank)
 
 
-def stuck(watch: Watch, rank: int) -> None:
-    """One holds Python's lock, so that its watch gets nowhere."""
+def stalled(watchdog: Watchdog, rank: int) -> None:
+    """One holds Python's lock, so that its watchdog gets nowhere."""
     if rank == 1:
         after(2 * DEAD_AFTER, "KILL")
         ctypes.PyDLL(None).sleep(TOO_LONG)
-    wait_for(watch, 1 - rank)
+    wait_for(watchdog, 1 - rank)
 
 
-def failed(watch: Watch, rank: int) -> None:
+def failed(watchdog: Watchdog, rank: int) -> None:
     """Two processes fail at once, the other one waits."""
     if rank > 0:
-        fail(watch, 2)
-    wait_for(watch, 1)
+        fail(watchdog, 2)
+    wait_for(watchdog, 1)
 
 
-def host_failed(watch: Watch, rank: int) -> None:
+def host_failed(watchdog: Watchdog, rank: int) -> None:
     if rank == 0:
-        fail(watch, 3)
-    wait_for(watch, 0)
+        fail(watchdog, 3)
+    wait_for(watchdog, 0)
 
 
-def ended(watch: Watch, rank: int) -> None:
+def ended(watchdog: Watchdog, rank: int) -> None:
     """The process with the store is through first."""
     dist.barrier()
     time.sleep(rank * DEAD_AFTER / 4)
-    watch.stop()
+    watchdog.stop()
     os._exit(0)  # the store with it, at once
 
 
-def paused(watch: Watch, rank: int) -> None:
+def paused(watchdog: Watchdog, rank: int) -> None:
     """One process for less than a death takes, then all of them for longer."""
     if rank == 1:
         pause(DEAD_AFTER / 2)
     dist.barrier()
     pause(2 * DEAD_AFTER)
     dist.barrier()
-    watch.stop()
+    watchdog.stop()
 
 
-def all_stopped(watch: Watch, rank: int) -> None:
+def all_stopped(watchdog: Watchdog, rank: int) -> None:
     get_sigterm()
 
 
-def one_stopped(watch: Watch, rank: int) -> None:
+def one_stopped(watchdog: Watchdog, rank: int) -> None:
     """The others are in C++, where a signal's handler does not run."""
     if rank < 2:
-        wait_for(watch, 1 - rank)
+        wait_for(watchdog, 1 - rank)
     get_sigterm()
 
 
-def one_dead_others_stopped(watch: Watch, rank: int) -> None:
+def one_dead_others_stopped(watchdog: Watchdog, rank: int) -> None:
     if rank == 1:
         die()
     get_sigterm()
 
 
-def nobody_answers(watch: Watch, rank: int) -> None:
+def nobody_answers(watchdog: Watchdog, rank: int) -> None:
     """A wait takes longer than the group allows, and nobody is dead."""
     if rank == 0:
         group = dist.new_group(timeout=timedelta(milliseconds=100))
         try:
-            with lost_peers(watch):
+            with lost_peers(watchdog):
                 dist.recv(torch.zeros(1), 1, group)
         except ChunkplanError as error:
-            fail(watch, error.exit_code, str(error))
+            fail(watchdog, error.exit_code, str(error))
     else:
         dist.new_group(timeout=timedelta(milliseconds=100))
-        wait_for(watch, 0)
+        wait_for(watchdog, 0)
 
 
 @dataclass(frozen=True)
 class Case:
-    work: Callable[[Watch, int], None]
-    layout: Layout
+    work: Callable[[Watchdog, int], None]
+    layout: RankLayout
     step: int = 1
     dead_after: float = DEAD_AFTER
     apart: bool = False  # as if each process were on a machine of its own
 
 
 CASES = {
-    "killed": Case(killed, Layout(dp=2, pp=2), step=12),
-    "one_killed": Case(killed, Layout(dp=3), step=12),
-    "host_killed": Case(host_killed, Layout(dp=3), step=-1),
-    "suspended": Case(suspended, Layout(dp=3), step=2),
-    "suspended_in_a_step": Case(suspended_in_a_step, Layout(dp=2), step=2),
-    "suspended_elsewhere": Case(suspended_too_long, Layout(dp=2), apart=True),
-    "host_suspended": Case(host_suspended, Layout(dp=3), step=7),
-    "host_hangs": Case(host_suspended, Layout(dp=3), step=7, apart=True),
-    "stuck": Case(stuck, Layout(dp=2)),
-    "failed": Case(failed, Layout(dp=3)),
-    "host_failed": Case(host_failed, Layout(dp=3), dead_after=10.0),  # beats that are slower than a process ends
-    "ended": Case(ended, Layout(dp=3)),
-    "paused": Case(paused, Layout(dp=2)),
-    "all_stopped": Case(all_stopped, Layout(dp=3)),
-    "one_stopped": Case(one_stopped, Layout(dp=3), step=4),
-    "one_dead_others_stopped": Case(one_dead_others_stopped, Layout(dp=3), step=5),
-    "nobody_answers": Case(nobody_answers, Layout(dp=2)),
+    "killed": Case(killed, RankLayout(dp=2, pp=2), step=12),
+    "one_killed": Case(killed, RankLayout(dp=3), step=12),
+    "host_killed": Case(host_killed, RankLayout(dp=3), step=-1),
+    "suspended": Case(suspended, RankLayout(dp=3), step=2),
+    "suspended_in_a_step": Case(suspended_in_a_step, RankLayout(dp=2), step=2),
+    "suspended_elsewhere": Case(suspended_too_long, RankLayout(dp=2), apart=True),
+    "host_suspended": Case(host_suspended, RankLayout(dp=3), step=7),
+    "host_hangs": Case(host_suspended, RankLayout(dp=3), step=7, apart=True),
+    "stalled": Case(stalled, RankLayout(dp=2)),
+    "failed": Case(failed, RankLayout(dp=3)),
+    "host_failed": Case(host_failed, RankLayout(dp=3), dead_after=10.0),  # beats that are slower than a process ends
+    "ended": Case(ended, RankLayout(dp=3)),
+    "paused": Case(paused, RankLayout(dp=2)),
+    "all_stopped": Case(all_stopped, RankLayout(dp=3)),
+    "one_stopped": Case(one_stopped, RankLayout(dp=3), step=4),
+    "one_dead_others_stopped": Case(one_dead_others_stopped, RankLayout(dp=3), step=5),
+    "nobody_answers": Case(nobody_answers, RankLayout(dp=2)),
 }
 
 
@@ -188,14 +188,14 @@ def die() -> NoReturn:
     raise AssertionError
 
 
-def wait_for(watch: Watch, source: int) -> NoReturn:
-    with lost_peers(watch):
+def wait_for(watchdog: Watchdog, source: int) -> NoReturn:
+    with lost_peers(watchdog):
         dist.recv(torch.zeros(1), source)
     raise AssertionError
 
 
-def fail(watch: Watch, code: int, message: str = "no good") -> NoReturn:
-    if watch.fail(code):
+def fail(watchdog: Watchdog, code: int, message: str = "no good") -> NoReturn:
+    if watchdog.fail(code):
         print(message, file=sys.stderr)
     sys.exit(code)
 
@@ -221,17 +221,17 @@ def run(case: Case, rank: int) -> None:
     signal.alarm(TOO_LONG)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     dist.init_process_group("gloo", world_size=layout.world_size, rank=rank)
-    watch = Watch(layout, case.dead_after)
+    watchdog = Watchdog(layout, case.dead_after)
     if case.apart:
-        watch._place = replace(watch._place, machine=f"another-{rank}")
-    watch.at_step(case.step)
-    watch.start()
+        watchdog.heartbeat.place = replace(watchdog.heartbeat.place, machine=f"another-{rank}")
+    watchdog.at_step(case.step)
+    watchdog.start()
     try:
         dist.barrier()
         time.sleep(case.dead_after / 4)  # all have heard of all; and it is between two beats
-        case.work(watch, rank)
+        case.work(watchdog, rank)
     except KeyboardInterrupt:
-        lost = watch.interrupted()
+        lost = watchdog.interrupted()
         if lost is not None:
             print(lost, file=sys.stderr)
         sys.exit(143)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 #: By name: (steps done after the warm-up, how many there are) -> what is left of the way down to the lowest rate.
-SCHEDULES: dict[str, Callable[[int, int], float]] = {
+LR_SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "constant": lambda done, steps: 1.0,
     "linear": lambda done, steps: (steps - done) / steps,
     "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * (done / steps))),
@@ -26,5 +26,5 @@ def learning_rate_factor(schedule: str, step: int, num_steps: int, *, warmup: fl
     num_warmup = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
     if step < num_warmup:
         return step / num_warmup
-    left = SCHEDULES[schedule](step - num_warmup, max(num_steps - num_warmup, 1))
+    left = LR_SCHEDULES[schedule](step - num_warmup, max(num_steps - num_warmup, 1))
     return left * (1 - lowest) + lowest

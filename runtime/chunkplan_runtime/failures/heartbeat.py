@@ -1,0 +1,90 @@
+"""What every process writes into the job's store about itself, again and again, and what it reads there about others.
+
+Process 0 reads the beats of all, every other process those of process 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.distributed_c10d import Store
+
+from chunkplan_runtime.failures.fate import Place
+
+#: The states of a process: it works; it has come to its regular end; it got a signal to stop and ends.
+RUNNING, STOPPED, INTERRUPTED = "running", "stopped", "interrupted"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One beat of a process: the how-manieth it is, the state and the step of the process, and where it runs."""
+
+    number: int
+    state: str
+    step: int
+    place: Place
+
+    @classmethod
+    def parse(cls, text: str) -> Beat:
+        """The beat that `str` made a string of."""
+        number, state, step, place = text.split()
+        return cls(int(number), state, int(step), Place.parse(place))
+
+    def __str__(self) -> str:
+        """Four words for `parse`."""
+        return f"{self.number} {self.state} {self.step} {self.place}"
+
+
+class Heartbeat:
+    """The beats of this process and the last ones of those it watches.
+
+    The main thread sets `state` and `step`, which the next beat carries; -1 stands for before the first step.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.state = RUNNING
+        self.step = -1
+        self.number = 0  # of the last beat; it does not change while a call to the store hangs
+        self.place = Place.of_this_process()
+        self.watched = range(1, world_size) if rank == 0 else range(1)
+        self.latest: dict[int, Beat] = {}  # by rank, of this process too; none of a process that has not begun
+        self._store = store
+        self._rank = rank
+
+    def prepare(self) -> None:
+        """Make the keys of the beats: reading waits for keys that are not there.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        for rank in {self._rank, *self.watched}:
+            self._store.compare_set(_key(rank), "", "")
+
+    def exchange(self) -> None:
+        """Write the next beat of this process and read those of the watched ones.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        self.number += 1
+        own = Beat(self.number, self.state, self.step, self.place)
+        self._store.set(_key(self._rank), str(own))
+        beats = self._store.multi_get([_key(rank) for rank in self.watched])
+        self.latest |= {rank: Beat.parse(beat.decode()) for rank, beat in zip(self.watched, beats, strict=True) if beat}
+        self.latest[self._rank] = own
+
+    def state_of(self, rank: int) -> str:
+        """The last known state of a process; one that has not begun counts as running."""
+        return self.latest[rank].state if rank in self.latest else RUNNING
+
+    def place_of(self, rank: int) -> Place | None:
+        """Where a process runs; None where it is not known yet."""
+        return self.latest[rank].place if rank in self.latest else None
+
+    def step_of(self, rank: int) -> int:
+        """The step that a process is at. Its beat may be some steps old, and all processes begin a step together."""
+        return max(self.latest[rank].step if rank in self.latest else -1, self.step)
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"

@@ -1,0 +1,235 @@
+"""A run that can begin, and its loop: one optimizer step per step of the plan, one line of metrics each."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.feed.stream import PlanStream, StepWork
+from chunkplan_runtime.profiling.timeline import stage_rows
+from chunkplan_runtime.training.checkpoint import RunState, write_checkpoint
+from chunkplan_runtime.training.comparison import Comparison
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.flops import FlopCounter
+from chunkplan_runtime.training.largest_step import LargestStep
+from chunkplan_runtime.training.losses import SpikeWatch, describe_worst, source_losses
+from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.metrics import (
+    EvaluationRow,
+    RunLog,
+    StepRow,
+    peak_memory,
+    predicted_seconds,
+    reset_peak_memory,
+    step_row,
+)
+from chunkplan_runtime.training.model_setup import build_model
+from chunkplan_runtime.training.run_folder import RunFolder, RunLock
+from chunkplan_runtime.training.save import NO_ROOM, save_files, shared_folder
+from chunkplan_runtime.training.screen import Screen
+from chunkplan_runtime.training.tensor_files import read_tensors, write_tensors
+from chunkplan_runtime.training.train_step import TrainStep
+
+_STAGES = "stages"
+
+
+@dataclass
+class TrainingRun:
+    """A run that can begin: everything is loaded, and it stands where its last checkpoint was written.
+
+    Of several processes the main one prints and writes lines; checkpoints are written by all.
+
+    Attributes:
+        config: the options, with what was found in place of what was left open.
+        tokenizer: the files that go with the weights.
+        start: the step that comes next, of `num_steps`.
+        fixed: what may not change when a run is resumed, by the name that a message has for it.
+        description: the lines to print before the first step.
+    """
+
+    config: TrainConfig
+    data: TrainingData
+    tokenizer: list[Path]
+    job: Job
+    folder: RunFolder
+    lock: RunLock
+    log: RunLog
+    screen: Screen
+    stream: PlanStream
+    start: int
+    num_steps: int
+    fixed: dict[str, Any]
+    train_step: TrainStep
+    spikes: SpikeWatch
+    flops: FlopCounter
+    comparison: Comparison
+    description: list[str]
+    largest: LargestStep = field(default_factory=LargestStep)
+
+    def finish(self) -> None:
+        """Do the steps that are left, write their files, and save the model.
+
+        Raises:
+            ChunkplanError: loss or gradients are not finite, or the disk is full.
+        """
+        say = self.screen.say
+        for line in self.description:
+            say(line)
+        if self.config.resume:
+            say(f"resumed   at step {self.start}" if self.start else "resumed   from the beginning: no checkpoint")
+            if self.job.is_main:
+                self.folder.remove_left_behind()
+                self.log.cut_back(self.start)
+        with self.screen:
+            for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
+                self._do_step(work, waited)
+                done = work.step.step + 1
+                if _is_due(done, self.config.eval_every) or done == self.num_steps:
+                    self._evaluate(work.step.step)
+                if _is_due(done, self.config.save_every):
+                    self._save(done)
+        if self.job.groups is not None:
+            planned = self.comparison.times
+            report = self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned)
+            for line in [*report, f"timeline  {self.folder.timeline}"] if report else ():
+                say(line)
+        self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
+        save_final(self.train_step, self.config, self.data.model_config, self.tokenizer, self.folder.final, self.job)
+        say(f"saved     {self.folder.final}")
+        say(f"metrics   {self.folder.metrics}")
+
+    def _do_step(self, work: StepWork, waited: float) -> None:
+        device = self.train_step.model.device
+        self.job.at_step(work.step.step)
+        reset_peak_memory(device)
+        started = time.perf_counter()
+        gradients = self.train_step.compute_gradients(work)
+        if not gradients.is_finite:
+            sequences = "; ".join(describe_worst(gradients.sequences, self.data.analysis))
+            raise self._not_finite(
+                f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
+            )
+        self.largest.look_at(work.step, gradients.times)
+        rate = self.train_step.update(work.step)
+        seconds = time.perf_counter() - started
+        spike = work.step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
+        worst = describe_worst(gradients.sequences, self.data.analysis) if spike else []
+        comparison, layout = self.comparison, self.job.layout
+        peak_flops = comparison.peak_flops and comparison.peak_flops * layout.world_size
+        predicted = predicted_seconds(work.step, layout) if comparison.times else None
+        row: StepRow = {
+            **step_row(work.step, gradients, self.data.analysis, seconds, predicted),
+            "lr": rate,
+            "mfu": self.flops.count(work.step) / seconds / peak_flops if peak_flops else None,
+            "peak_memory_bytes": max(self.job.all_gather_object(peak_memory(device))),
+            "wait_seconds": waited,
+            "spike": worst,
+        }
+        if self.job.groups is not None:
+            row["processes"] = stage_rows(gradients.spent, layout)
+        if self.job.is_main:
+            self.folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
+            self.lock.take()
+            self.log.write_step(row, gradients.sequences)
+        self.screen.show_step(row)
+        if worst:
+            self.screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
+
+    def _evaluate(self, step: int) -> None:
+        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source."""
+        data = self.data
+        if data.evaluation is None:
+            return
+        started = time.perf_counter()
+        losses = self.train_step.evaluate(data.stream(data.evaluation))
+        num_target_tokens = sum(loss.num_target_tokens for loss in losses)
+        row: EvaluationRow = {
+            "step": step,
+            "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,
+            "target_tokens": num_target_tokens,
+            "seconds": time.perf_counter() - started,
+            "source_losses": source_losses(losses, data.analysis),
+        }
+        loss = row["eval_loss"]
+        if loss is not None and not math.isfinite(loss):
+            raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
+        if self.job.is_main:
+            self.log.write_evaluation(row)
+        what = "no targets" if loss is None else f"loss {loss:.4f}"
+        self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
+
+    def _save(self, step: int) -> None:
+        """Write the checkpoint from which `step` comes next."""
+        position = self.stream.state_dict()
+        assert position["step"] == step
+        state: RunState = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
+        write_checkpoint(
+            self.folder,
+            step,
+            **self.train_step.tensors(),
+            state=state,
+            keep_last=self.config.keep_last,
+            device=self.train_step.model.device,
+            job=self.job,
+        )
+
+    def _not_finite(self, where: str, what: str) -> ChunkplanError:
+        return ChunkplanError(
+            f"not finite: {what}",
+            where=where,
+            hint="try a smaller --lr, --clip 1 or --precision fp32 in a new run, or leave these sequences out; "
+            + self.folder.how_to_resume(),
+        )
+
+
+@torch.no_grad()
+def save_final(
+    train_step: TrainStep, config: TrainConfig, model_config: Any, tokenizer: list[Path], target: Path, job: Job
+) -> None:
+    """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
+
+    Of several processes each writes what it has; the main one puts it together, in the memory of its machine.
+
+    Raises:
+        ChunkplanError: it cannot be written.
+    """
+    if job.groups is None:
+        with shared_folder(target, job) as folder:
+            save_files(train_step.model, tokenizer, folder)
+        return
+    with shared_folder(target, job, _STAGES) as folder:
+        write_tensors(folder / _STAGES, train_step.tensors()["weights"], 0, job, target)
+        if job.is_main:
+            whole = build_model(config, model_config, job)
+            weights = TrainedWeights(whole.model, master_weights=config.precision == "bf16")
+            tensors = {name: weight.detach() for name, weight in weights.tensors.items()}
+            read_tensors(folder / _STAGES, tensors, Job(), hint=NO_ROOM)
+            weights.publish()
+            shutil.rmtree(folder / _STAGES)
+            save_files(whole, tokenizer, folder)
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _timed(stream: Iterable[StepWork]) -> Iterator[tuple[StepWork, float]]:
+    """The steps, each with the seconds that waiting for it took."""
+    steps = iter(stream)
+    while True:
+        started = time.perf_counter()
+        work = next(steps, None)
+        if work is None:
+            return
+        yield work, time.perf_counter() - started
