@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 #: Counts of what is planned end here: they are 32-bit numbers in the files.
 MOST = 2**31 - 1
@@ -45,7 +45,7 @@ class Domain:
 
 
 #: A dict of entries (one whose name ends in "?" may be missing), a list of one kind of entry, or a domain.
-Expected = dict[str, Any] | list[Any] | Domain
+Expected: TypeAlias = "Mapping[str, Expected] | list[Expected] | Domain"
 
 
 def whole(least: int = 0, most: int = 2**63 - 1, *, metavar: str = "N") -> Domain:
@@ -100,7 +100,7 @@ def number(holds: Callable[[float], bool], expected: str, *, metavar: str = "X")
 
 
 def one_of(*choices: str, metavar: str = "NAME") -> Domain:
-    """One of some names."""
+    """One of the names `choices`."""
 
     def read(typed: str) -> str:
         if typed not in choices:
@@ -133,7 +133,7 @@ def path(metavar: str) -> Domain:
 
 
 def several(item: Domain, *, metavar: str = "", example: str = "") -> Domain:
-    """A tuple of one or more, typed with commas between."""
+    """A tuple of one or more values of `item`, typed with commas between."""
 
     def read(words: str) -> tuple[Any, ...]:
         return tuple(item.read(word.strip()) for word in words.split(",") if word.strip())
@@ -150,7 +150,7 @@ def several(item: Domain, *, metavar: str = "", example: str = "") -> Domain:
 
 
 def or_null(expected: Domain) -> Domain:
-    """`expected`, or null."""
+    """What `expected` takes, or null."""
     return replace(
         expected,
         holds=lambda value: value is None or expected.holds(value),
@@ -185,7 +185,7 @@ SHARE = Domain(
 
 def find_mismatch(value: Any, expected: Expected, where: str = "") -> str | None:
     """What is wrong with `value`, in words that name the entry, or None."""
-    if isinstance(expected, dict):
+    if isinstance(expected, Mapping):
         if not isinstance(value, dict):
             return f"`{where}` is {_shown(value)}, expected an object"
         for key, inner in expected.items():

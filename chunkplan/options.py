@@ -49,7 +49,7 @@ class Option:
 
     @property
     def is_required(self) -> bool:
-        """Whether it has no default."""
+        """Whether it has to be given, as it has no default."""
         return self.default is MISSING
 
     @property
@@ -58,7 +58,7 @@ class Option:
         return self.default is None
 
     def resolved(self, config: Any) -> Any:
-        """Its default for a configuration that has all fields before this one."""
+        """The default for a configuration that has all fields before this one."""
         assert self.depends is not None
         return self.depends(config)
 
@@ -86,12 +86,12 @@ class Option:
 
     @property
     def spelled(self) -> str:
-        """Its name as users know it."""
+        """The name that users know it by."""
         return self.flag or self.name.replace("_", "-")
 
     @property
     def hint(self) -> str:
-        """What to try."""
+        """A hint with an example, or with how to get help."""
         return f"for example {self.spelled} {self.domain.example}" if self.domain.example else HELP_HINT
 
 
@@ -237,7 +237,7 @@ def read_toml(
             loaded = found.read(value)
         if not found.domain.holds(loaded):
             raise DataError(
-                f"found {value!r}, expected {found.domain.expected}", where=f"{path}: {entry}", hint="mend this entry"
+                f"found {value!r}, expected {found.domain.expected}", where=f"{path}: {entry}", hint="fix this entry"
             )
         values[name.replace("-", "_") if name in renamed else found.name] = loaded
     return values

@@ -23,7 +23,7 @@ _MEGABYTE = 1_000_000
 
 
 def _read_columns(typed: list[str]) -> dict[str, str]:
-    """Of ["text=body"], the key of each role."""
+    """The key of each role, as typed: {"text": "body"} for ["text=body"]."""
     columns: dict[str, str] = {}
     for words in typed:
         role, sign, key = words.partition("=")

@@ -45,7 +45,7 @@ def _load_pairs(value: Any) -> Any:
     return tuple(tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in value) or None
 
 
-def read_k(typed: str) -> dict[str, Any]:
+def read_k(typed: str) -> dict[str, int | KByLength | None]:
     """K of "4", and of "4,128K:2" also the pairs of tokens and K for longer sequences.
 
     Raises:
@@ -62,7 +62,7 @@ def _read_number(typed: str) -> int | float:
 
 
 def _read_weights(typed: list[str]) -> dict[str, int | float]:
-    """Of ["code.jsonl=2"], the weight of each source."""
+    """The weight of each source, as typed: {"code.jsonl": 2} for ["code.jsonl=2"]."""
     weights: dict[str, int | float] = {}
     for words in typed:
         source, equals, weight = words.rpartition("=")
@@ -140,7 +140,7 @@ class PlanConfig(Options):
     )
     virtual_stages: int = option(
         whole(1, MAX_VIRTUAL),
-        "Model parts of a stage, for interleaved.",
+        "Virtual stages of each stage, for interleaved.",
         group=_ORDER,
         depends=lambda config: 2 if config.schedule == "interleaved" else 1,
         default_words="2",
@@ -177,7 +177,7 @@ class PlanConfig(Options):
     )
     balance: Balance = option(
         one_of("spread", "search", metavar="HOW"),
-        "search: look for a better spread of every step with CP-SAT, slowly.",
+        "search: refine the assignment of every step with CP-SAT, slowly.",
         group=_RANKS,
         default="spread",
     )
@@ -196,7 +196,7 @@ class PlanConfig(Options):
     )
 
     def check_together(self) -> None:
-        """Refuse a schedule that is not for so many stages, and what is said for nothing."""
+        """Refuse a schedule that is not for this number of stages, and options that would have no effect."""
         if (self.schedule == "algorithm2") != (self.pp == 1):
             raise UsageError(
                 f"schedule {self.schedule} is for {'one stage' if self.pp > 1 else 'two stages or more'}, "
@@ -226,11 +226,12 @@ class PlanConfig(Options):
                 )
 
     def check_layers(self, num_layers: int, name: str) -> None:
-        """Raise UsageError where the model `name` of so many layers has fewer than there are parts."""
-        num_parts = self.pp * self.virtual_stages
-        if num_parts > num_layers:
-            parts = f"{self.pp} stages" + (f" of {self.virtual_stages} parts" if self.virtual_stages > 1 else "")
+        """Raise UsageError where the model `name` has fewer layers than there are model stages."""
+        if self.pp * self.virtual_stages > num_layers:
+            stages = f"{self.pp} stages"
+            if self.virtual_stages > 1:
+                stages += f" of {self.virtual_stages} virtual stages"
             raise UsageError(
-                f"{name} has {num_layers} layers, too few for {parts}",
+                f"{name} has {num_layers} layers, too few for {stages}",
                 hint="lower pp, or name the model with --model-config",
             )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, offsets_of
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.planfile.analysis import TokenReader
 from chunkplan.planfile.arrow import to_arrow
@@ -51,22 +51,23 @@ def read_batches(rows: ExportRows, tokens: TokenReader, batch_tokens: int = _BAT
     Raises:
         DataError: the tokens are damaged.
     """
-    begin = offsets_of(rows.end - rows.start)
-    row_begin = begin[rows.rows]
-    first = 0
-    while first < rows.num_rows:
-        fitting = int(np.searchsorted(row_begin, row_begin[first] + batch_tokens, side="right")) - 1
-        last = max(fitting, first + 1)
-        yield _read(rows, tokens, slice(first, last), begin)
-        first = last
+    segment_starts = offsets_of(rows.stop - rows.start)  # [num_segments + 1], in tokens of all rows
+    row_starts = segment_starts[rows.rows]  # [num_rows + 1]
+    start = 0
+    while start < rows.num_rows:
+        fitting = int(np.searchsorted(row_starts, row_starts[start] + batch_tokens, side="right")) - 1
+        stop = max(fitting, start + 1)
+        yield _read(rows, tokens, slice(start, stop), segment_starts)
+        start = stop
 
 
-def _read(rows: ExportRows, tokens: TokenReader, some: slice, begin: npt.NDArray[np.int64]) -> RowBatch:
-    row_segments = rows.rows[some.start : some.stop + 1]
+def _read(rows: ExportRows, tokens: TokenReader, batch: slice, segment_starts: Int64Array) -> RowBatch:
+    """The rows of the slice `batch`, with their tokens."""
+    row_segments = rows.rows[batch.start : batch.stop + 1]
     segments = slice(row_segments[0], row_segments[-1])
-    segment_tokens = begin[segments.start : segments.stop + 1]
+    segment_tokens = segment_starts[segments.start : segments.stop + 1]
     segment_tokens = (segment_tokens - segment_tokens[0]).astype(np.int32)
-    input_ids, is_target = tokens.gather(rows.sequence_id[segments], rows.start[segments], rows.end[segments])
+    input_ids, is_target = tokens.gather(rows.sequence_id[segments], rows.start[segments], rows.stop[segments])
     target = is_target.copy()
     target[segment_tokens[:-1]] = False
     row_segments = (row_segments - row_segments[0]).astype(np.int32)
@@ -76,8 +77,8 @@ def _read(rows: ExportRows, tokens: TokenReader, some: slice, begin: npt.NDArray
         row_segments=row_segments,
         row_tokens=segment_tokens[row_segments],
         segment_tokens=segment_tokens,
-        step=None if rows.step is None else rows.step[some],
-        dp_rank=None if rows.dp_rank is None else rows.dp_rank[some],
+        step=None if rows.step is None else rows.step[batch],
+        dp_rank=None if rows.dp_rank is None else rows.dp_rank[batch],
     )
 
 

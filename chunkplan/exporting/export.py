@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from chunkplan.files.folder import EXPORT, refuse_other_content, replace_folder
 from chunkplan.files.json_file import write_json
 from chunkplan.version import __version__
 
-#: Of each format, what writes a folder of it. It is given rows and what tells this export from others, and names the
-#: files that it has written.
-FORMATS: dict[str, Callable[[Path, Iterable[RowBatch], dict[str, Any]], list[str]]] = {
+#: Of each format, what writes a folder of it. It is given rows and a fingerprint of this export, and names the files
+#: that it has written.
+FORMATS: dict[str, Callable[[Path, Iterable[RowBatch], str], list[str]]] = {
     "hf": write_hf,
     "megatron-bridge": write_megatron_bridge,
     "jsonl": write_jsonl,
@@ -37,8 +39,8 @@ Progress = Callable[[int, int], None]
 class Export:
     """What was written into the folder `path`, and what of the source is not in it.
 
-    `left_out` or `cut`: the sequences in parts, by what was asked for. A sequence that is cut counts once, and twice
-    where it comes twice. `files` have the rows, in order.
+    `left_out` or `cut`: the sequences in parts, by what was asked for. A sequence that is cut counts once for each
+    time that it occurs. `files` have the rows, in order.
     """
 
     path: Path
@@ -108,31 +110,42 @@ def export(
         )
     stated = int(opened.analysis.num_target_tokens[rows.sequence_id[rows.start == 0]].sum(dtype=np.int64))
     stated -= split.num_lost_targets if split and allow_split else 0
-    described: dict[str, Any] = {
-        "format": to,
-        "tool_version": __version__,
-        "source_kind": opened.kind,
-        "source_content_hash": opened.content_hash,
-        "chunk_size": opened.chunk_size,
-        "num_rows": rows.num_rows,
-        "num_sequences": rows.num_sequences,
-        "num_tokens": rows.num_tokens,
-        "num_target_tokens": stated,
-    }
-    asked = {"packing": packing, "whole_only": whole_only, "allow_split": allow_split}
+    described = Export(
+        path=output,
+        format=to,
+        tool_version=__version__,
+        source=opened.path,
+        source_kind=opened.kind,
+        source_content_hash=opened.content_hash,
+        chunk_size=opened.chunk_size,
+        num_rows=rows.num_rows,
+        num_sequences=rows.num_sequences,
+        num_tokens=rows.num_tokens,
+        num_target_tokens=stated,
+        left_out=split.whole if split and whole_only else None,
+        cut=split if allow_split else None,
+        files=[],
+    )
+    fingerprint = _fingerprint(described, packing=packing, whole_only=whole_only, allow_split=allow_split)
     with replace_folder(output, "export") as folder:
         check_source(opened.analysis)
         counted = _count(read_batches(rows, tokens), rows.num_tokens, stated, opened.path, progress)
-        written = Export(
-            **described,
-            path=output,
-            source=opened.path,
-            left_out=split.whole if split and whole_only else None,
-            cut=split if allow_split else None,
-            files=FORMATS[to](folder, counted, described | asked),
-        )
+        written = replace(described, files=FORMATS[to](folder, counted, fingerprint))
         write_json(folder / EXPORT, written.to_dict(), indent=2)
     return written
+
+
+#: What of an export is in its fingerprint: all but where it lies, and what follows from the rest.
+_IN_FINGERPRINT = (
+    *("format", "tool_version", "source_kind", "source_content_hash", "chunk_size"),
+    *("num_rows", "num_sequences", "num_tokens", "num_target_tokens"),
+)
+
+
+def _fingerprint(described: Export, **asked: str | bool | None) -> str:
+    """16 hexadecimal digits that differ where the rows may: by the source, the format, and what was `asked` for."""
+    facts = {name: getattr(described, name) for name in _IN_FINGERPRINT} | asked
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _count(

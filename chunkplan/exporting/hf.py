@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +16,12 @@ from chunkplan.files.json_file import write_json
 _IGNORED = -100
 
 
-def write_hf(folder: Path, batches: Iterable[RowBatch], facts: dict[str, Any]) -> list[str]:
-    """Write a folder for `datasets.load_from_disk`; `facts` tell it from others. Returns the names of the shards."""
+def write_hf(folder: Path, batches: Iterable[RowBatch], fingerprint: str) -> list[str]:
+    """Write a folder for `datasets.load_from_disk`, whose caches know it by `fingerprint`. Returns names of files."""
     names = write_shards(
         folder, "arrow", map(labelled, batches), lambda path, schema: pa.ipc.new_stream(str(path), schema)
     )
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": fingerprint,
         "_format_columns": None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -26,6 +25,6 @@ class _Lines:
         self._file.close()
 
 
-def write_jsonl(folder: Path, batches: Iterable[RowBatch], facts: dict[str, Any]) -> list[str]:
+def write_jsonl(folder: Path, batches: Iterable[RowBatch], fingerprint: str) -> list[str]:
     """Write files of JSON lines. Returns their names."""
     return write_shards(folder, "jsonl", map(labelled, batches), _Lines)

@@ -1,14 +1,13 @@
 """Packed Parquet of NVIDIA Megatron-Bridge: its `GPTSFTPackedParquetDataset` (megatron/bridge/data/packing/parquet.py).
 
-Its collator takes tokens [first, last - 1) of a sequence as the input, [first + 1, last) as labels and [first,
-last - 1) of `loss_mask`, which therefore stands where a target is predicted from and not where it is.
+Its collator takes tokens [start, stop - 1) of a sequence as the input, [start + 1, stop) as labels and [start,
+stop - 1) of `loss_mask`, which therefore stands where a target is predicted from and not where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ from chunkplan.exporting.batches import RowBatch
 from chunkplan.exporting.shards import write_shards
 
 
-def write_megatron_bridge(folder: Path, batches: Iterable[RowBatch], facts: dict[str, Any]) -> list[str]:
+def write_megatron_bridge(folder: Path, batches: Iterable[RowBatch], fingerprint: str) -> list[str]:
     """Write Parquet files, a row group a batch. Returns their names."""
     return write_shards(folder, "idx.parquet", map(_packed, batches), _open)
 
@@ -29,8 +28,8 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _packed(batch: RowBatch) -> pa.RecordBatch:
-    first = batch.segment_tokens[:-1]
-    row_first = np.repeat(batch.row_tokens[:-1], np.diff(batch.row_segments))
+    starts = batch.segment_tokens[:-1]
+    row_starts = np.repeat(batch.row_tokens[:-1], np.diff(batch.row_segments))
     # A segment's first token is no target, so that its last one predicts nothing once all are moved.
     loss_mask = np.append(batch.target[1:], False).astype(np.int8)
-    return batch.to_arrow({"input_ids": batch.input_ids, "loss_mask": loss_mask}, {"seq_start_id": first - row_first})
+    return batch.to_arrow({"input_ids": batch.input_ids, "loss_mask": loss_mask}, {"seq_start_id": starts - row_starts})

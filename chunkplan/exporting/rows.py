@@ -18,14 +18,14 @@ from chunkplan.rows import pack
 class ExportRows:
     """Rows of segments: row i has the segments rows[i] to rows[i + 1].
 
-    `rows` int64 [num_rows + 1]. A segment is tokens start to end of a sequence, int64 [num_segments] each, and a part
+    `rows` int64 [num_rows + 1]. A segment is tokens [start, stop) of a sequence, int64 [num_segments] each, and a part
     where `is_part`: less than its whole sequence. `step` and `dp_rank` int32 [num_rows] are None without a plan.
     """
 
     rows: Int64Array
     sequence_id: Int64Array
     start: Int64Array
-    end: Int64Array
+    stop: Int64Array
     is_part: BoolArray
     step: Int32Array | None = None
     dp_rank: Int32Array | None = None
@@ -37,13 +37,13 @@ class ExportRows:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are; one that comes twice counts twice."""
+        """How many sequences there are; one that occurs in several rows counts each time."""
         return int(np.count_nonzero(self.start == 0))
 
     @property
     def num_tokens(self) -> int:
         """How many tokens there are."""
-        return int((self.end - self.start).sum(dtype=np.int64))
+        return int((self.stop - self.start).sum(dtype=np.int64))
 
     def only(self, kept: BoolArray) -> ExportRows:
         """The segments that are `kept` [num_segments], in the rows that have any."""
@@ -54,7 +54,7 @@ class ExportRows:
             rows=offsets_of(per_row[filled]),
             sequence_id=self.sequence_id[kept],
             start=self.start[kept],
-            end=self.end[kept],
+            stop=self.stop[kept],
             is_part=self.is_part[kept],
             step=None if self.step is None else self.step[filled],
             dp_rank=None if self.dp_rank is None else self.dp_rank[filled],
@@ -63,7 +63,7 @@ class ExportRows:
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """How many sequences, and what they have; one that comes twice counts twice."""
+    """How many sequences, and what they have; one that occurs several times counts each time."""
 
     num_sequences: int
     num_tokens: int
@@ -94,9 +94,9 @@ def plan_rows(plan: Plan, analysis: Analysis) -> ExportRows:
     within = columns.is_known & (columns.start >= 0) & (columns.start < columns.end)
     wrong = np.flatnonzero(~(within & (columns.end <= columns.sequence_tokens)))
     if wrong.size:
-        name, start, end = (int(values[wrong[0]]) for values in (columns.sequence_id, columns.start, columns.end))
+        name, start, stop = (int(values[wrong[0]]) for values in (columns.sequence_id, columns.start, columns.end))
         raise DataError(
-            f"tokens {start} to {end} of sequence {name} are not in the analysis",
+            f"tokens {start} to {stop} of sequence {name} are not in the analysis",
             where=str(plan.path),
             hint=PLAN_HINT,
         )
@@ -104,7 +104,7 @@ def plan_rows(plan: Plan, analysis: Analysis) -> ExportRows:
         rows=columns.segments,
         sequence_id=columns.sequence_id,
         start=columns.start.astype(np.int64),
-        end=columns.end.astype(np.int64),
+        stop=columns.end.astype(np.int64),
         is_part=columns.is_part,
         step=columns.chunks["step"],
         dp_rank=columns.chunks["dp_rank"],

@@ -15,7 +15,7 @@ from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A plan or an analysis (`kind`) at `path`, and its rows of at most `chunk_size` tokens.
 
     `rows` have all sequences, some of them in parts; `whole_rows` makes those without them.
@@ -51,7 +51,7 @@ class Source:
 
 def open_source(
     path: Path, *, chunk_size: int | None = None, packing: str | None = None, analysis: str | Path | None = None
-) -> Source:
+) -> ExportSource:
     """Open the plan or the analysis at `path`.
 
     `chunk_size` and `packing` are for an analysis, `analysis` is that of a plan, if it has moved.
@@ -73,7 +73,7 @@ def open_source(
         )
     found = load_same_analysis(plan, analysis)
     rows = plan_rows(plan, found)
-    return Source(
+    return ExportSource(
         path=path,
         kind="plan",
         content_hash=plan.content_hash,
@@ -84,14 +84,14 @@ def open_source(
     )
 
 
-def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str) -> Source:
+def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str) -> ExportSource:
     if chunk_size is None:
         raise UsageError(
             "--chunk-size is missing, the most tokens in a row",
             where=str(analysis.path),
             hint="for example --chunk-size 8192; or give a PLAN, which has one",
         )
-    return Source(
+    return ExportSource(
         path=analysis.path,
         kind="analysis",
         content_hash=analysis.content_hash,

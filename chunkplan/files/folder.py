@@ -114,7 +114,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """Yield a new folder in `parent` that is removed when the block ends, unless it was renamed by then.
 
-    Its name tells whose it is, so that `remove_left_behind` finds those of runs that were killed.
+    Its name has the host and the process in it, so that `remove_left_behind` finds those of runs that were killed.
     """
     parent.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}-{os.getpid()}"
@@ -188,7 +188,7 @@ def _is_marked(folder: Path, kind: str) -> bool:
 
 
 def _name(path: Path, folder: Path) -> str:
-    """Below `folder`; a link is none of its folders, whatever it points at."""
+    """The name of `path` below `folder`, with a "/" behind that of a folder; a link is no folder."""
     is_folder = path.is_dir() and not path.is_symlink()
     return path.relative_to(folder).as_posix() + ("/" if is_folder else "")
 

@@ -1,4 +1,4 @@
-"""A JSON document in a file: written whole or not at all, and read whoever wrote it."""
+"""A JSON document in a file: written whole or not at all, and read even if somebody else wrote it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _short(text: str) -> int:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice in one object")
+        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {repeated!r} is there twice in one object")
     return entries
 
 

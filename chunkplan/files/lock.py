@@ -16,7 +16,7 @@ from pathlib import Path
 
 from chunkplan.errors import UsageError
 
-#: More of a command does not help to tell it from others.
+#: The most characters of a command that a lock shows.
 _MOST_CHARACTERS = 200
 
 #: What the system says of a link, of a folder, and of a socket or a device without a driver.

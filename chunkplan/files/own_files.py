@@ -34,6 +34,6 @@ def refuse_outside(path: Path, folder: Path) -> None:
 
 
 def raise_if_unreadable(error: Exception) -> None:
-    """Raise an error again if it is one of the machine, and says nothing of what is in the file."""
+    """Raise `error` again if it is one of the machine, not of the content of a file."""
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         raise error

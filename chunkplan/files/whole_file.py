@@ -60,7 +60,7 @@ def _refuse_folder(path: Path) -> None:
 
 
 def _is_written_into(path: Path) -> bool:
-    """A pipe or a device, which is not replaced."""
+    """Whether `path` is a pipe or a device, which is not replaced."""
     return path.exists() and not path.is_file()
 
 

@@ -1,4 +1,4 @@
-"""What the system has against writing, in words a user can act on."""
+"""Turns errors of the system while writing into errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_HINTS = {
 
 @contextmanager
 def filling(place: Path, *, hint: str = _ROOM_HINT) -> Iterator[None]:
-    """Turn a full disk, while `place` is written, into a UsageError; of what cannot be read it says nothing."""
+    """Turn a full disk, while `place` is written, into a UsageError; errors of reading are raised as they are."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def filling(place: Path, *, hint: str = _ROOM_HINT) -> Iterator[None]:
 
 @contextmanager
 def writing(place: Path, *, room_hint: str = _ROOM_HINT) -> Iterator[None]:
-    """Turn all that the system has against writing `place`, a file or what is below a folder, into a UsageError.
+    """Turn errors of writing `place`, a file or what is below a folder, into a UsageError.
 
     Raises:
         UsageError: no room is left (with the hint `room_hint`), or the place is not there or not ours to write.
@@ -56,10 +56,10 @@ def writing(place: Path, *, room_hint: str = _ROOM_HINT) -> Iterator[None]:
 
 
 def _final(place: Path) -> Path:
-    """What is in a temporary folder by the name that it is to have."""
+    """`place` by its final name: without the temporary names of folders on the way."""
     return Path(*(re.sub(r"^\.(.+)\.tmp-.+$", r"\1", part) for part in place.parts))
 
 
 def _reason(error: OSError) -> str:
-    """In the words of the system: pyarrow has others before them."""
+    """What the system says of an error, without what pyarrow puts before it."""
     return os.strerror(error.errno) if error.errno else str(error)

@@ -70,7 +70,7 @@ def analyze(
     )
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
-            assemble(folder, done.sources, done.store.path, done.job.options, done.tokenizer)
+            assemble(folder, done.sources, done.store.path, done.settings.options, done.tokenizer)
             analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)
     return replace(analysis, path=output)

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,8 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.disk import check_room
 from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
 from chunkplan.intake.result import PieceResult
-from chunkplan.intake.source import Source
+from chunkplan.intake.source import Source, SourceEntry
+from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 
 REJECTED = "rejected.jsonl"
@@ -27,7 +27,7 @@ def assemble(
     sources: Sequence[Source],
     locate: Callable[[str], Path],
     options: IntakeOptions,
-    tokenizer: dict[str, Any] | None,
+    tokenizer: TokenizerEntry | None,
 ) -> None:
     """Write the analysis of `sources`, all of whose pieces are in the folders that `locate` names, into `folder`.
 
@@ -48,7 +48,7 @@ def assemble(
     has_tokens = all(piece.has_tokens for piece in pieces if piece.num_sequences)
     check_room(folder, 24 * sum(piece.num_sequences for piece in pieces), "the analysis")
     writer = AnalysisWriter(folder)
-    described = []
+    described: list[SourceEntry] = []
     try:
         for index, source in enumerate(sources):
             described.append(source.describe(writer.num_sequences))
@@ -62,8 +62,8 @@ def assemble(
         raise UsageError(
             f"{error.filename} is gone: something else removed it from the cache", hint="run the command again"
         ) from error
-    records, not_sampled = (sum(one[name] for one in described) for name in ("records", "not_sampled"))
-    assert records == writer.num_sequences + rejected.total() + not_sampled
+    num_accounted = writer.num_sequences + rejected.total() + sum(entry["not_sampled"] for entry in described)
+    assert sum(entry["records"] for entry in described) == num_accounted
     writer.finish(
         sources=described,
         tokenizer=tokenizer and {name: value for name, value in tokenizer.items() if name != "template_hash"},
@@ -88,24 +88,26 @@ _HINTS = {
 
 
 def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable[[str], Path]) -> DataError:
-    """The error of sources without a sequence, with what became of their records."""
+    """The error of sources without a sequence, with the reasons why their records were left out."""
     examples: dict[str, str] = {}
     for _, _, reason, message in _rejections(sources, locate):
         examples.setdefault(reason, message)
-    parts = [f"{count:,} {reason}: {examples[reason]}" for reason, count in rejected.most_common()]
+    outcomes = [f"{count:,} {reason}: {examples[reason]}" for reason, count in rejected.most_common()]
     hint = "give files with at least one record that can be read"
     num_not_sampled = sum(piece.num_not_sampled for source in sources for piece in source.pieces)
     if num_not_sampled:
-        parts.append("none in the sample" if not parts else f"{num_not_sampled:,} left out of the sample")
+        outcomes.append("none in the sample" if not outcomes else f"{num_not_sampled:,} left out of the sample")
         hint = "take a larger --sample"
     elif len(rejected) == 1:
         [(reason, count)] = rejected.items()
         hint = _HINTS.get(reason, hint)
         if reason == "empty":
-            parts = ["its record is blank" if count == 1 else f"all {count:,} records are blank"]
+            outcomes = ["its record is blank" if count == 1 else f"all {count:,} records are blank"]
     names = [source.name for source in sources]
     several = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return DataError(f"no sequence in {', '.join(names[:8])}{several} ({'; '.join(parts) or 'no records'})", hint=hint)
+    return DataError(
+        f"no sequence in {', '.join(names[:8])}{several} ({'; '.join(outcomes) or 'no records'})", hint=hint
+    )
 
 
 def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
@@ -166,8 +168,8 @@ def _rejections(
         first_row = 0
         for piece in source.pieces:
             if piece.rejected:
-                for one in read_rejected(locate(piece.key)):
-                    yield source, first_row + one.number, one.reason, one.message
+                for rejected in read_rejected(locate(piece.key)):
+                    yield source, first_row + rejected.number, rejected.reason, rejected.message
             first_row += piece.num_rows
         if source.broken:
             yield source, None, source.broken.reason, source.broken.message

@@ -19,12 +19,12 @@ def first_bytes(text: str, places: Iterable[int]) -> tuple[list[int], int]:
     """The byte at which each character of `places` (ascending) begins in UTF-8, and the bytes of all of `text`."""
     if text.isascii():
         return list(places), len(text)
-    found, last, num_bytes = [], 0, 0
+    found, counted, num_bytes = [], 0, 0
     for place in places:
-        num_bytes += len(text[last:place].encode())
-        last = place
+        num_bytes += len(text[counted:place].encode())
+        counted = place
         found.append(num_bytes)
-    return found, num_bytes + len(text[last:].encode())
+    return found, num_bytes + len(text[counted:].encode())
 
 
 def starts_in_bytes(input_ids: Int32Array, num_bytes: Int64Array, total: int) -> Int64Array | None:
@@ -33,28 +33,28 @@ def starts_in_bytes(input_ids: Int32Array, num_bytes: Int64Array, total: int) ->
     `num_bytes` is how many each token of the vocabulary is.
     """
     lengths = num_bytes.take(input_ids)
-    ends = lengths.cumsum()
-    if (int(ends[-1]) if len(ends) else 0) != total:
+    stops = lengths.cumsum()
+    if (int(stops[-1]) if len(stops) else 0) != total:
         return None
-    starts: Int64Array = ends - lengths
+    starts: Int64Array = stops - lengths
     return starts
 
 
 def mask_from(input_ids: Int32Array, num_bytes: Int64Array, text: str, place: int) -> BoolArray | None:
-    """Which tokens of `text` begin at character `place` or later; None where that cannot be told from bytes."""
+    """Which tokens of `text` begin at character `place` or later; None where bytes do not say."""
     [border], total = first_bytes(text, [place])
     starts = starts_in_bytes(input_ids, num_bytes, total)
     return None if starts is None else starts >= border
 
 
 def mask_in(input_ids: Int32Array, num_bytes: Int64Array, text: str, spans: list[Span]) -> BoolArray | None:
-    """Which tokens of `text` begin in one of `spans`, ordered and disjoint; None where bytes do not tell."""
+    """Which tokens of `text` begin in one of `spans`, ordered and disjoint; None where bytes do not say."""
     borders, total = first_bytes(text, (place for span in spans for place in span))
     starts = starts_in_bytes(input_ids, num_bytes, total)
     if starts is None:
         return None
     mask = np.zeros(len(input_ids), np.bool_)
     places = starts.searchsorted(borders).tolist()
-    for first, last in zip(places[::2], places[1::2], strict=True):
-        mask[first:last] = True
+    for start, stop in zip(places[::2], places[1::2], strict=True):
+        mask[start:stop] = True
     return mask

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from chunkplan.errors import UsageError
 
-#: Left to everybody else: as much as is written, and no more than this.
-_RESERVE = 256 << 20
+#: Room that is left to others: as much as is written, and no more than this.
+RESERVE_BYTES = 256 << 20
 
 #: Bytes that are stored for a byte of text where tokens are long, and where every character is one.
 LEAST, MOST = 0.6, 5.5
@@ -26,7 +26,7 @@ def check_room(folder: Path, num_bytes: float, what: str) -> None:
     """
     while not folder.exists():
         folder = folder.parent
-    free, reserve = shutil.disk_usage(folder).free, min(num_bytes, _RESERVE)
+    free, reserve = shutil.disk_usage(folder).free, min(num_bytes, RESERVE_BYTES)
     if free < num_bytes + reserve:
         place = next(place for place in (folder, *folder.parents) if ".tmp-" not in place.name)
         raise UsageError(

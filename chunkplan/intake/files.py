@@ -51,33 +51,33 @@ class LocalFiles:
     """Files of this machine."""
 
     def exists(self, path: str) -> bool:
-        """As of `Files`."""
+        """See `Files`."""
         return Path(path).exists()
 
     def is_folder(self, path: str) -> bool:
-        """As of `Files`."""
+        """See `Files`."""
         return Path(path).is_dir()
 
     def is_folder_link(self, path: str) -> bool:
-        """As of `Files`."""
+        """See `Files`."""
         return Path(path).is_symlink() and Path(path).is_dir()
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """As of `Files`."""
+        """See `Files`."""
         found = [(path, _mode(path)) for path in Path(folder).iterdir() if not path.name.startswith(".")]
         files = [str(path) for path, mode in found if mode is None or stat.S_ISREG(mode)]
         return files, [str(path) for path, mode in found if mode is not None and stat.S_ISDIR(mode)]
 
     def matches(self, pattern: str) -> list[str]:
-        """As of `Files`."""
+        """See `Files`."""
         return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute patterns)
 
     def size(self, path: str) -> int | None:
-        """As of `Files`."""
+        """See `Files`."""
         return Path(path).stat().st_size if Path(path).is_file() else None
 
     def damage(self, path: str) -> str | None:
-        """As of `Files`."""
+        """See `Files`."""
         try:
             Path(path).stat()
         except OSError as error:
@@ -93,22 +93,22 @@ class RemoteFiles:
         self._system = system
 
     def exists(self, path: str) -> bool:
-        """As of `Files`."""
+        """See `Files`."""
         return bool(self._system.exists(path))
 
     def is_folder(self, path: str) -> bool:
-        """As of `Files`; asked for what is known of it, as `isdir` of http reads the file."""
+        """See `Files`; asked for what is known of it, as `isdir` of http reads the file."""
         try:
             return bool(self._system.info(path)["type"] == "directory")
         except FileNotFoundError:
             return False
 
     def is_folder_link(self, path: str) -> bool:
-        """As of `Files`: there are none."""
+        """See `Files`; here there are none."""
         return False
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """As of `Files`; object stores may list a folder in itself."""
+        """See `Files`; object stores may list a folder in itself."""
         found = [
             (self._system.unstrip_protocol(entry["name"].rstrip("/")), entry["type"])
             for entry in self._system.ls(folder, detail=True)
@@ -118,22 +118,22 @@ class RemoteFiles:
         return [path for path, kind in found if kind == "file"], [path for path, kind in found if kind == "directory"]
 
     def matches(self, pattern: str) -> list[str]:
-        """As of `Files`."""
+        """See `Files`."""
         named = len(re.split(r"[*?\[]", self._system._strip_protocol(pattern))[0].rpartition("/")[0])
         found = [path for path in self._system.glob(pattern) if "/." not in path[named:]]
         return sorted(map(self._system.unstrip_protocol, found))
 
     def size(self, path: str) -> int | None:
-        """As of `Files`."""
+        """See `Files`."""
         return cast("int | None", self._system.size(path))
 
     def damage(self, path: str) -> str | None:
-        """As of `Files`: only reading shows it."""
+        """See `Files`; here only reading shows it."""
         return None
 
 
 def _mode(path: Path) -> int | None:
-    """What kind of file it is, or what a link to it leads to; None where that cannot be told."""
+    """What kind of file it is, or what a link to it leads to; None where that cannot be found out."""
     try:
         return path.stat().st_mode
     except OSError:

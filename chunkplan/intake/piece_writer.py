@@ -1,4 +1,4 @@
-"""Writes what became of a piece into a folder of its own: lengths, tokens, their digests, and what was rejected."""
+"""Writes the result of a piece into a folder of its own: lengths, tokens, their digests, and rejected records."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class PieceWriter:
 
     def reject(self, rejected: Sequence[Rejected]) -> None:
         """Note records that were left out."""
-        for one in rejected:
+        for record in rejected:
             if self._rejected is None:
                 self._rejected = (self._folder / REJECTED).open("w", encoding="utf-8")
-            self._rejected.write(json.dumps(one, ensure_ascii=False) + "\n")
-            self._result.rejected[one.reason] = self._result.rejected.get(one.reason, 0) + 1
+            self._rejected.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._result.rejected[record.reason] = self._result.rejected.get(record.reason, 0) + 1
 
     def close(self) -> None:
-        """Finish the files."""
+        """Write what is left into the files, and close them."""
         with pa.ipc.new_file(str(self._folder / LENGTHS), _SCHEMA) as file:
             if self._lengths:
                 columns = [to_arrow(np.concatenate(arrays)) for arrays in zip(*self._lengths, strict=True)]

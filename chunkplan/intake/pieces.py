@@ -9,6 +9,17 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import Rejected
 
+#: How much is read at once, which changes memory and time and no result. What one process reads of a source before it
+#: hands on what came of it:
+PIECE_BYTES = 8 << 20
+
+#: Whole lines are read together up to this many bytes; a longer line is read alone.
+BLOCK_BYTES = 1 << 20
+
+#: Records in a batch: of any schema, and of those that are columns of numbers.
+BATCH_RECORDS = 1024
+COLUMN_RECORDS = 65_536
+
 
 @dataclass(frozen=True, order=True)
 class Piece:
@@ -56,11 +67,11 @@ class TokenColumns:
 class Batch:
     """Records that were read together, in order.
 
-    `numbers` [n] are the lines or rows of `records` within the piece, from 0; `rejected` has those that no record came
-    of. `num_records` counts all of them and those a sample left out; blank lines are none. `num_rows` is how far lines
-    or rows have come, blank ones included, and `num_bytes` how much of the piece was read: both since the last batch.
-    `unread` says of keys that nothing was made of in how many of the records they are, or None where only that is not
-    known.
+    `numbers` [n] are the lines or rows of `records` within the piece, from 0; `rejected` has the lines and rows that
+    could not become a record. `num_records` counts both, and the records that a sample left out; blank lines are none.
+    `num_rows` counts the lines or rows, with blank ones, and `num_bytes` the bytes of the piece that were read: both
+    since the last batch. `unread` has the keys that were not read, with the number of records that have them, or None
+    where that number is not known.
     """
 
     numbers: Int64Array

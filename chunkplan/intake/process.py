@@ -1,4 +1,4 @@
-"""One piece, from what is read to what is stored: the work of one task, in this process, another, or on a cluster."""
+"""Processes one piece, from reading to storing: the work of one task, in this process, another, or on a cluster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_unread, most_unread
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
 
-#: Goes into every key: a change of what a piece becomes needs a new number.
+#: Goes into every key: a change of the results of pieces needs a new number.
 _VERSION = 3
 
 _LONGEST = np.iinfo(np.int32).max
@@ -36,8 +36,8 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all tasks of a run share.
+class IntakeSettings:
+    """What all tasks of an intake share.
 
     `today` is the day, as YYYY-MM-DD, that chat templates print; `identity` a hash of all that tokens depend on beside
     the records.
@@ -52,26 +52,28 @@ class Job:
     use_cache: bool
 
 
-def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResult:
+def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report: Report) -> PieceResult:
     """Read a piece, encode it and put it into the store, unless it is there.
 
     Raises:
         RecordError: `--on-error stop`, and a record cannot become a sequence.
         UsageError: records need a chat template that is not there, or the disk is full.
     """
-    store = Store(job.store, is_trusted=job.use_cache)
+    store = Store(settings.store, is_trusted=settings.use_cache)
     found = digest(piece)
-    result = PieceResult(piece_key(job, layout, found, piece.reader, piece.origin), found, piece.reader)
-    if (known := find(job, store, result.key)) is not None:
+    result = PieceResult(piece_key(settings, layout, found, piece.reader, piece.origin), found, piece.reader)
+    if (known := find(settings, store, result.key)) is not None:
         report(piece.share, known.num_tokens)
         return known
-    if job.options.stores_tokens and (job.tokenizer or layout.schema == "input_ids"):
+    options = settings.options
+    if options.stores_tokens and (settings.tokenizer or layout.schema == "input_ids"):
         check_room(store.root, MOST * piece.num_bytes, "the next piece")
-    encoder = _encoder(job.identity, job.tokenizer, job.chat_template, job.today) if job.tokenizer else None
+    encoder = None
+    if settings.tokenizer:
+        encoder = _encoder(settings.identity, settings.tokenizer, settings.chat_template, settings.today)
     with store.adding(result) as folder:
         writer = PieceWriter(folder, result)
-        task = _Task(writer, result, encoder, job.options)
-        options = job.options
+        task = _Task(writer, result, encoder, options)
         num_read, num_reported = 0, 0
         for batch in read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample):
             before = result.num_tokens
@@ -87,10 +89,10 @@ def process(job: Job, piece: Piece, layout: Layout, report: Report) -> PieceResu
     return result
 
 
-def find(job: Job, store: Store, key: str) -> PieceResult | None:
+def find(settings: IntakeSettings, store: Store, key: str) -> PieceResult | None:
     """The piece with this key, if it is in the store and has nothing that stops the run."""
-    known = store.find(key)
-    if known is None or (job.options.on_error == "stop" and not _may_be_rejected(job.options, set(known.rejected))):
+    known, options = store.find(key), settings.options
+    if known is None or (options.on_error == "stop" and not _may_be_rejected(options, set(known.rejected))):
         return None
     return known
 
@@ -103,16 +105,16 @@ def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
     return reasons <= allowed
 
 
-def piece_key(job: Job, layout: Layout, found: str, reader: str, origin: int) -> str:
-    """The name of a piece in the store: a hash of everything that what becomes of it depends on."""
-    options = job.options
-    parts = {
+def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader: str, origin: int) -> str:
+    """The name of a piece in the store: a hash of everything that its result depends on."""
+    options = settings.options
+    dependencies = {
         "version": _VERSION,
         "digest": found,
         "reader": reader,  # the same bytes are other records as lines than as one text
         "schema": layout.schema,
         "columns": layout.columns,
-        "tokenizer": job.identity,
+        "tokenizer": settings.identity,
         "max_length": options.max_length,
         "long": options.long,
         "tokens": options.stores_tokens,
@@ -120,12 +122,12 @@ def piece_key(job: Job, layout: Layout, found: str, reader: str, origin: int) ->
         "first": origin == 0,  # where a byte order mark is none of the text
         "max_record_bytes": options.max_record_bytes,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def _encoder(identity: str, tokenizer: str, chat_template: str | None, today: str) -> RecordTokenizer:
-    """Loaded once a process, and again where the same name stands for something else."""
+    """The tokenizer, loaded once in a process; again where the same name stands for something else."""
     return load_tokenizer(tokenizer, chat_template, today=today)
 
 
@@ -164,13 +166,15 @@ class _Task:
         """Note what was rejected, or stop at the first that the user has not asked to be dropped."""
         self._rejected.sort()
         if self._options.on_error == "stop":
-            for one in self._rejected:
-                if not _may_be_rejected(self._options, {one.reason}):
-                    raise RecordError(one.message, reason=one.reason, hint=one.hint, number=one.number)
+            for rejected in self._rejected:
+                if not _may_be_rejected(self._options, {rejected.reason}):
+                    raise RecordError(
+                        rejected.message, reason=rejected.reason, hint=rejected.hint, number=rejected.number
+                    )
         self._writer.reject(self._rejected)
 
     def _records(self, numbers: Int64Array, records: list[Record]) -> None:
-        """Records of one schema, and so of one kind."""
+        """Add records of one schema, which are of one kind."""
         if records and isinstance(records[0], LengthRecord):
             lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
             self._lengths(numbers, np.array(lengths, np.int32))

@@ -1,4 +1,4 @@
-"""What `analyze` and a shard of it do alike: find the sources, load the tokenizer, and have every piece processed."""
+"""What `analyze` and a shard have in common: find the sources, load the tokenizer, have every piece processed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
@@ -19,15 +18,16 @@ from chunkplan.files.writing import writing
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.process import Job
-from chunkplan.intake.run import Run, Runner
+from chunkplan.intake.process import IntakeSettings
+from chunkplan.intake.run import IntakeRun, Runner
 from chunkplan.intake.run_local import run_here, run_in_processes
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile, find_sources
 from chunkplan.intake.store import Store
+from chunkplan.intake.tokenizer import TokenizerEntry
 
-#: Bytes of data that are read sooner than other processes would have started.
-_LITTLE = 8 << 20
+#: Fewer bytes of data are read by this process alone, sooner than others would have started.
+ONE_PROCESS_BYTES = 8 << 20
 
 #: Called with the bytes done, the bytes of all sources (None where a stream does not say), and the tokens so far.
 Progress = Callable[[int, int | None, int], None]
@@ -35,7 +35,7 @@ Progress = Callable[[int, int | None, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeRequest:
-    """What to read and how; see `analyze` for what is what."""
+    """What to read and how; `analyze` documents the fields."""
 
     paths: str | Path | Sequence[str | Path]
     cache: Path
@@ -50,20 +50,20 @@ class IntakeRequest:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of all sources, where their pieces are, and the entry of the manifest for the tokenizer."""
+    """All sources with the results of their pieces, where these are, and the manifest's entry for the tokenizer."""
 
     sources: list[Source]
     store: Store
-    job: Job
-    tokenizer: dict[str, Any] | None
+    settings: IntakeSettings
+    tokenizer: TokenizerEntry | None
 
 
 @contextmanager
 def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
     """Process all pieces, or those of a shard (I, N); they are in the store at least until the block ends.
 
-    So long no other run writes the folder `output`, for which they are. Raises as `analyze` does, and what goes wrong
-    in the block with writing is a UsageError too.
+    Until then no other run writes the folder `output`, which they are for. Raises as `analyze` does; an error of
+    writing in the block becomes a UsageError too.
     """
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
@@ -71,7 +71,7 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     files = find_sources(paths)
     if shard is not None:
         _check_can_be_dealt(files)
-    job, tokenizer = _job(request)
+    settings, tokenizer = _settings_of(request)
     share = 1 if shard is None else 1 / shard[1]
     if request.options.stores_tokens and tokenizer:
         least = LEAST * share * sum(file.num_bytes or 0 for file in files if file.kind != "npy")
@@ -86,16 +86,16 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     kind = "analysis" if shard is None else "shard"
     with reserve_folder(output, kind), writing(request.cache, room_hint=ROOM_HINT), store.in_use():
         with temporary_folder(request.cache, "spool") as spool:
-            run = Run(files, job, store, spool, shard=shard)
+            run = IntakeRun(files, settings, store, spool, shard=shard)
             try:
                 run.run(_runner(request, files), report)
             finally:
                 store.clean()  # processes that were ended at once leave their pieces behind
-        yield Done(run.sources, store, job, tokenizer)
+        yield Done(run.sources, store, settings, tokenizer)
 
 
 def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
-    """Refuse to do a share of what can be read once: no other share would find it."""
+    """Refuse to make shards of what can be read only once: the other shards would not find it."""
     for file in files:
         if file.num_bytes is None and not is_url(file.path):
             name = "the standard input" if file.path == STDIN else file.path
@@ -104,27 +104,24 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
             )
 
 
-def _job(request: IntakeRequest) -> tuple[Job, dict[str, Any] | None]:
-    """What tasks need to know, and the tokenizer's entry in the manifest."""
-    options, today = request.options, date.today().isoformat()
+def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
+    """What all tasks share, and the entry of the manifest for the tokenizer."""
+    settings = IntakeSettings(
+        tokenizer=None,
+        chat_template=None if request.chat_template is None else str(request.chat_template),
+        today=date.today().isoformat(),
+        identity=None,
+        options=request.options,
+        store=request.cache,
+        use_cache=request.use_cache,
+    )
     if request.tokenizer is None:
         if request.chat_template is not None:
             raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
-        return Job(None, None, today, None, options, request.cache, request.use_cache), None
-    encoder = load_tokenizer(request.tokenizer, request.chat_template, today=today)
-    template = encoder.template
-    described = {
-        "path": str(request.tokenizer),
-        "content_hash": encoder.content_hash,
-        "vocab_size": encoder.vocab_size,
-        "eos_token": encoder.eos and encoder.eos[0],
-        "template_hash": template and template.content_hash,
-    }
-    chat_template = None if request.chat_template is None else str(request.chat_template)
-    return (
-        Job(str(request.tokenizer), chat_template, today, encoder.identity, options, request.cache, request.use_cache),
-        described,
-    )
+        return settings, None
+    encoder = load_tokenizer(request.tokenizer, request.chat_template, today=settings.today)
+    settings = replace(settings, tokenizer=str(request.tokenizer), identity=encoder.identity)
+    return settings, encoder.describe()
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile]) -> Runner:
@@ -133,7 +130,8 @@ def _runner(request: IntakeRequest, files: Sequence[SourceFile]) -> Runner:
 
         return partial(run_on_ray, address=request.ray, num_workers=request.workers)
     workers = request.workers or len(os.sched_getaffinity(0))
-    is_little = sum(_LITTLE if file.num_bytes is None else file.num_bytes for file in files) < _LITTLE
-    if multiprocessing.current_process().daemon:  # such as the workers of a DataLoader: they must not start processes
+    num_bytes = sum(ONE_PROCESS_BYTES if file.num_bytes is None else file.num_bytes for file in files)
+    must_be_alone = multiprocessing.current_process().daemon  # such as a worker of a DataLoader
+    if must_be_alone or workers == 1 or num_bytes < ONE_PROCESS_BYTES:
         return run_here
-    return run_here if workers == 1 or is_little else partial(run_in_processes, num_workers=workers)
+    return partial(run_in_processes, num_workers=workers)

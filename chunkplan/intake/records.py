@@ -1,4 +1,4 @@
-"""The neutral forms of a record: what is left of it once its schema is understood."""
+"""The neutral forms of a record, which no longer depend on its schema."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from chunkplan.arrays import BoolArray, Int32Array
+
+#: An object of JSON that somebody else wrote: a record, a message, a tool, a configuration. Nothing is known of what is
+#: in it before it has been looked at.
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,15 @@ class Message(NamedTuple):
     role: str
     content: str | None
     loss: bool | None = None
-    fields: dict[str, Any] = {}  # noqa: RUF012 - shared, and so never changed
+    fields: JsonObject = {}  # noqa: RUF012 - shared, and so never changed
     parts: tuple[str, ...] = ()
 
     @property
     def counts_in_loss(self) -> bool:
-        """As the record says, else if the assistant wrote it."""
+        """Whether its tokens are targets: as the record says, else if the assistant wrote it."""
         return self.role == "assistant" if self.loss is None else self.loss
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """The message as transformers gives it to chat templates.
 
         Keys that are null are left out, `content` too: templates print None as a word. Reasoning is there under every
@@ -67,12 +71,12 @@ class Conversation:
     """Messages, and the tools a chat template may describe to the model."""
 
     messages: tuple[Message, ...]
-    tools: list[Any] | None = None
+    tools: list[JsonObject] | None = None
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer, which no layout of the data makes a conversation or a text: the tokenizer does.
+    """A question and its answer; the tokenizer decides whether they become a conversation or a text.
 
     With a chat template it is a conversation, without one a prompt, a line end and the completion.
     """
@@ -83,13 +87,13 @@ class Exchange:
 
     @property
     def conversation(self) -> Conversation:
-        """As messages."""
+        """The exchange as messages."""
         system = () if self.system is None else (Message("system", self.system),)
         return Conversation((*system, Message("user", self.prompt), Message("assistant", self.completion)))
 
     @property
     def plain(self) -> PromptRecord:
-        """Without a chat template."""
+        """The exchange as it is trained without a chat template."""
         system = "" if self.system is None else self.system + "\n"
         return PromptRecord(f"{system}{self.prompt}\n", self.completion)
 

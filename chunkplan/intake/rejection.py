@@ -45,4 +45,4 @@ class Rejected(NamedTuple):
     number: int
     reason: str
     message: str
-    hint: str = "mend this record, or leave it out"
+    hint: str = "fix this record, or leave it out"

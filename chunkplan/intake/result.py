@@ -1,10 +1,9 @@
-"""What became of a piece: counts, and where its sequences are."""
+"""The result of a piece: counts, and where its sequences are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 #: Keys that are listed of a piece, and of a source.
 _LISTED = 100
@@ -17,9 +16,9 @@ class PieceResult:
     `key` names it in the store, `digest` is that of what was read, and `reader` what read it.
 
     `num_rows` are its lines or rows, `num_records` those that are not blank: sequences, rejected and left out of the
-    sample. `rows` are the sequences of the record batches of its file of tokens, if `has_tokens`. `is_estimated` says
-    that lengths were not counted by a tokenizer. `unread` says of keys that nothing was made of in how many records
-    they are, or None where only that is not known; of `num_unread` different ones it has the most frequent.
+    sample. `rows` are the numbers of sequences in the record batches of its token file, if `has_tokens`. With
+    `is_estimated`, lengths were not counted by a tokenizer. `unread` has the keys that were not read, with the number
+    of records that have them, or None where that number is not known; of `num_unread` keys it has the most frequent.
     """
 
     key: str
@@ -47,10 +46,6 @@ class PieceResult:
         """Records that did not become sequences."""
         return sum(self.rejected.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self)
-
 
 def add_unread(unread: dict[str, int | None], more: Mapping[str, int | None]) -> None:
     """Add the counts of `more` to those of `unread`; what is known of one alone is not known of both."""
@@ -60,6 +55,6 @@ def add_unread(unread: dict[str, int | None], more: Mapping[str, int | None]) ->
 
 
 def most_unread(unread: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Those that are listed: the most frequent, whole columns of tables first."""
+    """The entries of `unread` that are listed: the most frequent, whole columns of tables first."""
     order = sorted(unread.items(), key=lambda one: (one[1] is not None, -(one[1] or 0), one[0]))
     return dict(order[:_LISTED])

@@ -1,4 +1,4 @@
-"""A run over sources: cuts them into tasks, has these done, and keeps what became of every piece.
+"""A run over sources: cuts them into tasks, has these done, and keeps the result of every piece.
 
 Nothing depends on the order in which tasks end: the results are those of their sources, and of several records that
 stop a run the first in the order of the input is reported.
@@ -14,47 +14,48 @@ from pathlib import Path
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.intake.pieces import Piece
-from chunkplan.intake.process import Job, find, piece_key
+from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
-from chunkplan.intake.schemas import Layout, detect
+from chunkplan.intake.schemas import RecordLayout, detect
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import LINK, SourceFile
-from chunkplan.intake.store import Store, describe, now_ns
+from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 
-#: Does tasks and yields what became of them, in any order; after one that failed it begins no other.
-Runner = Callable[[Iterator[Task], Job, Report], Iterator[tuple[Task, PieceResult | Failed]]]
+#: Does tasks and yields their results, in any order; after one that failed it begins no other.
+Runner = Callable[[Iterator[Task], IntakeSettings, Report], Iterator[tuple[Task, PieceResult | Failed]]]
 
 #: The place of what failed in the order of the input: source, and piece in it.
 _Place = tuple[int, int]
 
 
-class Run:
-    """The sources of a run, and after `run` what became of them. `shard` (I, N) does the I-th of N shares, from 1."""
+class IntakeRun:
+    """Sources, and after `run` the results of their pieces; with `shard` (I, N) those of share I of N, from 1."""
 
     def __init__(
         self,
         files: Sequence[SourceFile],
-        job: Job,
+        settings: IntakeSettings,
         store: Store,
         spool: Path,
         *,
         shard: tuple[int, int] | None = None,
     ) -> None:
         self.sources = [Source(file) for file in files]
-        self._job = job
+        self._settings = settings
+        self._options = settings.options
         self._spool = spool
         self._shard = shard
         self._store = store
         self._failures: dict[_Place, ChunkplanError] = {}
         self._open: dict[int, _Opened] = {}
-        self._dealt = 0  # what was given to one shard or another
-        self._passed = [0, 0]  # bytes and tokens of which no task is made
+        self._num_dealt = 0  # pieces and streams that went to one shard or another
+        self._passed = [0, 0]  # bytes and tokens that no task processes
 
     def run(self, runner: Runner, report: Report) -> None:
-        """Have everything done.
+        """Have all pieces of all sources processed.
 
         Raises:
             RecordError: a record, or a file, cannot be read and the run is not to go on without it.
@@ -69,7 +70,7 @@ class Run:
             latest = num_bytes, num_tokens
             report(num_bytes + self._passed[0], num_tokens + self._passed[1])
 
-        for task, outcome in runner(self._tasks(), self._job, add):
+        for task, outcome in runner(self._tasks(), self._settings, add):
             source = self.sources[task.piece.source]
             if isinstance(outcome, Failed):
                 self._failures[task.piece.source, task.piece.index] = outcome.error
@@ -87,7 +88,7 @@ class Run:
             try:
                 yield from self._tasks_of(index, source)
             except RecordError as error:
-                if self._job.options.on_error == "stop":
+                if self._options.on_error == "stop":
                     self._failures[index, source.num_cut] = error
                     return
                 source.broken = error
@@ -98,16 +99,16 @@ class Run:
                 return
 
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
-        file, options = source.file, self._job.options
+        file = source.file
         if file.damage is not None:
-            raise RecordError(file.damage, reason="unreadable", where=source.name, hint="mend it, or take it away")
+            raise RecordError(file.damage, reason="unreadable", where=source.name, hint="fix it, or take it away")
         if file.kind == LINK:
             source.num_pieces = 0
             return
-        if is_stream(file) and not self._is_mine():
+        if is_stream(file) and not self._takes_next():
             self._pass(source, source.num_left)
             return
-        opened = _open(file, options)
+        opened = _open(file, self._options)
         if opened and self._recall(source, opened):
             return
         for piece in cut(file, index, self._spool):
@@ -116,7 +117,7 @@ class Run:
             source.num_cut += 1
             source.reader = piece.reader
             share = min(piece.share, source.num_left)
-            if is_stream(file) or self._is_mine():
+            if is_stream(file) or self._takes_next():
                 source.num_left -= share
                 yield Task(replace(piece, share=share), source.layout)
             else:
@@ -130,12 +131,13 @@ class Run:
             self._close(index)
 
     def _recall(self, source: Source, opened: _Opened) -> bool:
-        """Whether a file has not changed since all that is asked of it was done."""
+        """Take the results of a file from the cache; whether it is unchanged and they are all there."""
         known = self._store.recall(opened.path)
         if known is None or self._shard is not None or opened.wanted not in known["layouts"]:
             return False
-        layout = Layout(**known["layouts"][opened.wanted])
-        found = [find(self._job, self._store, piece_key(self._job, layout, *piece)) for piece in known["pieces"]]
+        layout = RecordLayout(**known["layouts"][opened.wanted])
+        keys = [piece_key(self._settings, layout, *piece) for piece in known["pieces"]]
+        found = [find(self._settings, self._store, key) for key in keys]
         results = {index: result for index, result in enumerate(found) if result is not None}
         if len(results) < len(found):
             return False
@@ -145,7 +147,7 @@ class Run:
         return True
 
     def _close(self, index: int) -> None:
-        """Once all of a file has been processed, note that it has."""
+        """Note in the cache that a file is processed, once all of its pieces are."""
         source = self.sources[index]
         if index not in self._open or not source.is_complete:
             return
@@ -156,42 +158,41 @@ class Run:
             )
             return
         assert source.layout is not None
-        layouts = (self._store.recall(opened.path) or {"layouts": {}})["layouts"]
+        before = self._store.recall(opened.path)
+        layouts = (before["layouts"] if before else {}) | {opened.wanted: asdict(source.layout)}
         pieces = [
-            [piece.digest, piece.reader, origin] for piece, origin in zip(source.pieces, opened.origins, strict=True)
+            (piece.digest, piece.reader, origin) for piece, origin in zip(source.pieces, opened.origins, strict=True)
         ]
-        known = {"layouts": layouts | {opened.wanted: asdict(source.layout)}, "pieces": pieces}
-        self._store.remember(opened.path, opened.stat, opened.looked, known)
+        self._store.remember(opened.path, opened.stat, opened.looked, KnownFile(layouts=layouts, pieces=pieces))
 
     def _placed(self, error: ChunkplanError, source: int, piece: int) -> ChunkplanError:
-        """`error` with the place of the record and what else the user may do."""
+        """`error` with the place of its record, and with the hint that --on-error skip goes on."""
         if isinstance(error, RecordError):
             where = error.where or self.sources[source].place(piece, error.number)
             hint = f"{error.hint}; --on-error skip counts such records and goes on"
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
         return error
 
-    def _layout(self, source: Source, piece: Piece) -> Layout:
-        options = self._job.options
-        records = first_records(piece, max_record_bytes=options.max_record_bytes)
+    def _layout(self, source: Source, piece: Piece) -> RecordLayout:
+        records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
         if not records:  # nothing to be found out, and nothing that a schema could be wrong for
-            return Layout("text", {"text": "text"}, "no record")
+            return RecordLayout("text", {"text": "text"}, "no record")
         try:
-            columns = dict(options.columns) or default_columns(source.file)
-            return detect(records, schema=options.schema, columns=columns)
+            columns = dict(self._options.columns) or default_columns(source.file)
+            return detect(records, schema=self._options.schema, columns=columns)
         except DataError as error:
             raise DataError(error.message, where=source.name, hint=error.hint) from error
 
     def _pass(self, source: Source, num_bytes: int) -> None:
-        """Count bytes that nobody has to read: what others do or did, the end of a table, what is behind damage."""
+        """Count bytes that this run does not read: what other shards or runs read, and what is behind damage."""
         if source.file.num_bytes is not None:
             source.num_left -= num_bytes
             self._passed[0] += num_bytes
 
-    def _is_mine(self) -> bool:
-        """Whether the next thing that is dealt out is for this shard."""
-        self._dealt += 1
-        return self._shard is None or (self._dealt - 1) % self._shard[1] == self._shard[0] - 1
+    def _takes_next(self) -> bool:
+        """Whether this shard takes the next piece or stream: they go to the shards in turn."""
+        self._num_dealt += 1
+        return self._shard is None or (self._num_dealt - 1) % self._shard[1] == self._shard[0] - 1
 
 
 @dataclass

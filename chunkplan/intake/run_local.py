@@ -13,12 +13,12 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.files.writing import writing
 from chunkplan.intake.disk import ROOM_HINT
 from chunkplan.intake.pieces import Piece
-from chunkplan.intake.process import Job, process
+from chunkplan.intake.process import IntakeSettings, process
 from chunkplan.intake.result import PieceResult
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.worker import Worker, WorkerError, start
 
-#: Tasks that wait beside those that run: enough that no process has to, few enough that spooled pieces take no room.
+#: Tasks that wait beside those that run: so many that no process waits, so few that spooled pieces take little room.
 _WAITING = 2
 
 
@@ -26,11 +26,11 @@ class Task(NamedTuple):
     """A piece to process, and how its records are laid out."""
 
     piece: Piece
-    layout: Layout
+    layout: RecordLayout
 
 
 class Failed(NamedTuple):
-    """A task that came to nothing."""
+    """The result of a task that ended in an error."""
 
     error: ChunkplanError
 
@@ -39,7 +39,9 @@ class Failed(NamedTuple):
 Report = Callable[[int, int], None]
 
 
-def run_here(tasks: Iterator[Task], job: Job, report: Report) -> Iterator[tuple[Task, PieceResult | Failed]]:
+def run_here(
+    tasks: Iterator[Task], settings: IntakeSettings, report: Report
+) -> Iterator[tuple[Task, PieceResult | Failed]]:
     """Do the tasks one after another in this process; ends after the first that fails."""
     done = [0, 0]
 
@@ -49,21 +51,21 @@ def run_here(tasks: Iterator[Task], job: Job, report: Report) -> Iterator[tuple[
         report(done[0], done[1])
 
     for task in tasks:
-        outcome = attempt(job, task, add)
+        outcome = attempt(settings, task, add)
         yield task, outcome
         if isinstance(outcome, Failed):
             return
 
 
 def run_in_processes(
-    tasks: Iterator[Task], job: Job, report: Report, *, num_workers: int
+    tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, num_workers: int
 ) -> Iterator[tuple[Task, PieceResult | Failed]]:
     """Do the tasks in `num_workers` processes, in whichever order they end; none begins after one has failed.
 
     Raises:
         ChunkplanError: a process was killed.
     """
-    do = partial(_do, job)
+    do = partial(_do, settings)
     workers: list[Worker] = []
     idle: list[Worker] = []
     running: dict[Worker, Task] = {}
@@ -112,17 +114,17 @@ def run_in_processes(
 
 
 class _Progress(NamedTuple):
-    """What was done since the last message."""
+    """The bytes and tokens that a worker processed since its last message."""
 
     num_bytes: int
     num_tokens: int
 
 
-def attempt(job: Job, task: Task, report: Callable[[int, int], None]) -> PieceResult | Failed:
-    """Do one task; what a user can mend comes back as a value."""
+def attempt(settings: IntakeSettings, task: Task, report: Callable[[int, int], None]) -> PieceResult | Failed:
+    """Do one task; an error that a user can fix is returned, not raised."""
     try:
-        with writing(job.store, room_hint=ROOM_HINT):
-            return process(job, task.piece, task.layout, report)
+        with writing(settings.store, room_hint=ROOM_HINT):
+            return process(settings, task.piece, task.layout, report)
     except ChunkplanError as error:
         return Failed(error)
     finally:
@@ -130,6 +132,6 @@ def attempt(job: Job, task: Task, report: Callable[[int, int], None]) -> PieceRe
             Path(task.piece.path).unlink(missing_ok=True)
 
 
-def _do(job: Job, task: Task, send: Callable[[_Progress], None]) -> PieceResult | Failed:
-    """A task in a worker process."""
-    return attempt(job, task, lambda num_bytes, num_tokens: send(_Progress(num_bytes, num_tokens)))
+def _do(settings: IntakeSettings, task: Task, send: Callable[[_Progress], None]) -> PieceResult | Failed:
+    """Do a task in a worker process, and `send` its progress."""
+    return attempt(settings, task, lambda num_bytes, num_tokens: send(_Progress(num_bytes, num_tokens)))

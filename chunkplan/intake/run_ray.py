@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.intake.process import Job
+from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task, attempt
 
-#: Tasks that wait for each CPU of the cluster beside the one it does.
+#: Tasks that wait for each CPU of the cluster beside the one that it is doing.
 _WAITING = 2
 
 _SECONDS_TO_CONNECT = 5.0
@@ -30,7 +30,7 @@ LOCAL = "local"
 
 
 def run_on_ray(
-    tasks: Iterator[Task], job: Job, report: Report, *, address: str, num_workers: int | None
+    tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, address: str, num_workers: int | None
 ) -> Iterator[tuple[Task, PieceResult | Failed]]:
     """Do the tasks on the cluster at `address`, in whichever order they end; none begins after one has failed.
 
@@ -45,16 +45,18 @@ def run_on_ray(
     except ImportError as error:
         raise UsageError("Ray is not installed", hint="pip install 'chunkplan[ray]'") from error
     with _connected(ray, address, num_workers):
-        yield from _run(ray, tasks, job, report)
+        yield from _run(ray, tasks, settings, report)
 
 
-def _run(ray: Any, tasks: Iterator[Task], job: Job, report: Report) -> Iterator[tuple[Task, PieceResult | Failed]]:
+def _run(
+    ray: Any, tasks: Iterator[Task], settings: IntakeSettings, report: Report
+) -> Iterator[tuple[Task, PieceResult | Failed]]:
     done = [0, 0]
     running: dict[Any, Task] = {}
     failed: Task | None = None
     try:
         remote = ray.remote(num_cpus=1)(_attempt)
-        shared = ray.put(job)
+        shared = ray.put(settings)
         while True:
             room = int(ray.cluster_resources().get("CPU", 1)) * (1 + _WAITING) - len(running)
             for task in islice(tasks, 0 if failed else max(0, room)):
@@ -81,7 +83,7 @@ def _run(ray: Any, tasks: Iterator[Task], job: Job, report: Report) -> Iterator[
 
 @contextmanager
 def _connected(ray: Any, address: str, num_workers: int | None) -> Iterator[None]:
-    """Within the block Ray is connected to the cluster, quietly; one that the program is connected to is kept."""
+    """Connect Ray to the cluster until the block ends, without its log; a connection of the program itself is kept."""
     if ray.is_initialized():
         yield
         return
@@ -106,7 +108,7 @@ def _connected(ray: Any, address: str, num_workers: int | None) -> Iterator[None
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Handlers of what ends the program are those of before when the block ends: Ray brings its own."""
+    """Restore the handlers of SIGINT and SIGTERM when the block ends: Ray sets handlers of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -126,12 +128,12 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_CONNECT).close()
 
 
-def _attempt(job: Job, task: Task) -> tuple[PieceResult | Failed, int, int]:
-    """A Ray task: what became of a piece, and the bytes and tokens of it."""
+def _attempt(settings: IntakeSettings, task: Task) -> tuple[PieceResult | Failed, int, int]:
+    """A Ray task: the result of a piece, and how many bytes and tokens it had."""
     done = [0, 0]
 
     def add(num_bytes: int, num_tokens: int) -> None:
         done[0] += num_bytes
         done[1] += num_tokens
 
-    return attempt(job, task, add), done[0], done[1]
+    return attempt(settings, task, add), done[0], done[1]

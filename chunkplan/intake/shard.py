@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
@@ -20,11 +19,13 @@ from chunkplan.files.folder import MANIFEST, fill_folder, refuse_other_content, 
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import link_or_copy
 from chunkplan.planfile.load import load_analysis
@@ -73,16 +74,10 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
     """
     output = Path(output)
     refuse_other_content(output, "analysis")
-    read = sorted(((_read(Path(path)), Path(path)) for path in shards), key=lambda one: tuple(one[0]["shard"]))
-    manifests, folders = [manifest for manifest, _ in read], [folder for _, folder in read]
-    _check_same_run(folders, manifests)
-    sources = [_merged(entries) for entries in zip(*(manifest["sources"] for manifest in manifests), strict=True)]
-    homes = {
-        piece.key: folder
-        for folder, manifest in zip(folders, manifests, strict=True)
-        for source in map(_source, manifest["sources"])
-        for piece in source.pieces
-    }
+    read = sorted((_read(Path(path)) for path in shards), key=lambda shard: (shard.index, shard.count))
+    _check_same_run(read)
+    sources = [_merged(parts) for parts in zip(*(shard.sources for shard in read), strict=True)]
+    homes = {piece.key: shard.folder for shard in read for source in shard.sources for piece in source.pieces}
 
     def locate(key: str) -> Path:
         return homes[key] / "pieces" / key
@@ -92,21 +87,33 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
             raise DataError("pieces of it are missing", where=source.name, hint="analyze the shards again")
         for piece in source.pieces:
             _check_files(locate(piece.key), piece)
-    options = IntakeOptions(**manifests[0]["options"])
     with replace_folder(output, "analysis") as folder:
-        assemble(folder, sources, locate, options, manifests[0]["tokenizer"])
+        assemble(folder, sources, locate, read[0].options, read[0].tokenizer)
         analysis = load_analysis(folder)
     return replace(analysis, path=output)
 
 
-def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Shard:
+    """Share `index` of `count`, from 1, as the manifest in its folder describes it."""
+
+    folder: Path
+    index: int
+    count: int
+    identity: str | None
+    options: IntakeOptions
+    tokenizer: TokenizerEntry | None
+    sources: list[Source]
+
+
+def _manifest(done: Done, shard: tuple[int, int]) -> JsonObject:
     return {
         "kind": "shard",
         "schema_version": SCHEMA_VERSION,
         "tool_version": __version__,
         "shard": list(shard),
-        "identity": done.job.identity,
-        "options": done.job.options.to_dict(),
+        "identity": done.settings.identity,
+        "options": done.settings.options.to_dict(),
         "tokenizer": done.tokenizer,
         "sources": [
             {
@@ -114,7 +121,7 @@ def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
                 "layout": source.layout and asdict(source.layout),
                 "ends": _ends(source.file),
                 "num_pieces": source.num_pieces,
-                "results": {str(index): result.to_dict() for index, result in source.results.items()},
+                "results": {str(index): asdict(result) for index, result in source.results.items()},
                 "broken": source.broken
                 and {"message": source.broken.message, "reason": source.broken.reason, "hint": source.broken.hint},
             }
@@ -123,12 +130,12 @@ def _manifest(done: Done, shard: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> _Shard:
     path = folder / MANIFEST
     if not path.is_file():
         raise UsageError(f"{folder} is no shard of an analysis: it has no {MANIFEST}", hint=_HINT)
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: JsonObject = json.loads(path.read_text(encoding="utf-8"))
         if manifest["kind"] != "shard" or manifest["schema_version"] != SCHEMA_VERSION:
             kind, version = manifest["kind"], manifest["schema_version"]
             raise UsageError(
@@ -136,11 +143,18 @@ def _read(folder: Path) -> dict[str, Any]:
                 f"expected a shard of version {SCHEMA_VERSION}",
                 hint=_HINT,
             )
-        _ = [_source(entry) for entry in manifest["sources"]], IntakeOptions(**manifest["options"])
-        _ = manifest["identity"], manifest["tokenizer"], [int(number) for number in manifest["shard"]][1]
+        index, count = map(int, manifest["shard"])
+        return _Shard(
+            folder=folder,
+            index=index,
+            count=count,
+            identity=manifest["identity"],
+            options=IntakeOptions(**manifest["options"]),
+            tokenizer=manifest["tokenizer"],
+            sources=[_source(entry) for entry in manifest["sources"]],
+        )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"damaged: {type(error).__name__}: {error}", where=str(path), hint=_AGAIN) from error
-    return manifest
 
 
 def _check_files(folder: Path, piece: PieceResult) -> None:
@@ -152,11 +166,11 @@ def _check_files(folder: Path, piece: PieceResult) -> None:
             raise DataError(f"has {path.stat().st_size:,} bytes, expected {num_bytes:,}", where=str(path), hint=_AGAIN)
 
 
-def _check_same_run(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
-    if not manifests:
+def _check_same_run(shards: Sequence[_Shard]) -> None:
+    if not shards:
         raise UsageError("no shards", hint=_HINT)
-    counts = sorted({manifest["shard"][1] for manifest in manifests})
-    found = sorted(manifest["shard"][0] for manifest in manifests)
+    counts = sorted({shard.count for shard in shards})
+    found = sorted(shard.index for shard in shards)
     if len(counts) > 1:
         raise UsageError(f"shards of runs with {' and '.join(map(str, counts))} of them", hint=_HINT)
     for what, numbers in (
@@ -166,17 +180,19 @@ def _check_same_run(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]
         if numbers:
             more = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             raise UsageError(f"shard {numbers[0]} of {counts[0]} {what}{more}", hint=_HINT)
-    for name, words in (("identity", "tokenizers or chat templates"), ("options", "options")):
-        for folder, manifest in zip(folders, manifests, strict=True):
-            if manifest[name] != manifests[0][name]:
-                raise UsageError(f"{folders[0]} and {folder} were made with different {words}", hint=_HINT)
-    for folder, manifest in zip(folders, manifests, strict=True):
-        for number, entries in enumerate(zip_longest(manifests[0]["sources"], manifest["sources"]), 1):
-            first, other = (entry and _source(entry) for entry in entries)
-            if first is None or other is None or not _is_same_source(first, other):
+    first = shards[0]
+    for words, differing in (
+        ("tokenizers or chat templates", [shard for shard in shards if shard.identity != first.identity]),
+        ("options", [shard for shard in shards if shard.options != first.options]),
+    ):
+        if differing:
+            raise UsageError(f"{first.folder} and {differing[0].folder} were made with different {words}", hint=_HINT)
+    for shard in shards:
+        for number, (one, other) in enumerate(zip_longest(first.sources, shard.sources), 1):
+            if one is None or other is None or not _is_same_source(one, other):
                 raise UsageError(
-                    f"{folders[0]} and {folder} were made of different data: source {number} "
-                    f"is {_describe(first)} in one and {_describe(other)} in the other",
+                    f"{first.folder} and {shard.folder} were made of different data: source {number} "
+                    f"is {_describe(one)} in one and {_describe(other)} in the other",
                     hint="give every shard the same files in the same order; only the folders they are in may differ",
                 )
 
@@ -210,11 +226,11 @@ def _describe(source: Source | None) -> str:
     return f"{source.name}{size}"
 
 
-def _source(entry: dict[str, Any]) -> Source:
+def _source(entry: JsonObject) -> Source:
     broken = entry["broken"]
     return Source(
         file=SourceFile(**entry["file"]),
-        layout=Layout(**entry["layout"]) if entry["layout"] else None,
+        layout=RecordLayout(**entry["layout"]) if entry["layout"] else None,
         results={int(index): PieceResult(**result) for index, result in entry["results"].items()},
         num_pieces=entry["num_pieces"],
         ends=entry["ends"],
@@ -222,13 +238,12 @@ def _source(entry: dict[str, Any]) -> Source:
     )
 
 
-def _merged(entries: Sequence[dict[str, Any]]) -> Source:
+def _merged(parts: Sequence[Source]) -> Source:
     """A source from what the shards know of it."""
-    parts = [_source(entry) for entry in entries]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole.layout = whole.layout or part.layout
-        whole.num_pieces = part.num_pieces if whole.num_pieces is None else whole.num_pieces
-        whole.broken = whole.broken or part.broken
-        whole.results.update(part.results)
-    return whole
+    return replace(
+        parts[0],
+        layout=next((part.layout for part in parts if part.layout), None),
+        num_pieces=next((part.num_pieces for part in parts if part.num_pieces is not None), None),
+        broken=next((part.broken for part in parts if part.broken), None),
+        results={index: result for part in parts for index, result in part.results.items()},
+    )

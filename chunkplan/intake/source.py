@@ -1,4 +1,4 @@
-"""A source of a run: its file, how its records are laid out, and what became of its pieces."""
+"""A source of a run: its file, how its records are laid out, and the results of its pieces."""
 
 from __future__ import annotations
 
@@ -7,20 +7,44 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from chunkplan.errors import DataError
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult, add_unread, most_unread
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
 
 
+class SourceEntry(TypedDict):
+    """A source as the manifest of an analysis describes it (docs/plan-format.md)."""
+
+    path: str
+    format: str
+    compression: str | None
+    schema: str | None
+    columns: dict[str, str] | None
+    evidence: str | None
+    bytes: int | None
+    records: int
+    rejected: int
+    reasons: dict[str, int]
+    not_sampled: int
+    content_hash: str
+    first_sequence_id: int
+    num_sequences: int
+    num_tokens: int
+    unread_keys: dict[str, int | None]
+    num_unread_keys: int
+
+
 @dataclass
 class Source:
-    """Grows while a run goes on. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
+    """A source and the results of its pieces, which are added while a run goes on.
+
+    `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
 
     `reader` is that of its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a
     stream early, where the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards
@@ -28,7 +52,7 @@ class Source:
     """
 
     file: SourceFile
-    layout: Layout | None = None
+    layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)
     num_cut: int = 0
@@ -63,12 +87,12 @@ class Source:
 
     @property
     def format(self) -> str:
-        """What it turned out to be: its kind, or jsonl where a name says JSON and there are lines."""
+        """The format that was read: its kind, or jsonl where a name says JSON and there are lines."""
         readers = {self.reader, *(piece.reader for piece in self.results.values())}
         return "jsonl" if "lines" in readers else self.file.kind
 
-    def describe(self, first_sequence_id: int) -> dict[str, Any]:
-        """The entry of the manifest."""
+    def describe(self, first_sequence_id: int) -> SourceEntry:
+        """The entry of the manifest for this source."""
         pieces = self.pieces
         hashes = b"".join(bytes.fromhex(piece.digest) for piece in pieces)
         rejected = self.rejected
@@ -79,8 +103,8 @@ class Source:
             "path": self.name,
             "format": self.format,
             "compression": self.file.compression,
-            "schema": self.layout and self.layout.schema,
-            "columns": self.layout and self.layout.columns,
+            "schema": None if self.layout is None else self.layout.schema,
+            "columns": None if self.layout is None else self.layout.columns,
             "evidence": self._evidence,
             "bytes": self.file.num_bytes,
             "records": sum(piece.num_records for piece in pieces) + (self.broken is not None),
@@ -106,7 +130,7 @@ class Source:
 
     @property
     def _evidence(self) -> str | None:
-        """Why it was read as it was, or not at all."""
+        """Why it was read with this layout, or was not read."""
         if self.file.kind == LINK:
             return "a link to a folder, which is not followed"
         if self.layout is not None:

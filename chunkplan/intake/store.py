@@ -1,6 +1,6 @@
-"""The cache: what became of pieces, by the content of what was read and of everything that it depends on.
+"""The cache: the results of pieces, by the content that was read and everything else that they depend on.
 
-A piece is in it whole or not at all. It takes next to no room of its own: the files of tokens are those of the analyses
+A piece is in it whole or not at all. It takes next to no room of its own: its token files are those of the analyses
 that were made of them (hard links). When a run has ended well, what was in an analysis and is in none any more is
 removed. What an interrupted run leaves behind is kept for a week, to be found by the next.
 """
@@ -15,11 +15,13 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, TypedDict
 
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
 from chunkplan.intake.piece_writer import TOKENS
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.result import PieceResult
 
 _RESULT = "piece.json"
@@ -33,6 +35,17 @@ _UNUSED_SECONDS = 7 * 24 * 3600
 
 #: A file that was changed less than this before it was looked at may change again without its times showing it.
 _SETTLED_NS = 2_000_000_000
+
+
+class KnownFile(TypedDict):
+    """What is known of a file that was read whole.
+
+    `layouts` has the fields of its `RecordLayout` for each way of asking for one, `pieces` the digest, the reader and
+    the origin of each of its pieces, in order.
+    """
+
+    layouts: dict[str, JsonObject]
+    pieces: list[tuple[str, str, int]]
 
 
 class Store:
@@ -49,7 +62,7 @@ class Store:
         return self.root / "pieces" / key
 
     def find(self, key: str) -> PieceResult | None:
-        """What became of the piece with this key, if it is here."""
+        """The result of the piece with this key, if it is here."""
         return self._stored(key) if self._is_trusted or key in self._own else None
 
     def _stored(self, key: str) -> PieceResult | None:
@@ -67,8 +80,8 @@ class Store:
         with temporary_folder(self.root / "pieces", result.key) as folder:
             yield folder
             result.files = {path.name: _look(path) for path in folder.iterdir()}
-            (folder / _RESULT).write_text(json.dumps(result.to_dict()), encoding="utf-8")
-            # Nothing is synced here: what the machine loses as it goes down is missed by the sizes of files, and the
+            (folder / _RESULT).write_text(json.dumps(asdict(result)), encoding="utf-8")
+            # Nothing is synced here: what is lost when the machine goes down shows in the sizes of files, and the
             # files of an analysis are synced when it is whole.
             if self.find(result.key) is None:
                 shutil.rmtree(self.path(result.key), ignore_errors=True)
@@ -116,19 +129,19 @@ class Store:
             if folder.name not in keep and not folder.name.startswith(".") and _is_released(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def recall(self, path: Path) -> dict[str, Any] | None:
-        """What `remember` was told of a file, if the file has not changed since."""
+    def recall(self, path: Path) -> KnownFile | None:
+        """What `remember` noted of a file, if the file has not changed since."""
         try:
-            entry: dict[str, Any] = json.loads(self._note(path).read_text(encoding="utf-8"))
-            stat, looked, known = entry["stat"], entry["looked"], entry["known"]
-            _ = known["layouts"], known["pieces"]
+            entry: JsonObject = json.loads(self._note(path).read_text(encoding="utf-8"))
+            stat, looked = entry["stat"], entry["looked"]
+            known = KnownFile(layouts=entry["known"]["layouts"], pieces=entry["known"]["pieces"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
         # As git's index does: a change within the clock's grain of being looked at might not show in the times.
         is_settled = max(stat[3:]) + _SETTLED_NS < looked
-        return dict(known) if self._is_trusted and is_settled and stat == describe(path) else None
+        return known if self._is_trusted and is_settled and stat == describe(path) else None
 
-    def remember(self, path: Path, stat: list[int], looked: int, known: dict[str, Any]) -> None:
+    def remember(self, path: Path, stat: list[int], looked: int, known: KnownFile) -> None:
         """Note what is `known` of a file whose `describe` was `stat` at the time `looked`, before it was read."""
         note = self._note(path)
         with temporary_folder(note.parent, note.stem) as folder:
@@ -148,7 +161,7 @@ def describe(path: Path) -> list[int]:
 
 
 def now_ns() -> int:
-    """The clock that files get their times from."""
+    """The time in nanoseconds, of the clock that files get their times from."""
     return time.time_ns()
 
 
@@ -158,7 +171,7 @@ def _look(path: Path) -> list[int]:
 
 
 def _is_released(folder: Path) -> bool:
-    """Whether a piece is of no use to anybody but the cache."""
+    """Whether nothing but the cache has a piece any more, and the cache may remove it."""
     try:
         if not (folder / _USED).exists():
             return folder.stat().st_mtime + _UNUSED_SECONDS < time.time()

@@ -17,7 +17,7 @@ import jinja2
 from jinja2 import nodes
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_beginnings import Beginnings, Render, WatchedTemplate, find_loop
 from chunkplan.intake.template_nulls import MarkedNulls
@@ -27,11 +27,12 @@ from chunkplan.intake.template_sandbox import (
     GENERATION_START,
     Pieces,
     TemplateEnvironment,
+    Variables,
     compile_tree,
 )
 from chunkplan.intake.template_spans import Span, message_span, refuse_missing_calls
 
-_HINT = "mend the template, give another one with --chat-template, or leave this record out"
+_HINT = "fix the template, give another one with --chat-template, or leave this record out"
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
 #: What may be around a generation block for it to be put out as it is rendered, untouched by filters.
 _DIRECT = (nodes.Template, nodes.If, nodes.For, nodes.Scope, nodes.With)
@@ -74,13 +75,13 @@ class ChatTemplate:
             self._marks_are_direct = len(marks) == _num_direct_marks(tree)
             self._marked = compile_tree(environment, tree) if marks else None
             tree = _without_marks(environment.parse(source))
-            self._plain = compile_tree(environment, tree)
+            self.plain = compile_tree(environment, tree)
             loop = find_loop(tree)
             self._watched = None if loop is None else WatchedTemplate(environment, tree, loop)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template is not Jinja: {error}{line}"
-            raise DataError(message, where=where, hint="mend the template, or give another one") from error
+            raise DataError(message, where=where, hint="fix the template, or give another one") from error
 
     @property
     def identity(self) -> list[Any]:
@@ -101,12 +102,12 @@ class ChatTemplate:
             return self._for_tools.render(conversation)
         messages = [self._shown(message) for message in conversation.messages]
         full, spans = self._render_all(conversation, messages, conversation.tools)
-        if "None" in full and any("None" in full[start:end] for start, end in spans):
+        if "None" in full and any("None" in full[start:stop] for start, stop in spans):
             self._refuse_printed_nulls(conversation, messages)
-        refuse_missing_calls(conversation, "".join(full[start:end] for start, end in spans))
+        refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
         return full, spans
 
-    def _shown(self, message: Message) -> dict[str, Any]:
+    def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""
         shown = message.for_template()
         if message.parts:
@@ -117,29 +118,29 @@ class ChatTemplate:
                 shown["content"] = [{"type": "text", "text": text} for text in message.parts]
         return shown
 
-    def _render_plainly(self, messages: list[dict[str, Any]]) -> str:
-        return _render(self._plain, {**self._variables(None), "messages": messages}, "a list of parts")
+    def _render_plainly(self, messages: list[JsonObject]) -> str:
+        return _render(self.plain, {**self._variables(None), "messages": messages}, "a list of parts")
 
-    def _variables(self, tools: list[Any] | None) -> dict[str, Any]:
+    def _variables(self, tools: list[JsonObject] | None) -> Variables:
         return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
 
-    def _refuse_printed_nulls(self, conversation: Conversation, messages: list[dict[str, Any]]) -> None:
+    def _refuse_printed_nulls(self, conversation: Conversation, messages: list[JsonObject]) -> None:
         """Raises RecordError where a "None" that counts is a null; `messages` are those that were rendered."""
         nulls = MarkedNulls()
         messages, tools = nulls.mark(messages, "messages"), nulls.mark(conversation.tools, "tools")
         if not nulls.paths:
             return
         full, spans = self._render_all(conversation, messages, tools)
-        path = nulls.first_printed(full[start:end] for start, end in spans)
+        path = nulls.first_printed(full[start:stop] for start, stop in spans)
         if path is not None:
             raise RecordError(
                 f'the chat template makes the word "None" of `{path}`, which is null',
                 reason="template",
-                hint="leave that key out, mend the template, or leave this record out",
+                hint="leave that key out, fix the template, or leave this record out",
             )
 
     def _render_all(
-        self, conversation: Conversation, messages: list[dict[str, Any]], tools: list[Any] | None
+        self, conversation: Conversation, messages: list[JsonObject], tools: list[JsonObject] | None
     ) -> tuple[str, list[Span]]:
         """As `render`; `messages` and `tools` are what the template gets of `conversation`."""
         variables = self._variables(tools)
@@ -147,7 +148,7 @@ class ChatTemplate:
         def render(count: int, prompt: bool) -> str:
             several = f"the first {count} messages" if count < len(messages) else "this conversation"
             return _render(
-                self._plain, {**variables, "messages": messages[:count], "add_generation_prompt": prompt}, several
+                self.plain, {**variables, "messages": messages[:count], "add_generation_prompt": prompt}, several
             )
 
         if self._marked is not None:
@@ -168,7 +169,7 @@ class ChatTemplate:
             raise RecordError(
                 "the chat template changes what stands in its generation blocks, so where that is is not known",
                 reason="template",
-                hint="mend the template: what is in {% generation %} must be put out as it is",
+                hint="fix the template: what is in {% generation %} must be put out as it is",
             )
         messages = conversation.messages
         if all(message.counts_in_loss == (message.role == "assistant") for message in messages):
@@ -188,7 +189,7 @@ class ChatTemplate:
         return full, _merged(kept)
 
 
-def _render(template: Pieces, variables: dict[str, Any], several: str) -> str:
+def _render(template: Pieces, variables: Variables, several: str) -> str:
     try:
         return "".join(template(variables))
     except Exception as error:
@@ -213,7 +214,7 @@ def _without_marks(tree: nodes.Template) -> nodes.Template:
 
 
 def _split_marks(marked: str) -> tuple[str, list[Span]]:
-    """What was rendered, and [start, end) of every generation block in it, in the order in which they begin."""
+    """What was rendered, and [start, stop) of every generation block in it, in the order in which they begin."""
     texts: list[str] = []
     spans: list[Span] = []
     open_spans: list[int] = []
@@ -233,11 +234,11 @@ def _split_marks(marked: str) -> tuple[str, list[Span]]:
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """The same characters in order and disjoint."""
+    """Spans of the same characters, in order and disjoint."""
     merged: list[Span] = []
-    for start, end in sorted(spans):
+    for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            merged.append((start, end))
+            merged.append((start, stop))
     return merged

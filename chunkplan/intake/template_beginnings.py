@@ -4,7 +4,7 @@ Most chat templates walk over the messages once and end with the generation prom
 
     {% for message in messages %} ... {% endfor %}{% if add_generation_prompt %} ... {% endif %}
 
-Such a template cannot tell the first k messages from the whole before it looks at what comes after them. So the
+Such a template does the same for the first k messages as for the whole before it looks at what comes after them. So the
 messages are watched while the whole is rendered: where the loop, at the end of its body for message k - 1, asks for the
 next one and nothing has looked that far before, what was put out until then is how the rendering of the first k
 messages begins; and what follows the loop does not depend on messages. Wherever this does not hold, a beginning is
@@ -20,8 +20,9 @@ from typing import Any
 
 from jinja2 import nodes
 
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_sandbox import TemplateEnvironment, compile_tree, text_node
+from chunkplan.intake.template_sandbox import TemplateEnvironment, Variables, compile_tree, text_node
 
 #: Put out where the loop may ask on: before it and at the end of its body; and where its body begins.
 _MARK = f"\ue004{secrets.token_hex(16)}\ue005"
@@ -46,7 +47,7 @@ class WatchedTemplate:
         self._prompt: str | None = None  # what follows the loop where there is a generation prompt
         self._is_watchable = True
 
-    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any], render: Render) -> Beginnings:
+    def render(self, messages: list[JsonObject], variables: Variables, render: Render) -> Beginnings:
         """Render all of `messages`; `render` is asked for what cannot be read off that."""
         watch = _Watch(messages)
         pieces, num_looped = watch.pieces, 0
@@ -72,38 +73,38 @@ class WatchedTemplate:
                 return Beginnings(looped + tail, render)
             self._prompt = prompted[len(looped) :]
         positions = list(accumulate(map(len, pieces), initial=0))
-        ends = {count: positions[num_pieces] for count, num_pieces in watch.ends}
-        return Beginnings(looped + tail, render, ends, (tail, self._prompt))
+        stops = {count: positions[num_pieces] for count, num_pieces in watch.stops}
+        return Beginnings(looped + tail, render, stops, (tail, self._prompt))
 
 
 class Beginnings:
     """The rendering of a whole conversation, and those of its beginnings when they are asked for.
 
-    `ends` has, for numbers of messages, where in `full` the loop over that many ends, and `tails` what then follows
+    `stops` has, for numbers of messages, where in `full` the loop over that many stops, and `tails` what then follows
     without and with the generation prompt.
     """
 
     def __init__(
-        self, full: str, render: Render, ends: dict[int, int] | None = None, tails: tuple[str, str] = ("", "")
+        self, full: str, render: Render, stops: dict[int, int] | None = None, tails: tuple[str, str] = ("", "")
     ) -> None:
         self.full = full
         self._render = render
-        self._ends = ends or {}
+        self._stops = stops or {}
         self._tails = tails
 
     def text(self, count: int, prompt: bool) -> str:
         """The rendering of the first `count` messages, and with `prompt` of the generation prompt after them."""
-        end = self._ends.get(count)
-        return self._render(count, prompt) if end is None else self.full[:end] + self._tails[prompt]
+        stop = self._stops.get(count)
+        return self._render(count, prompt) if stop is None else self.full[:stop] + self._tails[prompt]
 
     def length(self, count: int, prompt: bool) -> int | None:
         """The length of that rendering where it is how `full` begins, else None."""
-        end = self._ends.get(count)
-        if end is None:
+        stop = self._stops.get(count)
+        if stop is None:
             part = self._render(count, prompt)
             return len(part) if self.full.startswith(part) else None
         tail = self._tails[prompt]
-        return end + len(tail) if self.full.startswith(tail, end) else None
+        return stop + len(tail) if self.full.startswith(tail, stop) else None
 
 
 def find_loop(tree: nodes.Template) -> int | None:
@@ -142,15 +143,15 @@ class _UnwatchableError(Exception):
 class _Watch:
     """What has been seen of the messages, and what was put out meanwhile.
 
-    `marked` is how many pieces there were at the mark where the loop now may ask on, or -1 within its body; `ends` has
+    `marked` is how many pieces there were at the mark where the loop now may ask on, or -1 within its body; `stops` has
     (number of messages, number of pieces) where it asked on after that many and nothing else had looked for more.
     """
 
-    def __init__(self, messages: list[dict[str, Any]]) -> None:
+    def __init__(self, messages: list[JsonObject]) -> None:
         self.messages = messages
         self.pieces: list[str] = []
         self.marked = -1
-        self.ends: list[tuple[int, int]] = []
+        self.stops: list[tuple[int, int]] = []
         self._num_seen = 0
 
     def see(self, index: int) -> None:
@@ -163,7 +164,7 @@ class _Watch:
         if index >= self._num_seen:
             self._num_seen = index + 1
             if self.marked >= 0:
-                self.ends.append((index, self.marked))
+                self.stops.append((index, self.marked))
 
 
 class _Messages:

@@ -1,7 +1,8 @@
 """Nulls of a conversation that a chat template prints as the word None.
 
-A template takes `null` for Python's None and may print it, as in `{{ value }}`. To tell that word from the same word in
-the data, a conversation is rendered again with a null that is None to everything a template asks, and prints as a mark.
+A template takes `null` for Python's None and may print it, as in `{{ value }}`. To distinguish that word from the same
+word in the data, a conversation is rendered again with a null that is None to everything a template asks, and prints as
+a mark.
 """
 
 from __future__ import annotations

@@ -112,8 +112,11 @@ def text_node(text: str, line: int) -> nodes.Output:
     return nodes.Output([nodes.TemplateData(text, lineno=line)], lineno=line)
 
 
+#: What a template is given, by the names that it knows them by.
+Variables = dict[str, Any]
+
 #: A template as a function: its variables -> the pieces it puts out, one after another.
-Pieces = Callable[[dict[str, Any]], Iterator[str]]
+Pieces = Callable[[Variables], Iterator[str]]
 
 
 def compile_tree(environment: TemplateEnvironment, tree: nodes.Template) -> Pieces:
@@ -122,7 +125,7 @@ def compile_tree(environment: TemplateEnvironment, tree: nodes.Template) -> Piec
     template = environment.from_string(tree)
     template.globals = dict(template.globals)  # in one piece: they are copied for every rendering
 
-    def pieces(variables: dict[str, Any]) -> Iterator[str]:
+    def pieces(variables: Variables) -> Iterator[str]:
         return template.root_render_func(template.new_context(variables))
 
     return pieces

@@ -6,7 +6,7 @@ from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_beginnings import Beginnings
 
-#: [start, end) in characters.
+#: [start, stop) in characters.
 Span = tuple[int, int]
 
 _HINT = (
@@ -22,14 +22,14 @@ def message_span(conversation: Conversation, beginnings: Beginnings, index: int)
         RecordError: the template raises, or renders a message otherwise when others follow it.
     """
     is_last = index + 1 == len(conversation.messages)
-    end = len(beginnings.full) if is_last else _end(beginnings, index + 1, prompt=False)
+    stop = len(beginnings.full) if is_last else _length(beginnings, index + 1, prompt=False)
     if conversation.messages[index].role != "assistant":
-        start = _end(beginnings, index, prompt=False) if index else 0
+        start = _length(beginnings, index, prompt=False) if index else 0
     elif index:
-        start = _end(beginnings, index, prompt=True)
+        start = _length(beginnings, index, prompt=True)
     else:
-        start = _first_start(beginnings, end)
-    return min(start, end), end  # the template may leave the message out
+        start = _first_start(beginnings, stop)
+    return min(start, stop), stop  # the template may leave the message out
 
 
 def refuse_missing_calls(conversation: Conversation, counted: str) -> None:
@@ -50,14 +50,14 @@ def refuse_missing_calls(conversation: Conversation, counted: str) -> None:
                 )
 
 
-def _first_start(beginnings: Beginnings, end: int) -> int:
+def _first_start(beginnings: Beginnings, stop: int) -> int:
     """Where the first message begins after its generation prompt.
 
     Many templates refuse a conversation without messages, or begin one with a default system message. The generation
     prompt that would follow this message is the one it was itself generated from.
     """
     prompt = beginnings.text(1, True).removeprefix(beginnings.text(1, False))
-    place = beginnings.full.find(prompt, 0, end)
+    place = beginnings.full.find(prompt, 0, stop)
     if place < 0:
         raise RecordError(
             f"the chat template does not begin an assistant message with its generation prompt {prompt!r}",
@@ -67,7 +67,7 @@ def _first_start(beginnings: Beginnings, end: int) -> int:
     return place + len(prompt)
 
 
-def _end(beginnings: Beginnings, count: int, *, prompt: bool) -> int:
+def _length(beginnings: Beginnings, count: int, *, prompt: bool) -> int:
     """The length of the rendering of the first `count` messages, which has to be how the whole begins."""
     length = beginnings.length(count, prompt)
     if length is None:

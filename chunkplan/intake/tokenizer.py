@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -20,18 +20,15 @@ from chunkplan.intake.template_spans import Span
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
 
-#: What is encoded in one call, in bytes: a tokenizer needs up to 130 bytes of memory for every byte of text,
+#: The most that is encoded in one call, in bytes: a tokenizer needs up to 130 bytes of memory for every byte of text,
 #: and is a little faster where these stay in the caches of the processor.
-_CALL = 1 << 16
+CALL_BYTES = 1 << 16
 
 T = TypeVar("T")
 
 
-class Backend(Protocol):
-    """The library that a tokenizer comes from.
-
-    Tokens come with a mask bool [n]. `num_added` is how many tokens `texts` and `prompts` put in front and behind.
-    """
+class TokenizerLibrary(Protocol):
+    """What a library knows of a tokenizer: its tokens, as int32 [n], and masks of them, bool [n]."""
 
     @property
     def vocab_size(self) -> int:
@@ -45,9 +42,9 @@ class Backend(Protocol):
         """The tokens of texts, with what the tokenizer adds to a text."""
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
-        """The same, and which tokens begin at or after the border, in characters; one added behind goes with the last.
+        """As `texts`, and which tokens begin at or after the border, in characters.
 
-        A token of half a character begins where that character does.
+        A token of half a character begins where that character does; one that is added behind goes with the last.
         """
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
@@ -58,6 +55,16 @@ class Backend(Protocol):
 
     def decode(self, input_ids: list[int]) -> str:
         """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
+
+
+class TokenizerEntry(TypedDict):
+    """A tokenizer as a manifest describes it; a shard has the hash of its chat template in it too."""
+
+    path: str
+    content_hash: str
+    vocab_size: int
+    eos_token: str | None
+    template_hash: str | None
 
 
 @dataclass(frozen=True)
@@ -75,18 +82,28 @@ class RecordTokenizer:
     begins_text: bool
     ends_text: bool
     template: ChatTemplate | None
-    backend: Backend = field(repr=False)
+    library: TokenizerLibrary = field(repr=False)
 
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included."""
-        return self.backend.vocab_size
+        return self.library.vocab_size
+
+    def describe(self) -> TokenizerEntry:
+        """The entry of a manifest for this tokenizer."""
+        return TokenizerEntry(
+            path=self.path,
+            content_hash=self.content_hash,
+            vocab_size=self.vocab_size,
+            eos_token=self.eos and self.eos[0],
+            template_hash=None if self.template is None else self.template.content_hash,
+        )
 
     @property
     def identity(self) -> str:
         """SHA-256 of everything that the tokens of a record depend on besides the record."""
         template = self.template
-        parts = [
+        dependencies = [
             self.content_hash,
             self.bos,
             self.eos,
@@ -94,7 +111,7 @@ class RecordTokenizer:
             self.ends_text,
             template and template.identity,
         ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
 
     def encode(self, records: Sequence[Record]) -> list[Encoded | RecordError]:
         """Token ids and target masks of `records` in order, and the error of each that has none.
@@ -133,7 +150,7 @@ class RecordTokenizer:
     def _texts(self, records: list[tuple[int, TextRecord]]) -> Iterator[tuple[int, Encoded]]:
         """Every token but the first is a target."""
         for call in _calls(records, lambda item: _size(item[1].text)):
-            found = self.backend.texts([record.text for _, record in call])
+            found = self.library.texts([record.text for _, record in call])
             for (index, _), input_ids in zip(call, found, strict=True):
                 yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
 
@@ -141,7 +158,7 @@ class RecordTokenizer:
         """Prompt and completion are encoded as one string; targets begin at or after the end of the prompt."""
         for call in _calls(records, lambda item: _size(item[1].prompt) + _size(item[1].completion)):
             texts = [record.prompt + record.completion for _, record in call]
-            found = self.backend.prompts(texts, [len(record.prompt) for _, record in call])
+            found = self.library.prompts(texts, [len(record.prompt) for _, record in call])
             for (index, _), (input_ids, target) in zip(call, found, strict=True):
                 input_ids, target = self._framed(input_ids, target, ends=True)
                 if self.eos:
@@ -164,7 +181,7 @@ class RecordTokenizer:
             except RecordError as error:
                 yield index, error
         for call in _calls(rendered, lambda item: _size(item[1])):
-            found = self.backend.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
+            found = self.library.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
             for (index, _, _), one in zip(call, found, strict=True):
                 yield index, one
 
@@ -173,7 +190,7 @@ class RecordTokenizer:
 
         A text may say itself what the tokenizer has added; an end that is there already is not repeated.
         """
-        num_front, num_behind = self.backend.num_added
+        num_front, num_behind = self.library.num_added
         if num_front and self.bos and input_ids[:2].tolist() == [self.bos[1]] * 2 and num_front == 1:
             input_ids, target = input_ids[1:], target[1:]
         if num_behind and self.eos and input_ids[-2:].tolist() == [self.eos[1]] * 2 and num_behind == 1:
@@ -190,17 +207,17 @@ def _empty() -> RecordError:
 
 
 def _size(text: str) -> int:
-    """About how many bytes `text` has, without encoding it."""
+    """About how many bytes `text` has in UTF-8, without encoding it."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
 def _calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """`items` in runs of at most `_CALL` bytes, or of one."""
+    """`items` in runs of at most `CALL_BYTES` bytes, or of one."""
     call: list[T] = []
     total = 0
     for item in items:
         num_bytes = size(item)
-        if call and total + num_bytes > _CALL:
+        if call and total + num_bytes > CALL_BYTES:
             yield call
             call, total = [], 0
         call.append(item)

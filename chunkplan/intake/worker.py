@@ -1,7 +1,7 @@
 """Processes that do tasks: each has a pipe of its own and nothing that is shared, so one that is killed harms none.
 
 They know nothing of the program that starts them: scripts without `if __name__ == "__main__":`, notebooks and what
-comes from the standard input can have them. They do not hear signals that are meant for the program, and end with it.
+comes from the standard input can have them. They ignore signals that are meant for the program, and end with it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from multiprocessing.context import SpawnProcess
 from types import ModuleType
 from typing import Any
 
-#: What ends a program is told to all its processes, and is for the program to act on.
+#: Signals that end a program are sent to all its processes; only the program acts on them.
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
-#: Does a task: what it is given, and a function that sends a message to the program -> the last message.
+#: Does a task. It takes the task and a function that sends a message to the program, and returns the last message.
 Do = Callable[[Any, Callable[[Any], None]], Any]
 
 
@@ -40,7 +40,7 @@ class Worker:
     connection: Connection
 
     def give(self, task: Any) -> None:
-        """Have it do a task.
+        """Send it a task to do.
 
         Raises:
             WorkerError: it was killed.
@@ -51,7 +51,7 @@ class Worker:
             raise WorkerError from error
 
     def take(self) -> Any:
-        """The next message; raises what the task raises.
+        """Wait for its next message; what the task raised is raised here.
 
         Raises:
             WorkerError: it was killed.
@@ -65,14 +65,14 @@ class Worker:
         return message
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process, whatever it is doing, and wait until it has ended."""
         self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 def start(do: Do) -> Worker:
-    """A new process, in which `do` does the tasks that it is given.
+    """Start a process in which `do` does the tasks that it is given.
 
     Raises:
         WorkerError: the system has no room for it.
@@ -81,8 +81,8 @@ def start(do: Do) -> Worker:
     try:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, do), daemon=True)
-        resource_tracker.ensure_running()  # it would make processes hear again when it is started
-        with _deaf(), _without_main():
+        resource_tracker.ensure_running()  # starting it later would unblock signals
+        with _blocked_signals(), _without_main():
             process.start()
     except OSError as error:
         raise WorkerError from error
@@ -114,7 +114,7 @@ def _work(connection: Connection, do: Do) -> None:
 
 
 def _end_with_parent() -> None:
-    """A program that was killed cannot end its workers."""
+    """End this process when the program has ended: one that was killed cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -122,8 +122,8 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes that are started within never hear of what ends the program, which hears of it afterwards."""
+def _blocked_signals() -> Iterator[None]:
+    """Processes that are started in the block never get the `_SIGNALS`; this one gets them after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -133,7 +133,7 @@ def _deaf() -> Iterator[None]:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that are started within do not import the main module: it may do all it does as it is imported."""
+    """Processes that are started in the block do not import the main module, which may be a script without a guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

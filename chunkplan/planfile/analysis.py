@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
@@ -50,6 +51,12 @@ class Analysis:
     def is_exact(self) -> bool:
         """False where lengths were estimated rather than counted by a tokenizer."""
         return bool(self.manifest["exact"])
+
+    @property
+    def options(self) -> IntakeOptions | None:
+        """What it was made with; None where nothing says so, as of a bare file of lengths."""
+        options = self.manifest.get("options")
+        return None if options is None else IntakeOptions.from_entries(options)
 
     @property
     def sample(self) -> float | None:

@@ -23,11 +23,11 @@ from chunkplan.version import __version__
 
 #: A file of this many tokens stands for itself: what 8 MiB of text become. Smaller ones are copied together, up to
 #: `TOKEN_FILE_TOKENS`.
-_OWN_FILE_TOKENS = 1 << 20
+OWN_FILE_TOKENS = 1 << 20
 TOKEN_FILE_TOKENS = 64 << 20
 
 #: What is added one by one waits for as many sequences or tokens.
-WAITING_SEQUENCES, _WAITING_TOKENS = 1 << 10, 1 << 20
+WAITING_SEQUENCES, WAITING_TOKENS = 1 << 10, 1 << 20
 #: Sequences that a row group of sequences.parquet has at least.
 _ROW_GROUP = 1 << 17
 #: Ids and records go up one by one: as differences they take a quarter of the room, and of the time to read and write.
@@ -57,7 +57,7 @@ class AnalysisWriter:
         self._waiting.append((source, record, input_ids, target))
         self._waiting_tokens += len(input_ids)
         self.num_sequences += 1
-        if len(self._waiting) >= WAITING_SEQUENCES or self._waiting_tokens >= _WAITING_TOKENS:
+        if len(self._waiting) >= WAITING_SEQUENCES or self._waiting_tokens >= WAITING_TOKENS:
             self._flush()
 
     def add_lengths(self, source: int, records: Int64Array, num_tokens: IntArray, num_targets: IntArray) -> None:
@@ -87,7 +87,7 @@ class AnalysisWriter:
         self._table.add(np.full(len(records), source), records, num_tokens, num_targets)
         self._hasher.update(digests)
         self._max_token_id = max(self._max_token_id or 0, max_token_id)
-        if num_tokens.sum(dtype=np.int64) < _OWN_FILE_TOKENS:
+        if num_tokens.sum(dtype=np.int64) < OWN_FILE_TOKENS:
             with pa.memory_map(str(path)) as mapped:
                 file = pa.ipc.open_file(mapped)
                 for index in range(file.num_record_batches):

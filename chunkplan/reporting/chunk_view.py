@@ -135,7 +135,7 @@ def _with_analysis(
         num_target_tokens = int(target[start + 1 - first :].sum())
         if tokenizer is not None:
             shown = slice(0, end - first)
-            pieces = decode_pieces(tokenizer.backend, input_ids[shown], target[shown], start - first)
+            pieces = decode_pieces(tokenizer.library, input_ids[shown], target[shown], start - first)
     return SegmentView(
         **asdict(segment),
         sequence_tokens=length,

@@ -12,7 +12,7 @@ from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.tiktoken_name import PREFIX as TIKTOKEN
-from chunkplan.intake.tokenizer import Backend, RecordTokenizer
+from chunkplan.intake.tokenizer import RecordTokenizer, TokenizerLibrary
 from chunkplan.planfile.analysis import Analysis
 
 #: Tokens before a run that are decoded with it, so that it begins as it does in the text: with a space, or without.
@@ -62,7 +62,7 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
 
 
 def decode_pieces(
-    backend: Backend, input_ids: Int32Array, target: BoolArray, num_context: int
+    backend: TokenizerLibrary, input_ids: Int32Array, target: BoolArray, num_context: int
 ) -> tuple[TextPiece, ...]:
     """Decode tokens with their target mask, both [n], of which the first `num_context` are context only."""
     ids = input_ids.tolist()
@@ -78,7 +78,7 @@ def decode_pieces(
     )
 
 
-def _decode(backend: Backend, ids: list[int], start: int, stop: int) -> str:
+def _decode(backend: TokenizerLibrary, ids: list[int], start: int, stop: int) -> str:
     context = [input_id for input_id in ids[max(0, start - NUM_CONTEXT) : start] if backend.knows(input_id)]
     before, through = backend.decode(context), backend.decode([*context, *ids[start:stop]])
     return through.removeprefix(before) if through.startswith(before) else backend.decode(ids[start:stop])

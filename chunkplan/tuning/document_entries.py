@@ -161,7 +161,7 @@ _RATIO = Domain(lambda value: type(value) in (int, float) and math.isfinite(valu
 _SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
 
 #: Of a choice, and of a baseline.
-_OUTCOME = {"step_seconds": _SECONDS, "memory": {"total": whole(1)}, "checkpointing": TEXT}
+_OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": whole(1)}, "checkpointing": TEXT}
 
 _CHOICE = {
     **_OUTCOME,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -27,26 +25,12 @@ from chunkplan.exporting.export import FORMATS
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.shards import write_shards
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.validation.validate import validate
 from chunkplan_cli.export import Format
-from tests.support.analyses import write_analysis
+from tests.support.analyses import LENGTHS, write_analysis
 from tests.support.plan_rows import tamper
-
-LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
 
 #: A row as a reader sees it: of each sequence in it the token ids, and which of them are targets; then its place.
 Row = tuple[list[tuple[list[int], list[bool]]], dict[str, int]]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory, random_sequences) -> Path:
-    """`analysis`, and a `plan` of two epochs on two ranks in which the four longest sequences are split."""
-    folder = tmp_path_factory.mktemp("workspace")
-    write_analysis(folder / "analysis", random_sequences(LENGTHS))
-    config = chunkplan.PlanConfig(chunk_size=16, k=2, global_batch=5, epochs=2, dp=2, equal_chunks=True)
-    chunkplan.build(folder / "analysis", folder / "plan", config)
-    assert validate(folder / "plan").ok
-    return folder
 
 
 def read_hf(folder: Path) -> Iterator[Row]:
@@ -69,7 +53,7 @@ def labelled_row(row: dict[str, Any]) -> Row:
 def read_megatron_bridge(folder: Path) -> Iterator[Row]:
     """As its GPTSFTPackedParquetDataset finds files, checks rows and collates them.
 
-    What it takes of a sequence is tokens [first, last - 1), labels [first + 1, last), mask [first, last - 1).
+    What it takes of a sequence is tokens [start, stop - 1), labels [start + 1, stop), mask [start, stop - 1).
     """
     for path in sorted(folder.glob("*.parquet")):
         assert path.name.endswith(".idx.parquet")
@@ -78,10 +62,10 @@ def read_megatron_bridge(folder: Path) -> Iterator[Row]:
             assert len(mask) == len(tokens) and set(mask) <= {0, 1}
             assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < len(tokens)
             cut = []
-            for first, last in pairwise([*starts, len(tokens)]):
-                inputs, labels = tokens[first : last - 1], tokens[first + 1 : last]
-                assert not mask[last - 1]
-                cut.append(([*inputs[:1], *labels] or tokens[first:last], [False, *map(bool, mask[first : last - 1])]))
+            for start, stop in pairwise([*starts, len(tokens)]):
+                inputs, labels = tokens[start : stop - 1], tokens[start + 1 : stop]
+                assert not mask[stop - 1]
+                cut.append(([*inputs[:1], *labels] or tokens[start:stop], [False, *map(bool, mask[start : stop - 1])]))
             yield cut, place_of(row)
 
 
@@ -236,16 +220,16 @@ def counting(tmp_path_factory) -> Analysis:
 def test_batches_hold_all_rows_whatever_their_size(counting, packed, batch_tokens) -> None:
     """Rows of given segments of a sequence 0, 1, 2, ...: at most so many tokens at a time, or one row."""
     lengths = np.array([length for row in packed for length in row])
-    ends = np.cumsum(lengths)
+    stops = np.cumsum(lengths)
     rows = ExportRows(
         rows=np.cumsum([0, *map(len, packed)]),
         sequence_id=np.zeros(lengths.size, np.int64),
-        start=ends - lengths,
-        end=ends,
+        start=stops - lengths,
+        stop=stops,
         is_part=np.ones(lengths.size, bool),
     )
     batches = list(read_batches(rows, counting.tokens(), batch_tokens))
-    assert np.concatenate([batch.input_ids for batch in batches]).tolist() == list(range(ends[-1]))
+    assert np.concatenate([batch.input_ids for batch in batches]).tolist() == list(range(stops[-1]))
     row_tokens = [np.diff(batch.row_tokens).tolist() for batch in batches]
     assert list(chain.from_iterable(row_tokens)) == [sum(row) for row in packed]
     assert all(sum(tokens) <= batch_tokens or len(tokens) == 1 for tokens in row_tokens)
@@ -260,75 +244,6 @@ def test_shards_are_ended_when_they_are_large_enough_and_know_how_many_they_are(
     assert names == sorted(path.name for path in tmp_path.iterdir())
     read = [pa.ipc.open_stream(tmp_path / name).read_all().column("n").to_pylist() for name in names]
     assert list(chain.from_iterable(read)) == [index for index in range(5) for _ in range(10)]
-
-
-def test_an_export_is_replaced_and_what_datasets_caches_beside_it_too(workspace, tmp_path) -> None:
-    target = tmp_path / "out"
-    chunkplan.export(workspace / "plan", target, "hf", whole_only=True)
-    datasets.load_from_disk(str(target)).map(lambda row: {"size": len(row["input_ids"])})
-    assert list(target.glob("cache-*.arrow"))
-    chunkplan.export(workspace / "plan", target, "jsonl", whole_only=True)
-    assert sorted(path.name for path in target.iterdir()) == ["data-00000-of-00001.jsonl", "export.json"]
-
-
-def test_what_others_wrote_is_never_replaced(workspace, tmp_path) -> None:
-    """Not even a dataset with the file names of an export."""
-    datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(str(tmp_path / "theirs"))
-    mine = tmp_path / "mine"
-    chunkplan.export(workspace / "plan", mine, "hf", whole_only=True)
-    (mine / "notes.txt").touch()
-    for folder in (tmp_path / "theirs", mine):
-        before = sorted(folder.iterdir())
-        with pytest.raises(UsageError, match="is not just an export"):
-            chunkplan.export(workspace / "plan", folder, "hf", whole_only=True)
-        assert sorted(folder.iterdir()) == before
-
-
-def test_what_cannot_be_exported_is_refused_by_name(workspace, tmp_path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
-    chunkplan.build(tmp_path / "lengths.npy", tmp_path / "bare", chunkplan.PlanConfig(chunk_size=64, k=1))
-    plan, analysis = workspace / "plan", workspace / "analysis"
-    for source, options, message in (
-        (plan, {"to": "npz"}, "there is no format 'npz'"),
-        (plan, {"whole_only": True, "allow_split": True}, "exclude each other"),
-        (plan, {"chunk_size": 64}, "are for an analysis, this is a plan"),
-        (plan, {"packing": "bfd"}, "are for an analysis, this is a plan"),
-        (analysis, {}, "--chunk-size is missing"),
-        (analysis, {"chunk_size": 64, "analysis": analysis}, "--analysis is for a plan"),
-        (analysis, {"chunk_size": 64, "packing": "ffd"}, "ffd"),
-        (analysis, {"chunk_size": 0}, "chunk size is 0"),
-        (analysis, {"chunk_size": 10**10}, "from 1 to 2,147,483,647"),
-        (tmp_path / "lengths.npy", {"chunk_size": 64}, "holds lengths only"),
-        (tmp_path / "bare", {}, "holds lengths only"),
-        (tmp_path / "nothing", {}, "no plan at"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            chunkplan.export(source, tmp_path / "out", **{"to": "jsonl", **options})
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("source", ["plan", "analysis"])
-def test_an_export_without_any_row_is_refused(handmade_plan, tmp_path, source) -> None:
-    plan, analysis = handmade_plan([(np.arange(6), np.arange(6) > 0)], [{0: [[(0, 0, 3)], [(0, 3, 6)]]}])
-    options = {} if source == "plan" else {"chunk_size": 3}
-    with pytest.raises(UsageError, match="every sequence"):
-        chunkplan.export(plan if source == "plan" else analysis, tmp_path / "out", "hf", whole_only=True, **options)
-
-
-def test_a_plan_of_other_data_is_refused(workspace, tmp_path, random_sequences, handmade_plan) -> None:
-    """Another analysis; tokens that the analysis has not; and tokens of another one."""
-    other = write_analysis(tmp_path / "other", random_sequences(LENGTHS, seed=1))
-    with pytest.raises(DataError, match="not the analysis of the plan"):
-        chunkplan.export(workspace / "plan", tmp_path / "out", "hf", whole_only=True, analysis=other)
-    plan, _ = handmade_plan([(np.arange(6), np.arange(6) > 0)], [{0: [[(0, 0, 9)]]}])
-    with pytest.raises(DataError, match="tokens 0 to 9 of sequence 0 are not in the analysis"):
-        chunkplan.export(plan, tmp_path / "out", "hf", allow_split=True)
-    damaged = shutil.copytree(workspace / "analysis", tmp_path / "damaged")
-    for part in (other / "tokens").iterdir():
-        shutil.copy(part, damaged / "tokens" / part.name)
-    with pytest.raises(DataError, match="targets: target masks from sequence 0 on are not those counted"):
-        chunkplan.export(damaged, tmp_path / "out", "hf", chunk_size=64)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -416,58 +331,3 @@ def test_a_token_that_was_changed_is_found(changed, source) -> None:
     with pytest.raises(DataError, match="analysis: content-hash: the tokens are not those"):
         chunkplan.export(changed / source, changed / "out", "jsonl", **options)
     assert not (changed / "out").exists()
-
-
-@pytest.fixture
-def run(workspace, tmp_path, command) -> Callable[..., Any]:
-    """`chunkplan ARGUMENTS` beside a workspace."""
-    shutil.copytree(workspace, tmp_path / "chunkplan-out")
-    return command
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_command_takes_the_latest_plan_and_writes_into_the_workspace(run, width) -> None:
-    ran = run("export", "--to", "hf", "--allow-split", width=width)
-    assert ran.code == 0
-    assert "plan chunkplan-out/plan" in ran.out and "targets are" in ran.out
-    assert max(map(len, ran.out.splitlines())) <= width
-    assert "export in chunkplan-out/export-hf" in ran.err
-
-
-def test_the_command_prints_one_document(run) -> None:
-    options = ("--to", "jsonl", "--chunk-size", 16, "--whole-only", "--json")
-    document = json.loads(run("export", "chunkplan-out/analysis", *options).out)
-    assert (document["path"], document["left_out"]["num_sequences"]) == ("chunkplan-out/export-jsonl", 4)
-    assert document["source_kind"] == "analysis" and document["files"] == ["data-00000-of-00001.jsonl"]
-
-
-def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
-    for arguments, told in (
-        (("--to", "hf"), ("--whole-only leaves", "--allow-split makes")),
-        (("--to", "hf", "--workspace", "elsewhere"), ("chunkplan build",)),
-        ((), ("Missing option '--to'. Choose from: hf, megatron-bridge, jsonl\n",)),
-        (("--to", "npz"), ("Invalid value for '--to': 'npz' is not one of 'hf', 'megatron-bridge', 'jsonl'\n",)),
-    ):
-        ran = run("export", *arguments)
-        assert (ran.code, ran.out) == (2, "")
-        assert all(words in ran.err for words in told)
-
-
-@pytest.mark.parametrize("source", ["chunkplan-out/plan", "chunkplan-out/analysis"])
-def test_the_hint_has_a_command_that_splits_nothing(run, workspace, source) -> None:
-    """Pasted, it packs all sequences whole."""
-    options = () if source.endswith("plan") else ("--chunk-size", 16)
-    [command] = re.findall("`(.*?)`", run("export", source, "--to", "jsonl", *options).err)
-    assert command.startswith("chunkplan export chunkplan-out/analysis --chunk-size ")
-    ran = run(*shlex.split(command)[1:], "--json")
-    assert ran.code == 0
-    document = json.loads(ran.out)
-    assert (document["left_out"], document["cut"]) == (None, None)
-    assert document["num_sequences"] == chunkplan.load_analysis(workspace / "analysis").num_sequences
-
-
-@pytest.mark.parametrize("kind", ["plan", "analysis"])
-def test_in_place_of_a_manifest_its_folder_is_asked(workspace: Path, tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UsageError, match="is neither an analysis nor a file of lengths") as refused:
-        chunkplan.export(workspace / kind / "manifest.json", tmp_path / "out", "jsonl", chunk_size=16)
-    assert refused.value.hint == f"give its folder, {workspace / kind}"

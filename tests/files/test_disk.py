@@ -26,7 +26,6 @@ from chunkplan.exporting.export import FORMATS, export
 from chunkplan.files.folder import replace_folder
 from chunkplan.files.json_file import write_json
 from chunkplan.intake import disk, process, reading
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.schedule.trace import write_trace
@@ -42,7 +41,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 8 MiB, which is written until it is full: nothing asks before whether there is room."""
-    monkeypatch.setattr(disk, "_RESERVE", 0)
+    monkeypatch.setattr(disk, "RESERVE_BYTES", 0)
     monkeypatch.setattr(reading, "LEAST", 0)
     monkeypatch.setattr(process, "MOST", 0)
     place = tmp_path / "disk"
@@ -121,7 +120,7 @@ def read_only(place: Path) -> Iterator[None]:
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Text in a file and in a compressed one, which is unpacked into the cache piece by piece."""
-    monkeypatch.setattr(sizes, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", PIECE_BYTES)
     random = np.random.default_rng(0)
     words = (ROOT / "README.md").read_text().split()
     lines = [json.dumps({"text": " ".join(random.choice(words, 200))}) + "\n" for _ in range(160)]

@@ -20,7 +20,6 @@ from chunkplan import analyze, build, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.config.plan import PlanConfig
 from chunkplan.files.folder import replace_folder
-from chunkplan.intake.readers import sizes
 from tests.support.process_checks import (
     PIECE_BYTES,
     ROOT,
@@ -155,7 +154,7 @@ def test_reruns_after_fifty_kills_are_as_unbroken_runs(
     data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five rounds, each of seven killed `analyze` and three killed `build`, and of their reruns."""
-    monkeypatch.setattr(sizes, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", PIECE_BYTES)
     analyses, plans = {}, {}
     for longest in MAX_LENGTHS:
         unbroken = tmp_path / f"unbroken-{longest}"

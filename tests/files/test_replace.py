@@ -217,8 +217,8 @@ def test_a_name_that_no_folder_can_have_is_a_usage_error(ours: Path, tmp_path: P
 
 
 def test_an_analysis_with_tokens_in_many_parts_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chunkplan.planfile.analysis_writer._PART_TOKENS", 4)
-    monkeypatch.setattr("chunkplan.planfile.analysis_writer._WAITING_TOKENS", 4)
+    monkeypatch.setattr("chunkplan.planfile.analysis_writer.TOKEN_FILE_TOKENS", 4)
+    monkeypatch.setattr("chunkplan.planfile.analysis_writer.WAITING_TOKENS", 4)
     with replace_folder(tmp_path / "analysis", "analysis") as folder:
         writer = AnalysisWriter(folder)
         for record in range(12):

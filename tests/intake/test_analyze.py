@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from chunkplan import IntakeOptions, PlanConfig, analyze, build, load_analysis, validate
-from chunkplan.errors import ChunkplanError, DataError, UsageError
-from chunkplan.intake.readers import sizes
+from chunkplan.errors import DataError, UsageError
+from tests.support.intake_checks import TEXTS, write_lines
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
-TEXTS = [{"text": text} for text in ("one", "", "two two two two", " \n", "日本語 😀", "three")]
-PROMPTS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "", "completion": ""}, {"prompt": "Say", "completion": ""}]
-CHATS = [
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
-    {"messages": []},
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no", "loss": False}]},
-]
-SHAREGPT = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
 SKIP = IntakeOptions(on_error="skip")
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    for name, records in (("a", TEXTS), ("b", PROMPTS), ("c", CHATS), ("d", SHAREGPT)):
-        _write(tmp_path / "data" / f"{name}.jsonl", records)
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One file of some thousand texts that is cut into about ten pieces."""
-    random = np.random.default_rng(0)
-    records = [{"text": f"text {i} " + "word " * int(random.integers(0, 40))} for i in range(2000)]
-    file = _write(tmp_path / "many.jsonl", records)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 20_000)
-    return file
 
 
 def test_a_folder_of_all_schemas_becomes_sequences_that_point_back_at_their_records(data: Path, tmp_path: Path) -> None:
@@ -68,6 +35,15 @@ def test_a_folder_of_all_schemas_becomes_sequences_that_point_back_at_their_reco
     assert analysis.manifest["exact"]
     assert analysis.place(1) == f"{data / 'a.jsonl'}:3"
     assert validate(tmp_path / "out").ok
+
+
+def test_options_are_read_back_as_they_were_given_and_a_file_of_lengths_has_none(tmp_path: Path) -> None:
+    options = IntakeOptions(max_length=9, long="drop", columns={"text": "body"}, sample=0.999, on_error="skip")
+    file = write_lines(tmp_path / "x.jsonl", [{"body": "one two three"}] * 20)
+    assert analyze(file, tmp_path / "out", options).options == options
+    assert load_analysis(tmp_path / "out").options == options
+    np.save(tmp_path / "lengths.npy", np.array([5, 7]))
+    assert load_analysis(tmp_path / "lengths.npy").options is None
 
 
 def test_tokens_and_masks_are_read_back_as_the_tokenizer_gave_them(data: Path, tmp_path: Path) -> None:
@@ -99,7 +75,7 @@ def test_text_of_which_the_tokenizer_leaves_nothing_is_counted_as_empty(tmp_path
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("!", "removed")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    file = _write(tmp_path / "x.jsonl", [{"text": "a!b"}, {"text": "!!"}, {"text": "b"}])
+    file = write_lines(tmp_path / "x.jsonl", [{"text": "a!b"}, {"text": "!!"}, {"text": "b"}])
     analysis = analyze(file, tmp_path / "out", SKIP, tokenizer=tmp_path / "tokenizer.json")
     assert analysis.record.tolist() == [0, 2]
     assert analysis.manifest["rejected"] == {"empty": 1}
@@ -111,10 +87,10 @@ def test_the_same_records_give_the_same_hash_whatever_pieces_and_processes_did_t
 ) -> None:
     from chunkplan.intake import reading
 
-    monkeypatch.setattr(reading, "_LITTLE", 0)
+    monkeypatch.setattr(reading, "ONE_PROCESS_BYTES", 0)
     cut = analyze(many, tmp_path / "cut", tokenizer=TOKENIZER, workers=workers, cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache" / "pieces").iterdir())) > 5
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1 << 25)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 1 << 25)
     whole = analyze(many, tmp_path / "whole", tokenizer=TOKENIZER, workers=1, cache=tmp_path / "other")
     assert whole.content_hash == cut.content_hash
     assert whole.record.tolist() == cut.record.tolist() == list(range(2000))
@@ -207,130 +183,9 @@ def test_progress_ends_at_the_bytes_of_all_files_and_never_goes_back(data: Path,
     assert calls == sorted(calls)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_bad_record_of_the_input_is_named_and_the_old_analysis_stays(
-    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    from chunkplan.intake import reading
-
-    monkeypatch.setattr(reading, "_LITTLE", 0)
-    out = tmp_path / "out"
-    old = analyze(many, out)
-    lines = many.read_text().splitlines()
-    lines[700], lines[1800] = '{"text": 5}', "nothing"
-    many.write_text("\n".join(lines))
-    with pytest.raises(DataError, match="`text`") as caught:
-        analyze(many, out, tokenizer=TOKENIZER, workers=workers)
-    assert caught.value.where == f"{many}:701"
-    assert "--on-error skip" in caught.value.hint
-    assert load_analysis(out).content_hash == old.content_hash
-    assert {path.name for path in tmp_path.iterdir()} == {"many.jsonl", "out", "cache"}
-    assert not [path for path in (tmp_path / "cache").rglob("*") if ".tmp-" in path.name]
-
-
-def test_skip_lists_every_rejected_record_with_its_line_and_reason(many: Path, tmp_path: Path) -> None:
-    lines = many.read_text().splitlines()
-    lines[700], lines[1800], lines[5] = '{"text": 5}', "nothing", '{"text": "  "}'
-    many.write_text("\n".join(lines) + "\n")
-    analysis = analyze(many, tmp_path / "out", SKIP, tokenizer=TOKENIZER)
-    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
-    assert [(one["file"], one["line"], one["reason"]) for one in rejected] == [
-        (str(many), 6, "empty"),
-        (str(many), 701, "schema"),
-        (str(many), 1801, "not-json"),
-    ]
-    assert analysis.manifest["rejected"] == {"empty": 1, "not-json": 1, "schema": 1}
-    assert analysis.num_sequences == 1997
-    assert analysis.record.tolist() == [i for i in range(2000) if i not in (5, 700, 1800)]
-    assert validate(tmp_path / "out").ok
-    with pytest.raises(DataError) as caught:
-        analyze(many, tmp_path / "out", tokenizer=TOKENIZER)  # what was skipped before is in the cache, and still wrong
-    assert caught.value.where == f"{many}:701"  # a blank one stops nothing
-
-
-def test_an_interrupted_run_leaves_the_old_analysis_and_nothing_else(data: Path, tmp_path: Path) -> None:
-    def interrupt(*done: int | None) -> None:
-        raise KeyboardInterrupt
-
-    old = analyze(data / "d.jsonl", tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        analyze(data, tmp_path / "out", SKIP, tokenizer=TOKENIZER, progress=interrupt)
-    assert load_analysis(tmp_path / "out").content_hash == old.content_hash
-    assert {path.name for path in tmp_path.iterdir()} == {"data", "out", "cache"}
-
-
-def test_nothing_to_train_on_is_an_error(tmp_path: Path) -> None:
-    empty = _write(tmp_path / "empty.jsonl", [{"text": ""}, {"text": ""}])
-    for options in (SKIP, IntakeOptions()):
-        with pytest.raises(DataError, match=r"no sequence in .*empty\.jsonl \(all 2 records are blank\)") as caught:
-            analyze(empty, tmp_path / "out", options)
-        assert "not blank" in caught.value.hint
-    nothing = _write(tmp_path / "nothing.jsonl", [])
-    with pytest.raises(DataError, match="0 bytes"):
-        analyze(nothing, tmp_path / "out")
-    blank = tmp_path / "blank.jsonl"
-    blank.write_text("\n \n")
-    with pytest.raises(DataError, match=r"\(no records\)"):
-        analyze(blank, tmp_path / "out")
-
-
-def test_a_file_that_cannot_be_read_is_counted_as_one_rejected_record(data: Path, tmp_path: Path) -> None:
-    (data / "0.jsonl").write_text("")
-    (data / "e.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    analysis = analyze(data, tmp_path / "out", SKIP)
-    assert analysis.manifest["sources"][0]["schema"] is None
-    assert analysis.manifest["rejected"]["unreadable"] == 2
-    assert analysis.source.min() == 1
-    entry = json.loads((tmp_path / "out" / "rejected.jsonl").read_text().splitlines()[0])
-    assert (entry["file"], entry["line"], entry["reason"]) == (str(data / "0.jsonl"), None, "unreadable")
-    assert validate(tmp_path / "out").ok
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"", "0 bytes"), (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS")],
-)
-def test_where_nothing_is_left_the_reason_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
-    (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"no sequence in .*1 unreadable: .*{reason}"):
-        analyze(tmp_path / "x.jsonl", tmp_path / "out", SKIP)
-
-
-def test_lines_under_a_json_name_have_their_line_and_elements_their_index(tmp_path: Path) -> None:
-    lines, array = tmp_path / "lines.json", tmp_path / "array.json"
-    lines.write_text('{"text": "a"}\n\n\nxx\n{"text": "b"}\n')
-    array.write_text('[{"text": "a"}, {"text": 5}]')
-    for path, place in ((lines, f"{lines}:4"), (array, f"{array}, record 1")):
-        with pytest.raises(DataError) as caught:
-            analyze(path, tmp_path / "out")
-        assert caught.value.where == place
-    analysis = analyze([lines, array], tmp_path / "out", SKIP)
-    assert [source["format"] for source in analysis.manifest["sources"]] == ["jsonl", "json"]
-    entries = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
-    assert [(entry.get("line"), entry.get("record")) for entry in entries] == [(4, None), (None, 1)]
-    assert analysis.place(1) == f"{lines}:5"
-
-
-def test_a_source_without_any_target_fails_loudly(tmp_path: Path) -> None:
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]}
-    file = _write(tmp_path / "x.jsonl", [record] * 3)
-    with pytest.raises(DataError, match="no token of its 3 sequences counts in the loss") as caught:
-        analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
-    assert caught.value.where == str(file)
-    assert "roles" in caught.value.hint
-    words = _write(tmp_path / "z.jsonl", [{"text": "a"}] * 2)
-    with pytest.raises(DataError, match="no token of its 2 sequences") as caught:
-        analyze(words, tmp_path / "out", tokenizer=TOKENIZER)
-    assert "one token each" in caught.value.hint
-    cut = _write(tmp_path / "y.jsonl", [{"prompt": "a long prompt", "completion": "b"}])
-    with pytest.raises(DataError) as caught:
-        analyze(cut, tmp_path / "out", IntakeOptions(max_length=1), tokenizer=TOKENIZER)
-    assert "--max-length" in caught.value.hint
-
-
 def test_lengths_and_tokens_are_read_without_a_tokenizer(tmp_path: Path) -> None:
-    lengths = _write(tmp_path / "lengths.jsonl", [{"length": n} for n in (5, 7)])
-    tokens = _write(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}])
+    lengths = write_lines(tmp_path / "lengths.jsonl", [{"length": n} for n in (5, 7)])
+    tokens = write_lines(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}])
     only_tokens = analyze(tokens, tmp_path / "a")
     assert only_tokens.has_tokens
     assert only_tokens.is_exact
@@ -349,7 +204,7 @@ def test_a_sample_is_the_same_records_whatever_the_pieces_and_is_marked(
 ) -> None:
     options = IntakeOptions(sample=0.2)
     cut = analyze(many, tmp_path / "cut", options, tokenizer=TOKENIZER)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1 << 25)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 1 << 25)
     whole = analyze(many, tmp_path / "whole", options, tokenizer=TOKENIZER, cache=tmp_path / "other")
     assert whole.record.tolist() == cut.record.tolist()
     assert 300 < cut.num_sequences < 500
@@ -360,32 +215,6 @@ def test_a_sample_is_the_same_records_whatever_the_pieces_and_is_marked(
     with pytest.raises(UsageError, match="a sample of 20%"):
         cut.tokens()
     assert validate(tmp_path / "cut").ok
-
-
-def test_a_worker_that_is_killed_is_an_error_that_says_so(
-    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import multiprocessing
-    import os
-    import signal
-    import threading
-
-    from chunkplan.intake import reading
-
-    monkeypatch.setattr(reading, "_LITTLE", 0)
-    others = set(multiprocessing.active_children())
-
-    def kill() -> None:
-        while not (children := set(multiprocessing.active_children()) - others):
-            pass
-        os.kill(next(iter(children)).pid or 0, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    with pytest.raises(ChunkplanError, match="was killed or not started"):
-        analyze(many, tmp_path / "out", tokenizer=TOKENIZER, workers=2)
-    thread.join()
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_line_end_in_the_name_of_a_file_is_stored_as_an_escape(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.errors import DataError
 from chunkplan.intake import process, store
-from chunkplan.intake.readers import sizes
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
@@ -21,7 +20,7 @@ TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 4_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 4_000)
 
 
 @pytest.fixture
@@ -177,7 +176,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, work: list[str]
 def test_the_cache_holds_what_an_analysis_holds_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkplan.planfile.analysis_writer._OWN_FILE_TOKENS", 10)
+    monkeypatch.setattr("chunkplan.planfile.analysis_writer.OWN_FILE_TOKENS", 10)
     file = make(tmp_path / "a.jsonl", "a")
     analyze(file, tmp_path / "kept", tokenizer=TOKENIZER, cache=tmp_path / "cache")
     analyze(file, tmp_path / "out", IntakeOptions(max_length=7), tokenizer=TOKENIZER, cache=tmp_path / "cache")
@@ -234,7 +233,7 @@ def test_tokens_that_were_damaged_in_the_analysis_are_not_taken_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the same files."""
-    monkeypatch.setattr("chunkplan.planfile.analysis_writer._OWN_FILE_TOKENS", 10)
+    monkeypatch.setattr("chunkplan.planfile.analysis_writer.OWN_FILE_TOKENS", 10)
     file = make(tmp_path / "a.jsonl", "a")
     analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     with (tmp_path / "out" / "tokens" / "part-00000.arrow").open("r+b") as opened:

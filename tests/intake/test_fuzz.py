@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.intake.readers import cut, read, sizes
+from chunkplan.intake.readers import cut, read
 from chunkplan.intake.readers.json_array import elements
 from chunkplan.intake.rejection import REASONS, RecordError
-from chunkplan.intake.schemas import Layout, parse
+from chunkplan.intake.schemas import RecordLayout, parse
 from chunkplan.intake.sources import SourceFile
 from tests.support.intake_checks import LENGTH, TEXT, TOKENS, rows_of
 
@@ -67,7 +67,7 @@ def _files(draw: st.DrawFn) -> bytes:
     return bytes(data) + draw(st.sampled_from([b"", b"\n"]))
 
 
-def _read(path: Path, layout: Layout) -> tuple[dict[int, Any], dict[int, Any]]:
+def _read(path: Path, layout: RecordLayout) -> tuple[dict[int, Any], dict[int, Any]]:
     file = SourceFile(str(path), "jsonl", None, path.stat().st_size)
     return rows_of([list(read(piece, layout, max_record_bytes=LIMIT)) for piece in cut(file, 0, path.parent)])
 
@@ -82,7 +82,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _naive(data: bytes, layout: Layout) -> tuple[dict[int, Any], set[int]]:
+def _naive(data: bytes, layout: RecordLayout) -> tuple[dict[int, Any], set[int]]:
     """Every line by itself, with the parser of the standard library."""
     records: dict[int, Any] = {}
     rejected: set[int] = set()
@@ -112,7 +112,7 @@ def _naive(data: bytes, layout: Layout) -> tuple[dict[int, Any], set[int]]:
 @settings(max_examples=300, derandomize=True)
 @given(_files(), st.sampled_from([TEXT, LENGTH, TOKENS]), st.integers(1, 60), st.integers(1, 60))
 def test_lines_are_those_of_a_naive_reader_however_they_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, layout: Layout, piece_bytes: int, block_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, layout: RecordLayout, piece_bytes: int, block_bytes: int
 ) -> None:
     if not data or data.startswith(b"version https://git-lfs"):
         return
@@ -122,9 +122,9 @@ def test_lines_are_those_of_a_naive_reader_however_they_are_cut(
     assert (records, set(rejected)) == _naive(data, layout)
     assert all(one.reason in REASONS for one in rejected.values())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "PIECE_BYTES", piece_bytes)
-        patch.setattr(sizes, "BLOCK_BYTES", block_bytes)
-        patch.setattr(sizes, "BATCH_RECORDS", 2)
+        patch.setattr("chunkplan.intake.pieces.PIECE_BYTES", piece_bytes)
+        patch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", block_bytes)
+        patch.setattr("chunkplan.intake.pieces.BATCH_RECORDS", 2)
         assert _read(path, layout) == (records, rejected)
 
 

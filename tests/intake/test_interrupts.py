@@ -17,7 +17,6 @@ import pytest
 from chunkplan import analyze, load_analysis
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.intake import reading
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.worker import start
 from tests.support.process_checks import PIECE_BYTES, ROOT, TOKENIZER, begin_analyze, in_group, left_behind, wait_until
 
@@ -124,8 +123,8 @@ def test_what_a_run_found_in_the_cache_stays_there_until_it_ends(tmp_path: Path)
 def test_a_disk_that_fills_up_is_a_clear_error_and_leaves_nothing_half_written(
     data: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(reading, "_LITTLE", 0)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(reading, "ONE_PROCESS_BYTES", 0)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", PIECE_BYTES)
     old = load_analysis(workspace / "analysis").content_hash
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # of the workers too
@@ -151,8 +150,8 @@ def test_a_cache_that_cannot_be_written_is_a_usage_error(data: Path, tmp_path: P
 def test_workers_that_are_killed_never_make_a_run_wait(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(reading, "_LITTLE", 0)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(reading, "ONE_PROCESS_BYTES", 0)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", PIECE_BYTES)
     workers = []
 
     def kill() -> None:
@@ -177,7 +176,7 @@ def test_workers_that_are_killed_never_make_a_run_wait(
 SCRIPT = """
 from chunkplan import analyze
 from chunkplan.intake import reading
-reading._LITTLE = 0
+reading.ONE_PROCESS_BYTES = 0
 print(analyze({data!r}, {out!r}, workers=2).num_sequences)
 """
 
@@ -209,5 +208,5 @@ def test_a_process_that_must_not_start_others_does_the_work_itself(data: Path, t
 
 
 def _analyze_with_processes(data: Path, output: Path) -> int:
-    reading._LITTLE = 0
+    reading.ONE_PROCESS_BYTES = 0
     return analyze(data, output, workers=2).num_sequences

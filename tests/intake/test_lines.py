@@ -11,14 +11,14 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import Batch, LengthColumn, TokenColumns
-from chunkplan.intake.readers import digest, first_records, read, sizes
+from chunkplan.intake.readers import digest, first_records, read
 from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import Layout, parse
+from chunkplan.intake.schemas import RecordLayout, parse
 from tests.support.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
 
 
-def _batches(path: Path, layout: Layout, **options: Any) -> list[list[Batch]]:
+def _batches(path: Path, layout: RecordLayout, **options: Any) -> list[list[Batch]]:
     return batches_of(path, layout, path.parent / "spool", **options)
 
 
@@ -102,7 +102,7 @@ def test_text_that_looks_like_keys_is_no_duplicate_key(tmp_path: Path, text: str
 
 
 def test_a_line_that_is_too_large_is_passed_over_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "BLOCK_BYTES", 256)
+    monkeypatch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", 256)
     for length in (150, 5000):  # within a block, and beyond
         large = json.dumps({"text": "x" * length}).encode()
         texts, rejected = _texts(
@@ -126,7 +126,7 @@ def test_pieces_have_every_line_once_wherever_they_are_cut(
     (tmp_path / "x.jsonl").write_bytes(content)
     whole = rows_of(_batches(tmp_path / "x.jsonl", TEXT))
     assert set(whole[0]) | set(whole[1]) == {0, 1, 2, 4, 5, 6, 7}
-    monkeypatch.setattr(sizes, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", piece_bytes)
     batches = _batches(tmp_path / "x.jsonl", TEXT)
     assert len(batches) == -(-len(content) // piece_bytes)
     assert rows_of(batches) == whole
@@ -136,7 +136,7 @@ def test_pieces_have_every_line_once_wherever_they_are_cut(
 def test_the_digest_is_that_of_the_lines_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "bcd"}\n{"text": "e"}\n')
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 20)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 20)
     before = [digest(piece) for piece in pieces_of(path, tmp_path)]
     path.write_bytes(b'{"text": "a"}\n{"text": "bcd"}\n{"text": "f"}\n')
     after = [digest(piece) for piece in pieces_of(path, tmp_path)]
@@ -160,7 +160,7 @@ def test_a_file_that_goes_away_is_a_usage_error(tmp_path: Path) -> None:
         list(read(piece, TEXT, max_record_bytes=LARGE))
 
 
-def _by_parse(lines: list[str], layout: Layout) -> tuple[dict[int, Any], dict[int, str]]:
+def _by_parse(lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
     """What `schemas.parse` makes of every line: the reference of the fast columns."""
     records: dict[int, Any] = {}
     rejected: dict[int, str] = {}
@@ -178,7 +178,7 @@ def _by_parse(lines: list[str], layout: Layout) -> tuple[dict[int, Any], dict[in
     return records, rejected
 
 
-def _check_columns(path: Path, lines: list[str], layout: Layout) -> tuple[dict[int, Any], dict[int, str]]:
+def _check_columns(path: Path, lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     batches = _batches(path, layout)
     assert all(isinstance(batch.records, (LengthColumn, TokenColumns)) for piece in batches for batch in piece)
@@ -249,7 +249,7 @@ def test_tokens_as_columns_are_those_that_parse_gives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [TEXT, LENGTH])
 def test_a_sample_takes_the_same_records_however_the_source_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RecordLayout
 ) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"text": "t{number}", "length": {number + 1}}}\n' for number in range(3000)) + "broken")
@@ -261,8 +261,8 @@ def test_a_sample_takes_the_same_records_however_the_source_is_cut(
     assert sum(batch.num_records for piece in batches for batch in piece) == 3001
     more, _ = rows_of(_batches(path, layout, sample=0.5))
     assert few.items() < more.items()
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(sizes, "BLOCK_BYTES", 300)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 1000)
+    monkeypatch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", 300)
     assert rows_of(_batches(path, layout, sample=0.2))[0] == few
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze
 from chunkplan.intake import reading
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import write_shard
 
@@ -29,8 +28,8 @@ Calls = list[tuple[int, int | None, int]]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 4_000)
-    monkeypatch.setattr(sizes, "BATCH_RECORDS", 20)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 4_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.BATCH_RECORDS", 20)
 
 
 def zstd(path: Path, data: bytes) -> None:
@@ -98,7 +97,7 @@ def test_progress_is_made_all_the_way(tmp_path: Path, name: str) -> None:
 
 
 def test_progress_of_processes_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LITTLE", 0)
+    monkeypatch.setattr(reading, "ONE_PROCESS_BYTES", 0)
     for name in ("a.jsonl", "a.jsonl.gz"):
         KINDS[name](tmp_path / name)
     paths = sorted(tmp_path.iterdir())

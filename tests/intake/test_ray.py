@@ -16,7 +16,6 @@ import pytest
 
 from chunkplan import analyze, load_analysis
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.readers import sizes
 from tests.support.places import ROOT
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'chunkplan[ray]'")
@@ -25,9 +24,9 @@ TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
 #: The command, with pieces so small that there are several.
 COMMAND = """
-from chunkplan.intake.readers import sizes
+from chunkplan.intake import pieces
 from chunkplan_cli.main import main
-sizes.PIECE_BYTES = 20_000
+pieces.PIECE_BYTES = 20_000
 main()
 """
 
@@ -55,7 +54,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "many.jsonl"
     texts = (f"text {number} " + "word " * int(random.integers(0, 40)) for number in range(1500))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 20_000)
     return path
 
 

@@ -16,24 +16,11 @@ from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.schemas import SCHEMAS
 from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
+from tests.support.intake_checks import ANSWERS, question_and_answer
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 DROP = IntakeOptions(undesirable="drop")
-
-
-def _pair(*contents: str, who: str = "role", what: str = "content") -> list[dict[str, str]]:
-    return [{who: role, what: content} for role, content in zip(("user", "assistant"), contents, strict=False)]
-
-
-#: A record of every schema that trains an answer.
-ANSWERS: dict[str, dict[str, Any]] = {
-    "messages": {"messages": _pair("Hi!", "Hello.")},
-    "conversations": {"conversations": _pair("Hi!", "Hello.", who="from", what="value")},
-    "prompt+completion": {"prompt": "Hi!", "completion": "Hello."},
-    "instruction": {"instruction": "Hi!", "output": "Hello."},
-    "question+answer": {"question": "Hi!", "answer": "Hello."},
-}
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -68,7 +55,7 @@ def test_bad_answers_stop_the_run_by_name_or_are_dropped_and_counted(tmp_path: P
     analysis = analyze(file, tmp_path / "out", DROP, tokenizer=TOKENIZER)
     assert analysis.record.tolist() == [1, 2, 4, 5, 7, 8]
     assert analysis.manifest["rejected"] == {"undesirable": 3}
-    assert analysis.manifest["options"]["undesirable"] == "drop"
+    assert analysis.options == DROP
     [source] = analysis.manifest["sources"]
     assert (source["schema"], source["reasons"], source["unread_keys"]) == (schema, {"undesirable": 3}, {})
     assert _rejected(tmp_path / "out") == [(1, "undesirable"), (4, "undesirable"), (7, "undesirable")]
@@ -135,7 +122,7 @@ def test_blank_records_are_counted_and_what_is_damaged_stops_the_run(tmp_path: P
     records = [{"text": "one"}, {"text": ""}, {"text": " \n"}, {"text": "two"}]
     file = _write(tmp_path / "data" / "a.jsonl", records)
     (tmp_path / "data" / "__init__.txt").write_bytes(b"")
-    chats = [{"messages": _pair("a", "b")}, {"messages": []}, {"messages": _pair(" ", "")}]
+    chats = [{"messages": question_and_answer("a", "b")}, {"messages": []}, {"messages": question_and_answer(" ", "")}]
     _write(tmp_path / "data" / "c.parquet", chats)
     analysis = analyze(tmp_path / "data", tmp_path / "out", tokenizer=TOKENIZER)
     assert analysis.num_sequences == 3

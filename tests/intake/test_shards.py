@@ -18,7 +18,6 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.errors import ChunkplanError, DataError, UsageError
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from tests.support.places import ROOT
@@ -29,7 +28,7 @@ SKIP = IntakeOptions(on_error="skip")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 2_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 2_000)
 
 
 def lines(name: str, count: int) -> bytes:

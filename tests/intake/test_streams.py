@@ -18,7 +18,7 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import Piece
-from chunkplan.intake.readers import cut, first_records, is_stream, read, sizes
+from chunkplan.intake.readers import cut, first_records, is_stream, read
 from chunkplan.intake.readers.json_array import elements
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.sources import find_sources
@@ -68,8 +68,8 @@ def test_compressed_lines_are_those_of_the_content_members_and_frames_joined(
     content = b"\xef\xbb\xbf" + "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     path = tmp_path / f"x.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](content[:10_001]) + COMPRESS[suffix](content[10_001:]))
-    monkeypatch.setattr(sizes, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(sizes, "BLOCK_BYTES", 777)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", 777)
     assert _texts(path, tmp_path / "spool") == texts
     pieces = list(_cut(path, tmp_path / "spool"))
     assert all(piece.is_temporary for piece in pieces)
@@ -82,7 +82,7 @@ def test_compressed_lines_are_those_of_the_content_members_and_frames_joined(
 def test_a_stream_is_spooled_only_as_far_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0))
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 1000)
     pieces = _cut(path, tmp_path / "spool")
     next(pieces)
     next(pieces)
@@ -192,10 +192,10 @@ def test_an_array_is_read_as_its_elements(
     path = tmp_path / f"x.json{suffix}"
     path.write_bytes(COMPRESS[suffix](content) if suffix else content)
     for block in (1, 2, 3, 5, 64, 1 << 20):
-        monkeypatch.setattr(sizes, "BLOCK_BYTES", block)
+        monkeypatch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", block)
         pieces = list(_cut(path, tmp_path / "spool"))
         assert [record for piece in pieces for record in first_records(piece)] == RECORDS
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 10)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 10)
     pieces = list(_cut(path, tmp_path / "spool"))
     assert [first_records(piece) for piece in pieces] == [[record] for record in RECORDS]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,47 +9,34 @@ from typing import Any
 import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pyarrow.parquet import encryption
 
 from chunkplan.intake.pieces import LengthColumn, TokenColumns
-from chunkplan.intake.readers import cut, default_columns, digest, first_records, read, sizes
+from chunkplan.intake.readers import default_columns, digest, first_records
 from chunkplan.intake.records import Conversation, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import SCHEMAS, Layout, detect, parse
+from chunkplan.intake.schemas import SCHEMAS, RecordLayout, detect, parse
 from chunkplan.intake.sources import find_sources
-from tests.support.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
-
-KINDS = ["parquet", "arrow file", "arrow stream"]
-
-
-def _write(path: Path, table: pa.Table, kind: str, rows: int = 1 << 20) -> Path:
-    """The table in parts of `rows`."""
-    path = path.with_suffix("." + kind.split(maxsplit=1)[0])
-    if kind == "parquet":
-        pq.write_table(table, path, row_group_size=rows)
-        return path
-    new = pa.ipc.new_file if kind == "arrow file" else pa.ipc.new_stream
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
-    return path
+from tests.support.intake_checks import LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
+from tests.support.table_cases import KINDS, write_table
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_rows_in_pieces_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_texts_are_rows_in_pieces_of_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     texts = [f"{number} é" * 5 if number % 7 else None for number in range(1000)]
-    path = _write(tmp_path / "x", pa.table({"id": range(1000), "text": texts, "meta": ["m"] * 1000}), kind, rows=90)
+    path = write_table(
+        tmp_path / "x", pa.table({"id": range(1000), "text": texts, "meta": ["m"] * 1000}), kind, rows=90
+    )
     whole = rows_of(batches_of(path, TEXT, tmp_path))
     assert {row: record.text for row, record in whole[0].items()} == {r: t for r, t in enumerate(texts) if t}
     assert {one.reason for one in whole[1].values()} == {"schema"}
     assert set(whole[0]) | set(whole[1]) == set(range(1000))
     (piece,) = pieces_of(path, tmp_path)
     assert first_records(piece, 2) == [{"id": 0, "meta": "m"}, {"id": 1, "text": texts[1], "meta": "m"}]
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(sizes, "BLOCK_BYTES", 500)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.BLOCK_BYTES", 500)
     batches = batches_of(path, TEXT, tmp_path)
     assert 2 < len(batches) <= 12
     assert max(len(batch.numbers) for piece in batches for batch in piece) < 50
@@ -71,7 +57,7 @@ def test_keys_that_only_other_rows_have_are_left_out(tmp_path: Path, kind: str) 
             "tools": None,
         },
     ]
-    path = _write(tmp_path / "x", pa.Table.from_pylist(records), kind)
+    path = write_table(tmp_path / "x", pa.Table.from_pylist(records), kind)
     (piece,) = pieces_of(path, tmp_path)
     assert first_records(piece) == [records[0], {"messages": records[1]["messages"]}]
     found, rejected = rows_of(batches_of(path, detect(records), tmp_path))
@@ -80,9 +66,9 @@ def test_keys_that_only_other_rows_have_are_left_out(tmp_path: Path, kind: str) 
     assert found[0].messages[1].fields == {"tool_calls": call}
 
 
-def _same_as_lines(tmp_path: Path, table: pa.Table, kind: str, layout: Layout, column: type) -> tuple[Any, Any]:
+def _same_as_lines(tmp_path: Path, table: pa.Table, kind: str, layout: RecordLayout, column: type) -> tuple[Any, Any]:
     """A table reads as its rows do as JSON lines; returns records and rejections of it."""
-    path = _write(tmp_path / "x", table, kind, rows=7)
+    path = write_table(tmp_path / "x", table, kind, rows=7)
     batches = batches_of(path, layout, tmp_path)
     assert all(isinstance(batch.records, column) for piece in batches for batch in piece)
     records, rejected = rows_of(batches)
@@ -125,7 +111,7 @@ def test_tokens_are_columns(tmp_path: Path, kind: str, dtype: pa.DataType) -> No
 
 def test_numbers_that_are_no_token_ids_are_rejected_by_row(tmp_path: Path) -> None:
     for values in ([[1, 2], [3, None]], [[1, 2], [2**31, 1]], [[1, 2], [-1]]):
-        path = _write(tmp_path / "x", pa.table({"input_ids": values}), "parquet")
+        path = write_table(tmp_path / "x", pa.table({"input_ids": values}), "parquet")
         records, rejected = rows_of(batches_of(path, TOKENS, tmp_path))
         assert list(rejected) == [1]
         assert rejected[1].reason == "schema"
@@ -137,7 +123,7 @@ def test_text_that_is_not_utf8_is_rejected_by_row(tmp_path: Path, kind: str) -> 
     good = pa.array([b"a", b"\xff\xfe", b"c"])
     as_text = pa.Array.from_buffers(pa.string(), 3, good.buffers())
     for column in (good, as_text):  # bytes are taken for text as well
-        path = _write(tmp_path / "x", pa.table({"text": column}), kind)
+        path = write_table(tmp_path / "x", pa.table({"text": column}), kind)
         records, rejected = rows_of(batches_of(path, TEXT, tmp_path))
         assert {row: record.text for row, record in records.items()} == {0: "a", 2: "c"}
         assert {row: one.reason for row, one in rejected.items()} == {1: "not-utf8"}
@@ -145,7 +131,7 @@ def test_text_that_is_not_utf8_is_rejected_by_row(tmp_path: Path, kind: str) -> 
 
 
 def test_a_row_that_is_too_large_is_rejected(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x", pa.table({"text": ["a", "b" * 5000, "c"]}), "parquet")
+    path = write_table(tmp_path / "x", pa.table({"text": ["a", "b" * 5000, "c"]}), "parquet")
     records, rejected = rows_of(batches_of(path, TEXT, tmp_path, limit=1000))
     assert list(records) == [0, 2]
     assert {row: one.reason for row, one in rejected.items()} == {1: "too-large"}
@@ -156,13 +142,13 @@ def test_a_sample_takes_the_same_rows_however_the_table_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     table = pa.table({"length": range(1, 3001), "text": [f"t{number}" for number in range(3000)]})
-    path = _write(tmp_path / "x", table, kind, rows=100)
+    path = write_table(tmp_path / "x", table, kind, rows=100)
     for layout in (LENGTH, TEXT):
         few, _ = rows_of(batches_of(path, layout, tmp_path, sample=0.2))
         assert 500 < len(few) < 700
         assert few.items() <= rows_of(batches_of(path, layout, tmp_path))[0].items()
         with monkeypatch.context() as patch:
-            patch.setattr(sizes, "PIECE_BYTES", 2000)
+            patch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 2000)
             batches = batches_of(path, layout, tmp_path, sample=0.2)
         assert rows_of(batches)[0] == few
         assert sum(batch.num_records for piece in batches for batch in piece) == 3000
@@ -170,11 +156,11 @@ def test_a_sample_takes_the_same_rows_however_the_table_is_cut(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_digest_is_that_of_the_rows_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 1)
     texts = [f"{number:03}" for number in range(40)]
 
     def digests(name: str, texts: list[str]) -> list[str]:
-        path = _write(tmp_path / name, pa.table({"text": texts}), kind, rows=10)
+        path = write_table(tmp_path / name, pa.table({"text": texts}), kind, rows=10)
         return [digest(piece) for piece in pieces_of(path, tmp_path)]
 
     before, again = digests("x", texts), digests("y", texts)
@@ -183,119 +169,6 @@ def test_the_digest_is_that_of_the_rows_of_a_piece(tmp_path: Path, monkeypatch: 
     assert before == again
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True, True]
     assert len(set(before)) == 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("content", ["empty", "pointer", "text", "torn", "no rows"])
-def test_a_file_that_is_no_table_is_unreadable(tmp_path: Path, kind: str, content: str) -> None:
-    path = _write(tmp_path / "x", pa.table({"text": ["a" * 1000] * (0 if content == "no rows" else 1000)}), kind)
-    data = path.read_bytes()
-    wrong = {
-        "empty": b"",
-        "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        "text": b'{"text": "a"}\n' * 20,
-        "torn": data[: len(data) // 2],
-        "no rows": data,
-    }
-    path.write_bytes(wrong[content])
-    messages = {"empty": "0 bytes", "pointer": "Git LFS", "no rows": "without rows"}
-    with pytest.raises(RecordError) as caught:
-        pieces_of(path, tmp_path)
-    assert caught.value.reason == "unreadable"
-    assert caught.value.where == str(path)
-    assert messages.get(content, "or it is torn") in caught.value.message
-
-
-def test_of_an_arrow_stream_cut_short_the_rows_before_are_read(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x", pa.table({"text": [str(number) for number in range(100)]}), "arrow stream", rows=10)
-    path.write_bytes(path.read_bytes()[:-300])
-    found = []
-    (file,) = find_sources([path])
-    with pytest.raises(RecordError, match="torn"):
-        for piece in cut(file, 0, tmp_path):
-            found.append(piece)
-    records, _ = rows_of([list(read(piece, TEXT, max_record_bytes=LARGE)) for piece in found])
-    assert len(records) >= 80
-    assert [record.text for record in records.values()] == [str(number) for number in range(len(records))]
-
-
-@pytest.mark.parametrize("sample", [None, 0.5])
-def test_every_row_of_a_damaged_row_group_is_rejected_and_the_others_are_read(
-    tmp_path: Path, sample: float | None
-) -> None:
-    texts = [f"{number} {number * 7919}" * 50 for number in range(2000)]
-    path = _write(tmp_path / "x", pa.table({"text": texts}), "parquet", rows=500)
-    whole, _ = rows_of(batches_of(path, TEXT, tmp_path, sample=sample))
-    data = bytearray(path.read_bytes())
-    at = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
-    data[at : at + 40] = b"\xff" * 40
-    path.write_bytes(data)
-    batches = batches_of(path, TEXT, tmp_path, sample=sample)
-    records, rejected = rows_of(batches)
-    assert records == {row: record for row, record in whole.items() if not 500 <= row < 1000}
-    assert set(records) | set(rejected) == set(whole)
-    assert {(one.reason, one.message[:21]) for one in rejected.values()} == {("unreadable", "row group 1 cannot be")}
-    for count in ("num_records", "num_rows"):
-        assert sum(getattr(batch, count) for piece in batches for batch in piece) == 2000
-    assert sum(batch.num_bytes for piece in batches for batch in piece) == pieces_of(path, tmp_path)[0].num_bytes
-
-
-def test_the_first_records_of_a_piece_that_is_lost_are_those_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [f"{number} {number * 7919}" for number in range(200)]
-    path = _write(tmp_path / "x", pa.table({"text": texts}), "parquet", rows=100)
-    data = bytearray(path.read_bytes())
-    at = pq.ParquetFile(path).metadata.row_group(0).column(0).dictionary_page_offset
-    data[at : at + 40] = b"\xff" * 40
-    path.write_bytes(data)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 1)
-    first, _ = pieces_of(path, tmp_path)
-    assert first_records(first, 2) == [{"text": text} for text in texts[100:102]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("index", [pa.int32(), pa.int64()])
-def test_categories_that_are_not_utf8_are_rejected_for_that(tmp_path: Path, kind: str, index: pa.DataType) -> None:
-    good = pa.array([b"a", b"\xff\xfe"])
-    values = pa.Array.from_buffers(pa.string(), 2, good.buffers())
-    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], index), values)
-    path = _write(tmp_path / "x", pa.table({"text": column}), kind)
-    records, rejected = rows_of(batches_of(path, TEXT, tmp_path))
-    is_cast = kind == "parquet" and index == pa.int64()  # of which Arrow does not say what row it is in
-    assert set(rejected) == ({0, 1, 2} if is_cast else {1})
-    assert {one.reason for one in rejected.values()} == {"not-utf8"}
-    assert len(records) == 3 - len(rejected)
-
-
-class _Keys(encryption.KmsClient):  # type: ignore[misc]
-    """Leaves keys as they are."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-
-    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
-        return base64.b64encode(key_bytes).decode()
-
-    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
-        return base64.b64decode(wrapped_key)
-
-
-@pytest.mark.parametrize("plaintext_footer", [True, False])
-def test_an_encrypted_file_is_unreadable(tmp_path: Path, plaintext_footer: bool) -> None:
-    table = pa.table({"text": ["a", "b"], "other": ["c", "d"]})
-    properties = encryption.CryptoFactory(_Keys).file_encryption_properties(
-        encryption.KmsConnectionConfig(),
-        encryption.EncryptionConfiguration(
-            footer_key="k1", column_keys={"k2": ["other"]}, plaintext_footer=plaintext_footer
-        ),
-    )
-    path = tmp_path / "x.parquet"
-    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
-        writer.write_table(table)
-    with pytest.raises(RecordError, match="encrypted") as caught:
-        pieces_of(path, tmp_path)
-    assert (caught.value.reason, caught.value.where) == ("unreadable", str(path))
 
 
 _MEDIA = [
@@ -314,8 +187,8 @@ _MEDIA = [
 def test_rows_with_media_are_refused_and_those_without_are_read(tmp_path: Path, kind: str, media: pa.Array) -> None:
     messages = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{row}"}] for row in range(5)]
     columns = {"messages": messages, "text": ["t"] * 5, "length": range(1, 6), "input_ids": [[1, 2]] * 5}
-    path = _write(tmp_path / "x", pa.table({**columns, "image": media}), kind)
-    layouts = [Layout("messages", {role: role for role in SCHEMAS["messages"].roles}, ""), TEXT, LENGTH, TOKENS]
+    path = write_table(tmp_path / "x", pa.table({**columns, "image": media}), kind)
+    layouts = [RecordLayout("messages", {role: role for role in SCHEMAS["messages"].roles}, ""), TEXT, LENGTH, TOKENS]
     for layout in layouts:
         records, rejected = rows_of(batches_of(path, layout, tmp_path))
         assert {row: one.reason for row, one in rejected.items()} == {0: "unsupported", 3: "unsupported"}
@@ -333,7 +206,7 @@ def test_rows_with_a_preference_pair_are_refused_as_lines_are(tmp_path: Path) ->
 
 
 def test_media_that_are_large_do_not_make_a_row_too_large(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x", pa.table({"text": ["a", "b"], "image": [b"\xff" * 5000, None]}), "parquet")
+    path = write_table(tmp_path / "x", pa.table({"text": ["a", "b"], "image": [b"\xff" * 5000, None]}), "parquet")
     records, rejected = rows_of(batches_of(path, TEXT, tmp_path, limit=1000))
     assert list(records) == [1]
     assert rejected[0].reason == "unsupported"
@@ -373,7 +246,7 @@ def test_columns_of_tokens_are_what_parse_makes_of_every_record(
     lines = folder / "tokens.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     schema = pa.schema([(key, pa.list_(pa.int32())) for key in ("input_ids", "labels", "attention_mask")])
-    for path in (lines, _write(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")):
+    for path in (lines, write_table(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")):
         found, rejected = rows_of(batches_of(path, TOKENS, folder))
         assert found == records
         assert set(rejected) == set(range(len(rows))) - set(records)
@@ -384,7 +257,7 @@ def test_tables_behind_urls_are_read_as_files_are(tmp_path: Path) -> None:
     table = pa.table({"length": range(1, 100)})
     try:
         for kind in KINDS:
-            path = _write(tmp_path / "x", table, kind, rows=10)
+            path = write_table(tmp_path / "x", table, kind, rows=10)
             url = f"memory://tables-test/{kind.replace(' ', '-')}{path.suffix}"
             system.pipe(url, path.read_bytes())
             assert rows_of(batches_of(url, LENGTH, tmp_path / "spool"))[0] == dict(enumerate(range(1, 100)))
@@ -403,17 +276,17 @@ def test_tables_behind_urls_are_read_as_files_are(tmp_path: Path) -> None:
 
 
 def test_one_column_of_integers_is_lengths_whatever_its_name(tmp_path: Path) -> None:
-    def layout(path: Path) -> Layout:
+    def layout(path: Path) -> RecordLayout:
         (file,) = find_sources([path])
         return detect(first_records(pieces_of(path, tmp_path)[0]), columns=default_columns(file))
 
     for kind in KINDS:
-        path = _write(tmp_path / "x", pa.table({"how_many": [5, 6]}), kind)
+        path = write_table(tmp_path / "x", pa.table({"how_many": [5, 6]}), kind)
         assert rows_of(batches_of(path, layout(path), tmp_path))[0] == {0: 5, 1: 6}
     np.save(tmp_path / "x.npy", np.array([7, 8], np.uint16))
     assert rows_of(batches_of(tmp_path / "x.npy", layout(tmp_path / "x.npy"), tmp_path))[0] == {0: 7, 1: 8}
     for table in (pa.table({"a": [1], "b": [2]}), pa.table({"a": ["x"]}), pa.table({"a": [[1]]})):
-        (file,) = find_sources([_write(tmp_path / "x", table, "parquet")])
+        (file,) = find_sources([write_table(tmp_path / "x", table, "parquet")])
         assert default_columns(file) == {}
 
 
@@ -426,8 +299,8 @@ def test_a_numpy_file_is_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     expected = {row: int(length) for row, length in enumerate(lengths) if 0 < length < 2**31}
     assert whole[0] == expected
     assert set(whole[1]) == set(range(200)) - set(expected)
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 64)
-    monkeypatch.setattr(sizes, "COLUMN_RECORDS", 3)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 64)
+    monkeypatch.setattr("chunkplan.intake.pieces.COLUMN_RECORDS", 3)
     assert rows_of(batches_of(tmp_path / "x.npy", LENGTH, tmp_path)) == whole
     few, _ = rows_of(batches_of(tmp_path / "x.npy", LENGTH, tmp_path, sample=0.5))
     assert 50 < len(few) < 150

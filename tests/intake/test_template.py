@@ -158,8 +158,8 @@ def test_a_template_that_walks_over_its_messages_once_is_rendered_once(monkeypat
     """However long the conversation is: the cost of finding spans does not grow with its square."""
     template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "x")
     rendered = []
-    plain = template._plain
-    monkeypatch.setattr(template, "_plain", lambda variables: rendered.append(variables) or plain(variables))
+    plain = template.plain
+    monkeypatch.setattr(template, "plain", lambda variables: rendered.append(variables) or plain(variables))
     messages = tuple(Message(role, "a") for _ in range(50) for role in ("user", "assistant"))
     spans = template.render(Conversation(messages))[1]
     assert len(spans) == 50
@@ -198,7 +198,7 @@ def test_generation_blocks_give_the_mask_of_transformers(name: str) -> None:
             tokenize=True,
         )
         text, spans = template.render(Conversation(tuple(messages)))
-        [(input_ids, mask)] = loaded.backend.rendered([text], [spans])
+        [(input_ids, mask)] = loaded.library.rendered([text], [spans])
         assert input_ids.tolist() == found["input_ids"]
         assert mask.astype(int).tolist() == found["assistant_masks"]
 

@@ -204,7 +204,7 @@ def test_no_token_that_counts_spells_none_where_content_is_null(command: Run, tm
     ran = _analyze(command, tmp_path, source, TOOL_USE)
     assert ran.code == 0, ran.err
     input_ids, target = load_analysis(tmp_path / "chunkplan-out" / "analysis").tokens()(0)
-    decode = load_tokenizer(TOKENIZER).backend.decode
+    decode = load_tokenizer(TOKENIZER).library.decode
     calls = json.dumps(TOOL_USE[1]["tool_calls"])
     assert decode(input_ids[target].tolist()) == f"{calls}<|eot_id|>It is here.<|eot_id|>"
     assert "None" not in decode(input_ids.tolist())
@@ -294,7 +294,7 @@ def test_tokens_are_those_of_transformers() -> None:
     messages = [{"role": "system", "content": SPACED}, *TOOL_USE]
     tools = [_call({})]
     text, spans = _template("qwen2_5").render(_parse({"messages": messages, "tools": tools}))
-    [(input_ids, _)] = load_tokenizer(TOKENIZER).backend.rendered([text], [spans])
+    [(input_ids, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
     joined = [{"role": "system", "content": JOINED}, *TOOL_USE]
     found = REFERENCE.apply_chat_template(joined, tools=tools, chat_template=_source("qwen2_5"))
     assert input_ids.tolist() == found["input_ids"]

@@ -11,23 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.records import Conversation, Exchange
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import SCHEMAS, Layout, parse
 from chunkplan.intake.shard import merge, write_shard
-from tests.intake.test_rejected import ANSWERS
 from tests.support.command_line import Run
+from tests.support.intake_checks import ANSWERS, parse_as
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
 _LISTS = {"prompt": [{"role": "user", "content": "Hi!"}], "completion": [{"role": "assistant", "content": "Hello."}]}
-
-
-def _parse(schema: str, record: dict[str, Any]) -> Any:
-    return parse(Layout(schema, {role: keys[0] for role, keys in SCHEMAS[schema].roles.items()}, ""), record)
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -53,17 +47,17 @@ def _unread(path: Path, folder: Path, **options: Any) -> tuple[dict[str, int | N
 def test_a_system_text_is_part_of_the_conversation_in_every_schema(schema: str, record: dict[str, Any]) -> None:
     if isinstance(record.get("prompt"), str):
         with pytest.raises(RecordError, match="`system` beside a prompt that is a string") as caught:
-            _parse(schema, {**record, "system": "S"})
+            parse_as(schema, {**record, "system": "S"})
         assert caught.value.reason == "unsupported"
         assert "--column question=prompt --column answer=completion" in caught.value.hint
     else:
-        found = _parse(schema, {**record, "system": "S"})
+        found = parse_as(schema, {**record, "system": "S"})
         conversation = found.conversation if isinstance(found, Exchange) else found
         said = [(message.role, message.content) for message in conversation.messages]
         assert said == [("system", "S"), ("user", "Hi!"), ("assistant", "Hello.")]
-    assert _parse(schema, {**record, "system": " "}) == _parse(schema, record)
+    assert parse_as(schema, {**record, "system": " "}) == parse_as(schema, record)
     with pytest.raises(RecordError, match="`system` is a number"):
-        _parse(schema, {**record, "system": 5})
+        parse_as(schema, {**record, "system": 5})
 
 
 def test_what_the_hint_says_of_a_system_text_beside_a_prompt_works(tmp_path: Path) -> None:
@@ -80,28 +74,28 @@ def test_what_the_hint_says_of_a_system_text_beside_a_prompt_works(tmp_path: Pat
 def test_a_system_text_that_the_messages_have_is_there_once_and_another_is_refused(schema: str) -> None:
     who, what = ("role", "content") if schema == "messages" else ("from", "value")
     other = [{who: "system", what: "S"}, *ANSWERS[schema][schema]]
-    found = _parse(schema, {schema: other, "system": " S\n"})
+    found = parse_as(schema, {schema: other, "system": " S\n"})
     assert isinstance(found, Conversation)
-    assert found == _parse(schema, {schema: other})
+    assert found == parse_as(schema, {schema: other})
     blank = [{who: "system", what: " "}, *ANSWERS[schema][schema]]
-    assert _parse(schema, {schema: blank, "system": "S"}) == found
+    assert parse_as(schema, {schema: blank, "system": "S"}) == found
     with pytest.raises(RecordError, match=f"`system` and the system message that `{schema}` begins with") as caught:
-        _parse(schema, {schema: other, "system": "T"})
+        parse_as(schema, {schema: other, "system": "T"})
     assert caught.value.reason == "schema"
 
 
 @pytest.mark.parametrize(("schema", "record"), ANSWERS.items())
 def test_earlier_exchanges_are_refused_by_name_in_every_schema(schema: str, record: dict[str, Any]) -> None:
     with pytest.raises(RecordError, match="`history` has earlier exchanges") as caught:
-        _parse(schema, {**record, "history": [["a", "b"]]})
+        parse_as(schema, {**record, "history": [["a", "b"]]})
     assert caught.value.reason == "unsupported"
-    assert _parse(schema, {**record, "history": []}) == _parse(schema, record)
+    assert parse_as(schema, {**record, "history": []}) == parse_as(schema, record)
 
 
 def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
     with pytest.raises(RecordError, match="`tools` beside a prompt that is a string"):
-        _parse("prompt+completion", {**ANSWERS["prompt+completion"], "tools": [{"name": "f"}]})
-    assert _parse("prompt+completion", {**ANSWERS["prompt+completion"], "tools": []})
+        parse_as("prompt+completion", {**ANSWERS["prompt+completion"], "tools": [{"name": "f"}]})
+    assert parse_as("prompt+completion", {**ANSWERS["prompt+completion"], "tools": []})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +141,7 @@ def test_keys_are_counted_in_all_records_of_a_source(
     records[450] = {schema: {"text": "", "length": 0, "input_ids": []}[schema], "id": 1, "late": "x", "blank": 2}
     expected = {"id": 499, "late": 99}
     for num_bytes in (1 << 20, 1000):
-        monkeypatch.setattr(sizes, "PIECE_BYTES", num_bytes)
+        monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", num_bytes)
         file = _write(tmp_path / f"{num_bytes}.jsonl", records)
         assert _unread(file, tmp_path, schema=schema) == (expected, 2)
     sampled, _ = _unread(file, tmp_path, schema=schema, sample=0.5)
@@ -186,7 +180,7 @@ def test_what_was_not_read_is_told_in_lines_that_fit(command: Run) -> None:
 
 
 def test_shards_the_cache_and_one_run_list_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 2_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 2_000)
     records = [{"text": f"text {number}", "id": number, **({} if number % 2 else {"even": 1})} for number in range(300)]
     files = [_write(tmp_path / name, records) for name in ("a.jsonl", "b.parquet", "c.arrow")]
     first = analyze(files, tmp_path / "out", tokenizer=TOKENIZER)
@@ -195,7 +189,7 @@ def test_shards_the_cache_and_one_run_list_the_same_keys(tmp_path: Path, monkeyp
     monkeypatch.setattr("chunkplan.intake.process.read", None)  # what is not in the cache fails
     assert analyze(files, tmp_path / "out", tokenizer=TOKENIZER).manifest == first.manifest
     monkeypatch.undo()
-    monkeypatch.setattr(sizes, "PIECE_BYTES", 2_000)
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 2_000)
     for index in (1, 2, 3):
         request = IntakeRequest(paths=files, cache=tmp_path / f"cache-{index}", tokenizer=TOKENIZER)
         write_shard(request, tmp_path / f"shard-{index}", (index, 3))

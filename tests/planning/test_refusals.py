@@ -32,7 +32,7 @@ def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: st
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 parts"):
+    with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 virtual stages"):
         build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
 
 

@@ -31,9 +31,9 @@ def test_no_character_is_left_that_is_invisible_or_a_control() -> None:
 
 def test_ids_that_are_no_tokens_are_shown_as_such() -> None:
     tokenizer = load_tokenizer(TOKENIZER)
-    ids = [*tokenizer.backend.texts(["one two"])[0].tolist(), 99_999, -5]
+    ids = [*tokenizer.library.texts(["one two"])[0].tolist(), 99_999, -5]
     target = np.array([False, *[True] * (len(ids) - 1)])
-    pieces = decode_pieces(tokenizer.backend, np.array(ids, np.int32), target, 0)
+    pieces = decode_pieces(tokenizer.library, np.array(ids, np.int32), target, 0)
     assert "".join(piece.text for piece in pieces) == "one two[token 99999][token -5]"
     assert sum(piece.num_tokens for piece in pieces) == len(ids)
 
@@ -44,7 +44,7 @@ def test_a_border_within_a_character_shows_on_both_sides() -> None:
     encoding = tiktoken.Encoding(
         "bytes", pat_str=".", mergeable_ranks=bytes_only, special_tokens={"<|endoftext|>": 300}
     )
-    backend = make("tiktoken:bytes", encoding, TemplateChoice(None, None)).backend
+    backend = make("tiktoken:bytes", encoding, TemplateChoice(None, None)).library
     ids = [*"aé日".encode(), 260, 300]
     target = np.arange(len(ids)) >= 2  # from the second byte of é on
     pieces = decode_pieces(backend, np.array(ids, np.int32), target, 0)

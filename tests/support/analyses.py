@@ -10,6 +10,9 @@ import numpy as np
 
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 
+#: Of the sequences of exports.
+LENGTHS = (25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3)
+
 
 def write_analysis(folder: Path, sequences: Iterable[tuple[Any, Any]]) -> Path:
     """Write an analysis of pairs of token ids and target mask, all of one source, into `folder`, and return it."""

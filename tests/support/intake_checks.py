@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,60 @@ from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import cut, read
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import SCHEMAS, RecordLayout, parse
 from chunkplan.intake.sources import find_sources
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 
-TEXT = Layout("text", {"text": "text"}, "")
-LENGTH = Layout("length", {"length": "length"}, "")
-TOKENS = Layout("input_ids", {role: role for role in ("input_ids", "labels", "attention_mask")}, "")
+TEXT = RecordLayout("text", {"text": "text"}, "")
+LENGTH = RecordLayout("length", {"length": "length"}, "")
+TOKENS = RecordLayout("input_ids", {role: role for role in ("input_ids", "labels", "attention_mask")}, "")
 
 #: More than any record of a test has.
 LARGE = 64 << 20
+
+
+def question_and_answer(*contents: str, who: str = "role", what: str = "content") -> list[dict[str, str]]:
+    """Messages of a user and of the assistant."""
+    return [{who: role, what: content} for role, content in zip(("user", "assistant"), contents, strict=False)]
+
+
+#: A record of every schema that trains an answer.
+ANSWERS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": question_and_answer("Hi!", "Hello.")},
+    "conversations": {"conversations": question_and_answer("Hi!", "Hello.", who="from", what="value")},
+    "prompt+completion": {"prompt": "Hi!", "completion": "Hello."},
+    "instruction": {"instruction": "Hi!", "output": "Hello."},
+    "question+answer": {"question": "Hi!", "answer": "Hello."},
+}
+
+
+#: Records of four layouts, with blank ones among them.
+TEXTS = [{"text": text} for text in ("one", "", "two two two two", " \n", "日本語 😀", "three")]
+PROMPTS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "", "completion": ""}, {"prompt": "Say", "completion": ""}]
+CHATS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no", "loss": False}]},
+]
+SHAREGPT = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Records as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def parse_as(schema: str, record: dict[str, Any], **columns: str) -> Record:
+    """A record of a schema, whose roles have their usual keys but for `columns`."""
+    usual = {role: keys[0] for role, keys in SCHEMAS[schema].roles.items()}
+    return parse(RecordLayout(schema, usual | columns, ""), record)
+
+
+def chat(*messages: Any, **others: Any) -> dict[str, Any]:
+    """A record of messages."""
+    return {"messages": list(messages), **others}
 
 
 def encode_all(tokenizer: RecordTokenizer, *records: Record) -> list[Encoded]:
@@ -38,7 +83,7 @@ def pieces_of(path: Path | str, spool: Path) -> list[Piece]:
 
 
 def batches_of(
-    path: Path | str, layout: Layout, spool: Path, *, limit: int = LARGE, sample: float | None = None
+    path: Path | str, layout: RecordLayout, spool: Path, *, limit: int = LARGE, sample: float | None = None
 ) -> list[list[Batch]]:
     """The batches of every piece of one source; checks that they count what they hold."""
     found = []

@@ -17,10 +17,9 @@ PIECE_BYTES = 60_000
 
 #: The command, with pieces so small that there are many of them in little data.
 _COMMAND = f"""
-from chunkplan.intake import reading
-from chunkplan.intake.readers import sizes
+from chunkplan.intake import pieces, reading
 from chunkplan_cli.main import main
-reading._LITTLE, sizes.PIECE_BYTES = 0, {PIECE_BYTES}
+reading.ONE_PROCESS_BYTES, pieces.PIECE_BYTES = 0, {PIECE_BYTES}
 main()
 """
 

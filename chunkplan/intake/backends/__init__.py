@@ -12,8 +12,8 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 
 
 @dataclass(frozen=True)
-class Source:
-    """`takes` tells whether a name is for this backend, and `load` loads what it names."""
+class Backend:
+    """Where tokenizers come from: `takes` says whether a name is for this backend, and `load` loads what it names."""
 
     takes: Callable[[str], bool]
     load: Callable[[str, TemplateChoice], RecordTokenizer]
@@ -21,9 +21,9 @@ class Source:
 
 #: Asked in this order; the last takes everything.
 BACKENDS = {
-    "tiktoken": Source(tiktoken_name.takes, tiktoken_name.load),
-    "tokenizers": Source(files.takes, files.load),
-    "transformers": Source(hub.takes, hub.load),
+    "tiktoken": Backend(tiktoken_name.takes, tiktoken_name.load),
+    "tokenizers": Backend(files.takes, files.load),
+    "transformers": Backend(hub.takes, hub.load),
 }
 
 
@@ -42,5 +42,5 @@ def load_tokenizer(
         DataError: one of its files is not what it should be.
     """
     own = read_template(Path(chat_template)) if chat_template is not None else None
-    source = next(source for source in BACKENDS.values() if source.takes(str(name)))
-    return source.load(str(name), TemplateChoice(own, today))
+    backend = next(backend for backend in BACKENDS.values() if backend.takes(str(name)))
+    return backend.load(str(name), TemplateChoice(own, today))

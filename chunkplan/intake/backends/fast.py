@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import DataError
 from chunkplan.intake.byte_masks import mask_from, mask_in
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.template_spans import Span
 
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
@@ -28,7 +29,7 @@ class FastTokenizer:
     of spaces from offsets, under which a token of nothing but spaces has no place in the text.
     """
 
-    def __init__(self, description: dict[str, Any]) -> None:
+    def __init__(self, description: JsonObject) -> None:
         description.update(truncation=None, padding=None)
         _keep_spaces(description.get("post_processor"))
         try:
@@ -47,11 +48,11 @@ class FastTokenizer:
         return None if token is None or found is None else (token, found)
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return [_ids(encoding) for encoding in self._encode(texts, added=True)]
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         if self._num_bytes is None:
             encodings = self._encode(texts, added=True, offsets=True)
             return [_mask_from(encoding, border) for encoding, border in zip(encodings, borders, strict=True)]
@@ -69,7 +70,7 @@ class FastTokenizer:
         return encoded
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         if self._num_bytes is None:
             encodings = self._encode(texts, offsets=True)
             return [_mask_in(encoding, inside) for encoding, inside in zip(encodings, spans, strict=True)]
@@ -85,11 +86,11 @@ class FastTokenizer:
         return encoded
 
     def knows(self, input_id: int) -> bool:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return input_id >= 0 and self._tokenizer.id_to_token(input_id) is not None
 
     def decode(self, input_ids: list[int]) -> str:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return self._tokenizer.decode(input_ids, skip_special_tokens=False)
 
     def _encode(self, texts: list[str], *, added: bool = False, offsets: bool = False) -> list[Encoding]:
@@ -107,7 +108,7 @@ class FastTokenizer:
         return unicodedata.is_normalized(cast(Literal["NFC"], self._form), text)
 
 
-def _is_byte_level(description: dict[str, Any]) -> bool:
+def _is_byte_level(description: JsonObject) -> bool:
     """Whether tokens are the bytes of the text, one after another, wherever they are as many bytes as it.
 
     All that such a tokenizer can do besides is leave bytes out.
@@ -123,7 +124,7 @@ def _is_byte_level(description: dict[str, Any]) -> bool:
     )
 
 
-def _byte_lengths(tokenizer: Tokenizer, description: dict[str, Any]) -> Int64Array:
+def _byte_lengths(tokenizer: Tokenizer, description: JsonObject) -> Int64Array:
     """How many bytes each token stands for, int64 [largest id + 1]; a byte-level token has one letter a byte."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     lengths = np.zeros(max(vocabulary.values()) + 1, np.int64)
@@ -151,7 +152,7 @@ def _ids(encoding: Encoding) -> Int32Array:
 
 def _mask_from(encoding: Encoding, border: int) -> tuple[Int32Array, BoolArray]:
     """The tokens, and which of them begin at or after character `border`."""
-    starts = _offsets(encoding)[:, 0]
+    starts = character_ranges(encoding)[:, 0]
     # Tokens that the tokenizer adds have no place in the text. They are where the text before them ends.
     starts[np.array(encoding.special_tokens_mask, dtype=np.bool_)] = -1
     return _ids(encoding), np.maximum.accumulate(starts) >= border if len(starts) else np.zeros(0, np.bool_)
@@ -159,12 +160,12 @@ def _mask_from(encoding: Encoding, border: int) -> tuple[Int32Array, BoolArray]:
 
 def _mask_in(encoding: Encoding, spans: list[Span]) -> tuple[Int32Array, BoolArray]:
     """The tokens, and which of them begin in a span and are not of no width."""
-    starts, ends = _offsets(encoding).T
-    borders = np.array(spans, dtype=np.int64).reshape(-1)  # start, end, start, end, ...: ascending
+    starts, stops = character_ranges(encoding).T
+    borders = np.array(spans, dtype=np.int64).reshape(-1)  # start, stop, start, stop, ...: ascending
     inside = np.searchsorted(borders, starts, side="right") % 2 == 1
-    return _ids(encoding), inside & (ends > starts)
+    return _ids(encoding), inside & (stops > starts)
 
 
-def _offsets(encoding: Encoding) -> npt.NDArray[np.int64]:
-    """First and last+1 character of every token, int64 [n, 2]; a token of half a character covers all of it."""
+def character_ranges(encoding: Encoding) -> npt.NDArray[np.int64]:
+    """The characters [start, stop) of every token, int64 [n, 2]; a token of half a character covers all of it."""
     return np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding)).reshape(-1, 2)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.backends.chat_templates import TemplateChoice, TemplateSource, choose_template, decode_template
 from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.backends.json_object import HINT, read_object
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.tokenizer import RecordTokenizer
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
-#: What transformers tells chat templates of, where it is set; and of what else a configuration calls a token.
+#: What transformers shows to chat templates, where it is set, beside all else that a configuration calls a token.
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def takes(name: str) -> bool:
-    """Whatever exists here, or looks as if it should."""
+    """Whether a name is a path: one that exists here, or looks as if it should."""
     return Path(name).exists() or name.endswith(".json") or name[:1] in (".", "/", "~") or name.count("/") > 1
 
 
@@ -39,7 +39,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         raise UsageError(what, hint=f"--tokenizer takes a {_FILE} or a folder with one, a name, or tiktoken:NAME")
     content = file.read_bytes()
     try:
-        backend = FastTokenizer(read_object(content, file))
+        library = FastTokenizer(read_object(content, file))
     except ValueError as error:
         raise DataError(f"not a tokenizer: {error}", where=str(file), hint=HINT) from error
     config_file = file.with_name(_CONFIG)
@@ -52,21 +52,21 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     named.update(more if isinstance(more, dict) else {})
     special_tokens.update({key: token for key, token in named.items() if isinstance(token, str)})
     eos = special_tokens.get("eos_token")
-    if eos and backend.find(eos) is None:
+    if eos and library.find(eos) is None:
         raise DataError(f"`eos_token` is {eos!r}, which {file} does not know", where=str(config_file), hint=HINT)
     return RecordTokenizer(
         path=name,
         content_hash=hashlib.sha256(content).hexdigest(),
-        bos=backend.find(special_tokens.get("bos_token")),
-        eos=backend.find(eos),
+        bos=library.find(special_tokens.get("bos_token")),
+        eos=library.find(eos),
         begins_text=config.get("add_bos_token") is True,
         ends_text=config.get("add_eos_token") is True,
         template=choice.make(_own_template(file, config, config_file), special_tokens),
-        backend=backend,
+        library=library,
     )
 
 
-def _special_token(config: dict[str, Any], name: str, file: Path) -> str | None:
+def _special_token(config: JsonObject, name: str, file: Path) -> str | None:
     """A special token is written as a string or as an object with its `content`."""
     token = config.get(name)
     if isinstance(token, dict):
@@ -76,7 +76,7 @@ def _special_token(config: dict[str, Any], name: str, file: Path) -> str | None:
     return token
 
 
-def _own_template(file: Path, config: dict[str, Any], config_file: Path) -> TemplateSource | None:
+def _own_template(file: Path, config: JsonObject, config_file: Path) -> TemplateSource | None:
     template_file = file.with_name(_TEMPLATE)
     if template_file.is_file():
         source = decode_template(template_file.read_bytes(), template_file)

@@ -15,7 +15,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 
 
 def takes(name: str) -> bool:
-    """Whatever is nothing else."""
+    """Whether there is a name at all: it is asked last."""
     return bool(name)
 
 
@@ -50,15 +50,15 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
             hint="give a tokenizer that has a tokenizer.json",
         )
     content = own.to_str()
-    backend = FastTokenizer(json.loads(content))
+    library = FastTokenizer(json.loads(content))
     special_tokens: dict[str, str] = loaded.special_tokens_map
     return RecordTokenizer(
         path=name,
         content_hash=hashlib.sha256(content.encode()).hexdigest(),
-        bos=backend.find(special_tokens.get("bos_token")),
-        eos=backend.find(special_tokens.get("eos_token")),
+        bos=library.find(special_tokens.get("bos_token")),
+        eos=library.find(special_tokens.get("eos_token")),
         begins_text=getattr(loaded, "add_bos_token", False) is True,
         ends_text=getattr(loaded, "add_eos_token", False) is True,
         template=choice.make(choose_template(loaded.chat_template, name), special_tokens),
-        backend=backend,
+        library=library,
     )

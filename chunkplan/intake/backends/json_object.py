@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from chunkplan.errors import DataError
+from chunkplan.intake.records import JsonObject
 
-HINT = "mend this file, or give another tokenizer"
+HINT = "fix this file, or give another tokenizer"
 
 
-def read_object(content: bytes, file: Path) -> dict[str, Any]:
+def read_object(content: bytes, file: Path) -> JsonObject:
     """Raises DataError where `content` is not a JSON object."""
     try:
         value = json.loads(content)

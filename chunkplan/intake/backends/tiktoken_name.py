@@ -25,7 +25,7 @@ PREFIX = "tiktoken:"
 
 
 def takes(name: str) -> bool:
-    """Names that say so."""
+    """Whether a name says that it is one of tiktoken."""
     return name.startswith(PREFIX)
 
 
@@ -51,8 +51,8 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
 
 def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokenizer:
     """A tokenizer of an encoding; raises DataError where the chat template is not one."""
-    end = encoding._special_tokens.get("<|endoftext|>")
-    eos = None if end is None else (encoding.decode([end]), end)
+    eos_id = encoding._special_tokens.get("<|endoftext|>")
+    eos = None if eos_id is None else (encoding.decode([eos_id]), eos_id)
     return RecordTokenizer(
         path=name,
         content_hash=_content_hash(encoding),
@@ -61,7 +61,7 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
         begins_text=False,
         ends_text=False,
         template=choice.make(None, {"eos_token": eos[0]} if eos else {}),
-        backend=_TiktokenTokenizer(encoding),
+        library=_TiktokenTokenizer(encoding),
     )
 
 
@@ -78,11 +78,11 @@ class _TiktokenTokenizer:
             self._num_bytes[rank] = len(name.encode())
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         encoded = []
         for text, border, input_ids in zip(texts, borders, self.texts(texts), strict=True):
             mask = mask_from(input_ids, self._num_bytes, text, border)
@@ -91,7 +91,7 @@ class _TiktokenTokenizer:
         return encoded
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         encoded = []
         for text, inside in zip(texts, spans, strict=True):
             input_ids = np.array(self._encoding.encode(text, allowed_special="all"), np.int32)
@@ -101,11 +101,11 @@ class _TiktokenTokenizer:
         return encoded
 
     def knows(self, input_id: int) -> bool:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return 0 <= input_id < len(self._num_bytes) and self._num_bytes[input_id] > 0
 
     def decode(self, input_ids: list[int]) -> str:
-        """See `Backend`."""
+        """See `TokenizerLibrary`."""
         return self._encoding.decode(input_ids)
 
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chunkplan.config.intake import MAX_RECORD_BYTES
 from chunkplan.intake.pieces import Batch, Piece
 from chunkplan.intake.readers import json_files, lines, numpy_files, table, text
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.records import JsonObject
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
 __all__ = ["cut", "default_columns", "digest", "first_records", "is_stream", "read"]
 
 
 class _Reader(NamedTuple):
-    """Reads pieces."""
+    """How pieces of one kind are read."""
 
     read: Callable[..., Iterator[Batch]]
-    first_records: Callable[[Piece, int, int], list[dict[str, Any]]]
+    first_records: Callable[[Piece, int, int], list[JsonObject]]
     digest: Callable[[Piece], str]
 
 
 class _Kind(NamedTuple):
-    """Cuts sources: `is_spooled` says whether they are read once, into temporary pieces."""
+    """How sources of one kind are cut; `is_spooled` says whether they are read once, into temporary pieces."""
 
     cut: Callable[[SourceFile, int, Path], Iterator[Piece]]
     is_spooled: Callable[[SourceFile], bool]
@@ -85,7 +86,7 @@ def default_columns(file: SourceFile) -> dict[str, str]:
     return {"length": name} if name is not None else {}
 
 
-def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX_RECORD_BYTES) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX_RECORD_BYTES) -> list[JsonObject]:
     """The first `count` records of a piece that can be read, as they are: to find out how they are laid out.
 
     Raises:
@@ -95,7 +96,7 @@ def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX
     return _READERS[piece.reader].first_records(piece, count, max_record_bytes)
 
 
-def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
     """The records of a piece in batches, and what is rejected.
 
     Args:

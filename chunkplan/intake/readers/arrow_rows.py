@@ -14,7 +14,7 @@ from chunkplan.arrays import offsets_of
 from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_arrow, to_numpy
@@ -49,7 +49,7 @@ def mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatc
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names) if columns else batch
 
 
-def plain_batch(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
+def plain_batch(batch: pa.RecordBatch, layout: RecordLayout) -> PlainRows | None:
     """The columns of those rows of a batch that are plain; None where the types are not those of numbers.
 
     For schemas of `COLUMN_ROLES`. Rows that may be refused for their other columns are not plain.
@@ -62,7 +62,7 @@ def plain_batch(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
     return plain._replace(unread=+Counter(unread))
 
 
-def _plain(batch: pa.RecordBatch, layout: Layout) -> PlainRows | None:
+def _plain(batch: pa.RecordBatch, layout: RecordLayout) -> PlainRows | None:
     usable = np.ones(len(batch), np.bool_)
     for key in SUSPECT.intersection(batch.schema.names).difference(layout.columns.values()):
         usable &= ~_valid(batch.column(key))

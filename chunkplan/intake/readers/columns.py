@@ -17,7 +17,7 @@ from chunkplan.intake.pieces import LengthColumn, TokenColumns
 from chunkplan.intake.readers.parsing import Row, parse_rows
 from chunkplan.intake.records import LengthRecord, TokensRecord
 from chunkplan.intake.rejection import Rejected
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 
 #: Schemas whose records are columns, and the roles of these, the required one first.
 COLUMN_ROLES = {"length": ("length",), "input_ids": ("input_ids", "labels", "attention_mask")}
@@ -42,13 +42,13 @@ class PlainRows(NamedTuple):
 
 
 def plain_lengths(values: IntArray, present: BoolArray) -> PlainRows:
-    """Lengths of n rows, of which `present` have one."""
+    """The plain ones of n rows, of which `present` have a length: whole numbers from 1 that fit int32."""
     taken = present & (values >= 1) & (values <= _LARGEST)
     return PlainRows(taken, LengthColumn(values[taken].astype(np.int32)))
 
 
 def complete(
-    plain: PlainRows, layout: Layout, rest: Sequence[Row], numbers: Int64Array
+    plain: PlainRows, layout: RecordLayout, rest: Sequence[Row], numbers: Int64Array
 ) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     """The columns of all rows: the plain ones, and `rest`, the others, parsed. Numbers are those of all rows [n]."""
     if not rest:
@@ -80,14 +80,14 @@ def _merge(plain: TokenColumns, rows: list[int], others: dict[int, object]) -> T
             ids.append(record.input_ids)
             targets.append(record.target)
         else:
-            first, last = plain.offsets[taken], plain.offsets[taken + 1]
-            ids.append(plain.input_ids[first:last])
-            targets.append(plain.target[first:last])
+            start, stop = plain.offsets[taken], plain.offsets[taken + 1]
+            ids.append(plain.input_ids[start:stop])
+            targets.append(plain.target[start:stop])
             taken += 1
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     return TokenColumns(offsets, join(ids, np.dtype(np.int32)), join(targets, np.dtype(np.bool_)))
 
 
 def join(runs: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Runs of numbers one after another; there may be none."""
+    """Runs of numbers one after another, as one array [n]; there may be none."""
     return np.concatenate(runs) if runs else np.empty(0, dtype)

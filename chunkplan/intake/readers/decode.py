@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.intake.readers.parsing import Row
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import json_type
 
@@ -25,16 +27,16 @@ _TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this
 _FAR = 64
 
 
-def decode_lines(lines: Sequence[bytes]) -> list[dict[str, Any] | RecordError]:
+def decode_lines(lines: Sequence[bytes]) -> list[Row]:
     """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank."""
     block = b"\n".join(lines)
     return _check_keys(lines, block, _decode_block(lines, block) or [_decode_line(line) for line in lines])
 
 
-def _decode_block(lines: Sequence[bytes], block: bytes) -> list[dict[str, Any] | RecordError] | None:
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[Row] | None:
     """The objects on all lines together, or None where one of them is none."""
     try:
-        records: list[dict[str, Any] | RecordError] = _DECODER.decode_lines(block)
+        records: list[Row] = _DECODER.decode_lines(block)
     except (ValueError, RecursionError):
         return None
     # `decode_lines` takes an LF for any other space: a line may hold two values, and a value several lines. A value
@@ -43,7 +45,7 @@ def _decode_block(lines: Sequence[bytes], block: bytes) -> list[dict[str, Any] |
     return records if are_objects and len(records) == len(lines) else None
 
 
-def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
+def _decode_line(line: bytes) -> Row:
     try:
         record = _DECODER.decode(line)
     except RecursionError:
@@ -63,7 +65,7 @@ def _decode_line(line: bytes) -> dict[str, Any] | RecordError:
 
 
 def _not_taken(line: bytes) -> RecordError | None:
-    """What the decoder has against a line that other parsers take for JSON, though it is no data; None: it is none."""
+    """Why the decoder refuses a line that other parsers take for JSON; None if they refuse it too."""
     try:
         value = json.loads(line.decode(), parse_constant=_refuse, parse_int=len)
     except (ValueError, RecursionError):
@@ -72,13 +74,13 @@ def _not_taken(line: bytes) -> RecordError | None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(error.object[error.start]):04x}"
-        message, hint = f"a lone surrogate, {surrogate}, in a string", "it is half of a character: mend the text"
+        message, hint = f"a lone surrogate, {surrogate}, in a string", "it is half of a character: fix the text"
         return RecordError(message, reason="not-json", hint=hint)
     return RecordError("a number beyond 64 bits", reason="not-json", hint="write it as a string, or leave it out")
 
 
 def _not_our_text(line: bytes) -> RecordError | None:
-    """What files have in them that were joined, or are in another encoding."""
+    """What is wrong with a line of a file that was joined from several, or is in another encoding."""
     if line.startswith(_BOM):
         message = "a byte order mark, which only the first line may have"
         return RecordError(message, reason="not-json", hint="leave it out: it is there where files were joined")
@@ -92,10 +94,8 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _check_keys(
-    lines: Sequence[bytes], block: bytes, rows: list[dict[str, Any] | RecordError]
-) -> list[dict[str, Any] | RecordError]:
-    """`rows`, but errors for lines that have a key twice in one object: the decoder keeps the last without a word."""
+def _check_keys(lines: Sequence[bytes], block: bytes, rows: list[Row]) -> list[Row]:
+    """`rows`, but errors for lines that have a key twice in one object: the decoder keeps the last of them silently."""
     ends = _ends_of_keys(block)
     records = [row for row in rows if isinstance(row, dict)]
     if len(records) == len(rows) and len(ends) == _num_keys(records):
@@ -154,7 +154,7 @@ def _ends_of_keys(text: bytes) -> Int64Array:
     return found
 
 
-def _num_keys(records: Sequence[dict[str, Any]]) -> int:
+def _num_keys(records: Sequence[JsonObject]) -> int:
     """How many keys all objects in `records` have together."""
     num_keys = 0
     values: list[Any] = list(records)

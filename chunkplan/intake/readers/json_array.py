@@ -48,7 +48,7 @@ def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 class _Array:
-    """Where in an array the reading is."""
+    """A position in an array that is read block by block."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -119,7 +119,7 @@ class _Array:
         return unreadable(
             f"{message}, found {what}; elements are counted from 0",
             self._path,
-            hint="mend the file, or write it as JSONL: one object a line",
+            hint="fix the file, or write it as JSONL: one object a line",
         )
 
 

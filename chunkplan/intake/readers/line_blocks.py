@@ -11,8 +11,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.intake import pieces
 from chunkplan.intake.files import reading
-from chunkplan.intake.readers import sizes
 
 _LF = b"\n"
 
@@ -44,21 +44,21 @@ def line_blocks(path: str, start: int, stop: int, *, max_line_bytes: int, max_li
         at = _first_line(file, start, stop)
         while at < stop:
             file.seek(at)
-            data = file.read(sizes.BLOCK_BYTES)
+            data = file.read(pieces.BLOCK_BYTES)
             if not data:
                 return
-            end = _end_of_lines(data, stop - at, is_last=len(data) < sizes.BLOCK_BYTES)
-            if end:
-                yield from _split(data[:end], at, max_lines)
+            num_bytes = _whole_lines(data, stop - at, is_last=len(data) < pieces.BLOCK_BYTES)
+            if num_bytes:
+                yield from _split(data[:num_bytes], at, max_lines)
             else:
-                end, ending = _end_of_line(file, at + len(data), len(data))
-                if end - ending > max_line_bytes:
-                    yield LineBlock(b"", np.zeros(1, np.int64), np.array([end - ending]), at, end)
+                num_bytes, ending = _long_line(file, at + len(data), len(data))
+                if num_bytes - ending > max_line_bytes:
+                    yield LineBlock(b"", np.zeros(1, np.int64), np.array([num_bytes - ending]), at, num_bytes)
                 else:
                     del data
                     file.seek(at)
-                    yield from _split(file.read(end), at, max_lines)
-            at += end
+                    yield from _split(file.read(num_bytes), at, max_lines)
+            at += num_bytes
 
 
 def hash_lines(path: str, start: int, stop: int) -> str:
@@ -69,9 +69,9 @@ def hash_lines(path: str, start: int, stop: int) -> str:
     """
     hasher = hashlib.sha256()
     with reading(path), Path(path).open("rb") as file:
-        at, end = _first_line(file, start, stop), _first_line(file, stop, sys.maxsize)
+        at, stop = _first_line(file, start, stop), _first_line(file, stop, sys.maxsize)
         file.seek(at)
-        while at < end and (data := file.read(min(sizes.BLOCK_BYTES, end - at))):
+        while at < stop and (data := file.read(min(pieces.BLOCK_BYTES, stop - at))):
             hasher.update(data)
             at += len(data)
     return hasher.hexdigest()
@@ -83,7 +83,7 @@ def _first_line(file: BinaryIO, start: int, stop: int) -> int:
         return 0
     at = start - 1
     file.seek(at)
-    while at < stop and (data := file.read(sizes.BLOCK_BYTES)):
+    while at < stop and (data := file.read(pieces.BLOCK_BYTES)):
         found = data.find(_LF)
         if found >= 0:
             return at + found + 1
@@ -91,19 +91,19 @@ def _first_line(file: BinaryIO, start: int, stop: int) -> int:
     return at
 
 
-def _end_of_lines(data: bytes, num_left: int, *, is_last: bool) -> int:
+def _whole_lines(data: bytes, num_left: int, *, is_last: bool) -> int:
     """The bytes of `data` that are whole lines beginning in its first `num_left` bytes; 0 if the first is not whole.
 
     The end of the file, which is that of `data` if `is_last`, ends a line.
     """
-    end = data.find(_LF, num_left - 1) + 1
-    return end or (len(data) if is_last else data.rfind(_LF) + 1)
+    num_bytes = data.find(_LF, num_left - 1) + 1
+    return num_bytes or (len(data) if is_last else data.rfind(_LF) + 1)
 
 
-def _end_of_line(file: BinaryIO, at: int, num_bytes: int) -> tuple[int, int]:
+def _long_line(file: BinaryIO, at: int, num_bytes: int) -> tuple[int, int]:
     """The bytes of a line of which `num_bytes` are read and end at `at`, and whether (0 or 1) an LF is among them."""
     file.seek(at)
-    while data := file.read(sizes.BLOCK_BYTES):
+    while data := file.read(pieces.BLOCK_BYTES):
         found = data.find(_LF)
         if found >= 0:
             return num_bytes + found + 1, 1
@@ -120,11 +120,11 @@ def _split(data: bytes, offset: int, max_lines: int) -> Iterator[LineBlock]:
         yield LineBlock(data, starts, stops, offset, len(data))
         return
     for line in range(0, len(starts), max_lines):
-        first, last = starts[line], min(int(stops[min(line + max_lines, len(stops)) - 1]) + 1, len(data))
+        start, stop = starts[line], min(int(stops[min(line + max_lines, len(stops)) - 1]) + 1, len(data))
         yield LineBlock(
-            data[first:last],
-            starts[line : line + max_lines] - first,
-            stops[line : line + max_lines] - first,
-            offset + int(first),
-            int(last - first),
+            data[start:stop],
+            starts[line : line + max_lines] - start,
+            stops[line : line + max_lines] - start,
+            offset + int(start),
+            int(stop - start),
         )

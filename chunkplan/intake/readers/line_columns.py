@@ -8,9 +8,9 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, UInt8Array, offsets_of
 from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, plain_lengths
-from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, find_numbers, read_numbers
+from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, Keys, Strings, find_numbers, read_numbers
 from chunkplan.intake.readers.token_columns import plain_tokens
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.refused import SUSPECT
 from chunkplan.intake.schemas.unread import named
 
@@ -18,20 +18,18 @@ from chunkplan.intake.schemas.unread import named
 _OTHERS = sorted(SUSPECT)
 
 
-def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Layout) -> PlainRows:
+def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: RecordLayout) -> PlainRows:
     """The columns of those of the lines [starts, stops) of `data` that are plain, for a schema of `COLUMN_ROLES`."""
     block = np.frombuffer(data, np.uint8)
     roles = COLUMN_ROLES[layout.schema]
-    keys = [key.encode() for key in (*(layout.columns[role] for role in roles), *_OTHERS)]
-    first = np.empty((len(starts), len(roles)), np.int64)
+    names = [key.encode() for key in (*(layout.columns[role] for role in roles), *_OTHERS)]
+    keys = Keys(np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names]))
+    first = np.empty((len(starts), len(roles)), np.int64)  # [num_lines, num_roles]
     counts = np.empty_like(first)
-    key_bytes, key_stops = np.frombuffer(b"".join(keys), np.uint8), np.cumsum([len(key) for key in keys])
-    others = np.empty(len(starts), np.int64)
-    other_first, other_size = np.empty(MAX_OTHERS, np.int64), np.empty(MAX_OTHERS, np.int64)
+    others = Strings(np.empty(MAX_OTHERS, np.int64), np.empty(MAX_OTHERS, np.int64))
+    has_other = np.empty(len(starts), np.int64)  # [num_lines], bits
     are_lists = layout.schema != "length"
-    num_others = find_numbers(
-        block, starts, stops, key_bytes, key_stops, are_lists, first, counts, other_first, other_size, others
-    )
+    num_others = find_numbers(block, starts, stops, keys, are_lists, first, counts, others, has_other)
     columns = [_numbers(block, first[:, role].copy(), counts[:, role].copy()) for role in range(len(roles))]
     if layout.schema == "length":
         (lengths,) = columns
@@ -41,8 +39,10 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Layo
     else:
         plain = plain_tokens(*columns)
     unread: Counter[str] = Counter()
-    for index, (begin, size) in enumerate(zip(other_first[:num_others].tolist(), other_size.tolist(), strict=False)):
-        unread[named(data[begin : begin + size].decode())] += int((others[plain.taken] >> index & 1).sum())
+    for index in range(num_others):
+        start, size = int(others.starts[index]), int(others.sizes[index])
+        key = data[start : start + size].decode()
+        unread[named(key)] += int((has_other[plain.taken] >> index & 1).sum())
     return plain._replace(unread=+unread)
 
 

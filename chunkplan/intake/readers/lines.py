@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.intake import pieces
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
 from chunkplan.intake.readers.decode import decode_lines
 from chunkplan.intake.readers.line_blocks import LineBlock, hash_lines, line_blocks
 from chunkplan.intake.readers.parsing import Row, parse_rows, rejection, sampled, too_large
-from chunkplan.intake.records import Record
+from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import Rejected
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -46,19 +46,19 @@ class _Lines(NamedTuple):
 
 def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
     """The pieces of a local file."""
-    for index, start in enumerate(range(0, num_bytes, sizes.PIECE_BYTES)):
-        stop = min(start + sizes.PIECE_BYTES, num_bytes)
+    for index, start in enumerate(range(0, num_bytes, pieces.PIECE_BYTES)):
+        stop = min(start + pieces.PIECE_BYTES, num_bytes)
         yield Piece(source, index, path, "lines", start, stop, origin=start, num_bytes=stop - start, share=stop - start)
 
 
-def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
     """The records of a piece in batches.
 
     Raises:
         UsageError: the file cannot be read.
     """
     is_columns = layout.schema in COLUMN_ROLES
-    max_lines = sizes.COLUMN_RECORDS if is_columns else sizes.BATCH_RECORDS
+    max_lines = pieces.COLUMN_RECORDS if is_columns else pieces.BATCH_RECORDS
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):
         lines = _choose(piece, block, row, max_record_bytes, sample)
@@ -75,9 +75,9 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         row += lines.num_rows
 
 
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
     """The first `count` objects of a piece, fewer if they are large; passes over lines that are none, or too large."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     num_bytes = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=count):
         lines = _choose(piece, block, 0, max_record_bytes, None)
@@ -129,7 +129,7 @@ def _decode(block: LineBlock, starts: Int64Array, stops: Int64Array) -> list[Row
 
 
 def _read_records(
-    block: LineBlock, lines: _Lines, layout: Layout
+    block: LineBlock, lines: _Lines, layout: RecordLayout
 ) -> tuple[Int64Array, list[Record], list[Rejected], Counter[str]]:
     rows = _decode(block, lines.starts, lines.stops)
     kept, records, rejected, unread = parse_rows(layout, rows, lines.numbers.tolist())
@@ -137,7 +137,7 @@ def _read_records(
 
 
 def _read_columns(
-    block: LineBlock, lines: _Lines, layout: Layout
+    block: LineBlock, lines: _Lines, layout: RecordLayout
 ) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     from chunkplan.intake.readers.line_columns import plain_lines  # loads numba, which no other schema needs
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.readers.columns import complete, plain_lengths
 from chunkplan.intake.readers.parsing import Row, sampled
 from chunkplan.intake.readers.stream import check_head, fetch, unreadable
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.records import JsonObject
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
 _HEAD_BYTES = 64
@@ -39,7 +40,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     is_copy = is_spooled(file)
     path = fetch(file.path, folder / f"source-{source:05}.npy") if is_copy else file.path
     values = _open(path, file.path)
-    rows = len(values) if is_copy else max(1, sizes.PIECE_BYTES // values.itemsize)
+    rows = len(values) if is_copy else max(1, pieces.PIECE_BYTES // values.itemsize)
     for index, start in enumerate(range(0, len(values), rows)):
         stop = min(start + rows, len(values))
         num_bytes = (stop - start) * values.itemsize
@@ -51,7 +52,7 @@ def is_spooled(file: SourceFile) -> bool:
     return is_url(file.path)
 
 
-def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
     """The lengths of a piece in batches.
 
     Raises:
@@ -59,16 +60,16 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
         UsageError: the file cannot be read.
     """
     values = _open(piece.path, piece.path)
-    for start in range(piece.start, piece.stop, sizes.COLUMN_RECORDS):
-        some = np.array(values[start : min(start + sizes.COLUMN_RECORDS, piece.stop)])
-        chosen = np.flatnonzero(sampled(start + np.arange(len(some)), sample))
-        plain = plain_lengths(some[chosen], np.ones(len(chosen), np.bool_))
-        rest: list[Row] = [{KEY: value} for value in some[chosen[~plain.taken]].tolist()]
-        numbers, lengths, rejected, _ = complete(plain, layout, rest, start - piece.start + chosen)
-        yield Batch(numbers, lengths, len(some), len(some), some.nbytes, rejected)
+    for start in range(piece.start, piece.stop, pieces.COLUMN_RECORDS):
+        lengths = np.array(values[start : min(start + pieces.COLUMN_RECORDS, piece.stop)])
+        chosen = np.flatnonzero(sampled(start + np.arange(len(lengths)), sample))
+        plain = plain_lengths(lengths[chosen], np.ones(len(chosen), np.bool_))
+        rest: list[Row] = [{KEY: value} for value in lengths[chosen[~plain.taken]].tolist()]
+        numbers, columns, rejected, _ = complete(plain, layout, rest, start - piece.start + chosen)
+        yield Batch(numbers, columns, len(lengths), len(lengths), lengths.nbytes, rejected)
 
 
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
     """The first `count` lengths."""
     values = _open(piece.path, piece.path)[piece.start : min(piece.start + count, piece.stop)]
     return [{KEY: value} for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""What is the same for every reader: decoded rows -> records and rejections, and which rows a sample takes."""
+"""What all readers share: decoded rows -> records and rejections, and which rows a sample takes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, split_mix
-from chunkplan.intake.records import Record
+from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import Layout, count_unread, parse
+from chunkplan.intake.schemas import RecordLayout, count_unread, parse
 
-#: What a reader makes of a row: its keys and values as JSON has them, or what is wrong with it.
-Row = dict[str, Any] | RecordError
+#: A row as a reader decodes it: its keys and values as JSON has them, or what is wrong with it.
+Row = JsonObject | RecordError
 
 
 class Parsed(NamedTuple):
-    """What became of rows: the numbers of those that are `records` now, and those that are not; each in order.
+    """Rows after parsing: `records` with their `numbers`, and those that were rejected; each in order.
 
-    `unread` counts the keys of the former that nothing was made of.
+    `unread` counts the keys of the former that were not read.
     """
 
     numbers: list[int]
@@ -31,10 +31,10 @@ class Parsed(NamedTuple):
     unread: Counter[str]
 
 
-def parse_rows(layout: Layout, rows: Sequence[Row], numbers: Sequence[int]) -> Parsed:
+def parse_rows(layout: RecordLayout, rows: Sequence[Row], numbers: Sequence[int]) -> Parsed:
     """Make records of rows, which are of these numbers."""
     kept: list[int] = []
-    read: list[dict[str, Any]] = []
+    read: list[JsonObject] = []
     records: list[Record] = []
     rejected: list[Rejected] = []
     for number, row in zip(numbers, rows, strict=True):
@@ -51,7 +51,7 @@ def parse_rows(layout: Layout, rows: Sequence[Row], numbers: Sequence[int]) -> P
 
 
 def rejection(number: int, error: RecordError) -> Rejected:
-    """What is noted of a row that is wrong."""
+    """The entry of a row that was rejected for `error`."""
     return Rejected(number, error.reason, error.message, error.hint)
 
 

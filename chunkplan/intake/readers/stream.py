@@ -10,10 +10,10 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.intake import pieces
 from chunkplan.intake.disk import check_room
 from chunkplan.intake.files import STDIN, open_file, reading
 from chunkplan.intake.pieces import Piece
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.rejection import RecordError
 
 #: What git leaves in place of a file that Git LFS has not fetched.
@@ -47,7 +47,7 @@ def chunks(path: str, compression: str | None, taken: Taken | None = None) -> It
         if compression is None:
             taken.num_bytes = len(head)
             yield head
-            while data := file.read(sizes.BLOCK_BYTES):
+            while data := file.read(pieces.BLOCK_BYTES):
                 taken.num_bytes += len(data)
                 yield data
         else:
@@ -103,7 +103,7 @@ def spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reader
     ending: ChunkplanError | None = None
     is_more = True
     while is_more and ending is None:
-        check_room(folder, sizes.PIECE_BYTES, "the next part of what is read as a stream")
+        check_room(folder, pieces.PIECE_BYTES, "the next piece of what is read as a stream")
         path = folder / f"source-{source:05}-piece-{index:05}.jsonl"
         with path.open("wb") as file:
             try:
@@ -128,10 +128,10 @@ def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, byt
     """
     size, whole = 0, 0
     while True:
-        end = chunk.find(_LF, max(sizes.PIECE_BYTES - size - 1, 0)) + 1
-        if end:
-            file.write(chunk[:end])
-            return size + end, chunk[end:], True
+        stop = chunk.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1
+        if stop:
+            file.write(chunk[:stop])
+            return size + stop, chunk[stop:], True
         file.write(chunk)
         whole = size + chunk.rfind(_LF) + 1 if _LF in chunk else whole
         size += len(chunk)
@@ -148,7 +148,7 @@ def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, byt
 def _decompressed(file: BinaryIO, path: str, compression: str) -> Iterator[bytes]:
     """Members and frames that follow one another are one stream, as they are for gzip, zstd and bzip2."""
     stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), compression)
-    buffer = bytearray(sizes.BLOCK_BYTES)
+    buffer = bytearray(pieces.BLOCK_BYTES)
     num_bytes = 0
     while True:
         buffer[:] = _NOT_UTF8 * len(buffer)

@@ -8,23 +8,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.readers.arrow_rows import mark_suspects, plain_batch, rows
 from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
 from chunkplan.intake.readers.parsing import parse_rows, rejection, sampled, too_large
 from chunkplan.intake.readers.stream import fetch, unreadable
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
-from chunkplan.intake.records import Record
+from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.schemas import SCHEMAS, Layout
+from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.refused import SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.intake.sources import SourceFile
@@ -32,7 +31,7 @@ from chunkplan.planfile.arrow import to_arrow
 
 
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
-    """The pieces of a table: whole parts up to about `PIECE_BYTES`, or one larger part.
+    """The pieces of a table: whole row groups up to about `PIECE_BYTES`, or one larger row group.
 
     Arrow behind a URL cannot be cut: it is copied into `folder`, as one piece.
 
@@ -47,15 +46,15 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     damage: RecordError | None = None
     try:
         with open_table(path, file.kind) as table:
-            for part in table.parts():
-                if num_rows and piece.num_bytes + part.num_bytes > sizes.PIECE_BYTES and not is_copy:
+            for group in table.row_groups():
+                if num_rows and piece.num_bytes + group.num_bytes > pieces.PIECE_BYTES and not is_copy:
                     yield piece
                     index, origin = piece.index + 1, piece.origin + num_rows
                     piece = replace(piece, index=index, start=piece.stop, origin=origin, num_bytes=0, share=0)
                     num_rows = 0
-                num_bytes, share = piece.num_bytes + part.num_bytes, piece.share + part.stored
+                num_bytes, share = piece.num_bytes + group.num_bytes, piece.share + group.stored
                 piece = replace(piece, stop=piece.stop + 1, num_bytes=num_bytes, share=share)
-                num_rows += part.num_rows
+                num_rows += group.num_rows
     except RecordError as error:
         error.where = file.path
         damage = error
@@ -84,7 +83,7 @@ def length_column(file: SourceFile) -> str | None:
     return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
 
 
-def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
     """The records of a piece in batches; rows that are lost to damage are rejected each.
 
     Of a file that cannot even be opened any more, all is one that is rejected.
@@ -92,7 +91,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
     Raises:
         UsageError: the file cannot be read.
     """
-    max_rows = sizes.COLUMN_RECORDS if layout.schema in COLUMN_ROLES else sizes.BATCH_RECORDS
+    max_rows = pieces.COLUMN_RECORDS if layout.schema in COLUMN_ROLES else pieces.BATCH_RECORDS
     row, total = 0, 0
     not_wanted: list[str] = []  # of columns that are not read it is not known which rows have a value
 
@@ -111,7 +110,7 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
 
     try:
         with open_table(piece.path, piece.reader) as table:
-            total = sum(part.num_rows for part in islice(table.parts(), piece.start, piece.stop))
+            total = sum(group.num_rows for group in islice(table.row_groups(), piece.start, piece.stop))
             wanted = _wanted(table, layout)
             not_wanted = [
                 named(field.name)
@@ -128,14 +127,14 @@ def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float |
             yield Batch(np.empty(0, np.int64), [], 1, 0, piece.num_bytes, [rejection(-1, error)])
 
 
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
     """The first `count` rows that can be read, with all their columns; if all are lost, rows behind the piece.
 
     Raises:
         RecordError: unreadable.
         UsageError: the file cannot be read.
     """
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     with open_table(piece.path, piece.reader) as table:
         for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
             for batch in table.batches(start, stop, table.schema.names, count):
@@ -159,7 +158,7 @@ def digest(piece: Piece) -> str:
         return table.digest(piece.start, piece.stop)
 
 
-def _wanted(table: TableFile, layout: Layout) -> list[str]:
+def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:
     """The columns that records of the layout may have, and those they are refused for.
 
     All if there are none of the former, for errors to say what there is.
@@ -170,7 +169,7 @@ def _wanted(table: TableFile, layout: Layout) -> list[str]:
 
 
 def _read(
-    batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: Layout, max_record_bytes: int
+    batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: RecordLayout, max_record_bytes: int
 ) -> tuple[Int64Array, list[Record] | LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     """The records of the chosen rows of a batch whose first is `row` of the piece."""
     rejected: list[Rejected] = []

@@ -1,4 +1,4 @@
-"""Files of tables, Parquet and Arrow: their parts (row groups, record batches), read in batches of bounded memory."""
+"""Files of tables, Parquet and Arrow: their row groups (record batches), read in batches of bounded memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
-from chunkplan.intake.readers import sizes
 from chunkplan.intake.readers.stream import check_head, unreadable
 from chunkplan.intake.rejection import RecordError
 
@@ -34,8 +34,11 @@ _END_BYTES = 8
 _NOT_UTF8 = "Invalid UTF8"
 
 
-class Part(NamedTuple):
-    """A row group or a record batch: `num_bytes` of data in `stored` bytes of the file, as far as that is known."""
+class RowGroup(NamedTuple):
+    """A row group of Parquet, or a record batch of Arrow.
+
+    It has `num_bytes` of data in `stored` bytes of the file, as far as these are known.
+    """
 
     num_rows: int
     num_bytes: int
@@ -43,28 +46,28 @@ class Part(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Rows of a part that cannot be read, and why."""
+    """Rows of a row group that cannot be read, and why."""
 
     num_rows: int
     error: RecordError
 
 
 class TableFile(Protocol):
-    """A file that is open."""
+    """A table in a file that is open."""
 
     schema: pa.Schema
 
-    def parts(self) -> Iterator[Part]:
-        """The parts in order; of a file that is cut short those before, then the error."""
+    def row_groups(self) -> Iterator[RowGroup]:
+        """The row groups in order; of a file that is cut short, those before the cut, then the error."""
 
     def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
-        """Some columns of the rows of parts [start, stop), in order, in batches of about `BLOCK_BYTES`.
+        """Some columns of the rows of row groups [start, stop), in order, in batches of about `BLOCK_BYTES`.
 
-        No more than there are; of a part that is damaged, all rows behind the damage are lost.
+        No more than there are; of a row group that is damaged, all rows behind the damage are lost.
         """
 
     def digest(self, start: int, stop: int) -> str:
-        """SHA-256 of parts [start, stop)."""
+        """SHA-256 of the row groups [start, stop)."""
 
 
 @contextmanager
@@ -99,7 +102,7 @@ class _Parquet:
         if head.startswith(_ENCRYPTED):
             raise _encrypted(path)
         # Of a row group of any size only a few pages are in memory.
-        self._table = pq.ParquetFile(file, buffer_size=sizes.BLOCK_BYTES, pre_buffer=False)
+        self._table = pq.ParquetFile(file, buffer_size=pieces.BLOCK_BYTES, pre_buffer=False)
         self.schema = self._table.schema_arrow
         # To look at a column that is encrypted, even at its metadata, ends the process.
         file.seek(-_END_BYTES, os.SEEK_END)
@@ -107,9 +110,9 @@ class _Parquet:
         if num_bytes == self._table.metadata.serialized_size + _SIGNATURE_BYTES:
             raise _encrypted(path)
 
-    def parts(self) -> Iterator[Part]:
+    def row_groups(self) -> Iterator[RowGroup]:
         for group in self._groups(0, self._table.metadata.num_row_groups):
-            yield Part(
+            yield RowGroup(
                 group.num_rows, group.total_byte_size, sum(chunk.total_compressed_size for chunk in _chunks(group))
             )
 
@@ -140,7 +143,7 @@ class _Parquet:
                 num_left -= max_rows
 
     def digest(self, start: int, stop: int) -> str:
-        """Of the schema and the raw bytes."""
+        """SHA-256 of the schema and the raw bytes."""
         hasher = hashlib.sha256(self.schema.serialize())
         for group in self._groups(start, stop):
             ranges = [
@@ -150,10 +153,10 @@ class _Parquet:
                 )
                 for chunk in _chunks(group)
             ]
-            at, end = min(ranges, default=(0, 0))[0], max((first + size for first, size in ranges), default=0)
-            hasher.update(f"{group.num_rows} {end - at} ".encode())
+            at, stop = min(ranges, default=(0, 0))[0], max((start + size for start, size in ranges), default=0)
+            hasher.update(f"{group.num_rows} {stop - at} ".encode())
             self._file.seek(at)
-            while at < end and (data := self._file.read(min(sizes.BLOCK_BYTES, end - at))):
+            while at < stop and (data := self._file.read(min(pieces.BLOCK_BYTES, stop - at))):
                 hasher.update(data)
                 at += len(data)
         return hasher.hexdigest()
@@ -173,19 +176,19 @@ class _Arrow:
         self._open = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
         self.schema = self._open(self._source).schema
 
-    def parts(self) -> Iterator[Part]:
+    def row_groups(self) -> Iterator[RowGroup]:
         for batch in self._read(0, sys.maxsize):
-            yield Part(batch.num_rows, batch.nbytes, batch.nbytes)
+            yield RowGroup(batch.num_rows, batch.nbytes, batch.nbytes)
 
     def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
         for batch in self._read(start, stop):
             chosen = batch.select(columns)
             num_rows = _rows_in(chosen.nbytes, batch.num_rows, max_rows)
-            for first in range(0, batch.num_rows, num_rows):
-                yield chosen.slice(first, num_rows)
+            for row in range(0, batch.num_rows, num_rows):
+                yield chosen.slice(row, num_rows)
 
     def digest(self, start: int, stop: int) -> str:
-        """Of the schema and the batches as Arrow writes them, with whatever their padding holds."""
+        """SHA-256 of the schema and the batches as Arrow writes them, with whatever their padding holds."""
         sink = _Hash()
         with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema) as writer:
             for batch in self._read(start, stop):
@@ -222,7 +225,7 @@ class _Hash:
 
 
 def _without_text(kind: pa.DataType) -> pa.DataType:
-    """A type with bytes in place of text, so that offsets can be checked and UTF-8, of which rows tell, is not."""
+    """A type with bytes in place of text, so that offsets are checked and UTF-8 is not: readers of rows check that."""
     if pa.types.is_string(kind):
         return pa.binary()
     if pa.types.is_large_string(kind):
@@ -239,7 +242,7 @@ def _without_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _damage(error: Exception) -> str:
-    """What Arrow says of a file; errors of whoever serves it go on."""
+    """What Arrow says of a file, in one line; errors of the system or of a server are raised again."""
     if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
         raise error
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -255,4 +258,4 @@ def _chunks(group: Any) -> Iterator[Any]:
 
 def _rows_in(num_bytes: int, num_rows: int, max_rows: int) -> int:
     """How many rows are read together of `num_rows` with `num_bytes`."""
-    return max(1, min(max_rows, sizes.BLOCK_BYTES * num_rows // max(num_bytes, 1)))
+    return max(1, min(max_rows, pieces.BLOCK_BYTES * num_rows // max(num_bytes, 1)))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers.parsing import parse_rows, sampled, too_large
+from chunkplan.intake.readers.parsing import Row, parse_rows, sampled, too_large
 from chunkplan.intake.readers.stream import chunks
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import Layout
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile, describe
 
 _BOM = b"\xef\xbb\xbf"
@@ -25,21 +25,21 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes)
 
 
-def read(piece: Piece, layout: Layout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """The one record; of a file that cannot be read it is rejected.
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """The one record of a file, which is rejected where the file cannot be read.
 
     Raises:
         UsageError: the file cannot be opened.
     """
-    row: list[dict[str, Any] | RecordError] = []
+    row: list[Row] = []
     if sampled(np.zeros(1, np.int64), sample)[0]:
         row.append(_record(piece, max_record_bytes))
     parsed = parse_rows(layout, row, range(len(row)))
     yield Batch(np.array(parsed.numbers, np.int64), parsed.records, 1, 1, piece.num_bytes, parsed.rejected)
 
 
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[dict[str, Any]]:
-    """What all text files are, whatever is in this one."""
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
+    """A record as all text files have it; the file is not read."""
     return [{"text": piece.path}]
 
 
@@ -60,7 +60,7 @@ def _content(piece: Piece) -> Iterator[bytes]:
     return chunks(piece.path, described[1])
 
 
-def _record(piece: Piece, max_record_bytes: int) -> dict[str, Any] | RecordError:
+def _record(piece: Piece, max_record_bytes: int) -> Row:
     held: list[bytes] = []
     num_bytes = 0
     try:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import Record
+from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.beside import refuse_answer
 from chunkplan.intake.schemas.detection import detect
-from chunkplan.intake.schemas.layout import Layout
+from chunkplan.intake.schemas.layout import RecordLayout
 from chunkplan.intake.schemas.refused import SUSPECT, refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
 from chunkplan.intake.schemas.unread import count_unread
 
-__all__ = ["SCHEMAS", "Layout", "count_unread", "detect", "parse"]
+__all__ = ["SCHEMAS", "RecordLayout", "count_unread", "detect", "parse"]
 
 
-def parse(layout: Layout, record: dict[str, Any]) -> Record:
+def parse(layout: RecordLayout, record: JsonObject) -> Record:
     """The neutral form of a record of a source that is laid out so.
 
     Raises:
@@ -28,5 +26,5 @@ def parse(layout: Layout, record: dict[str, Any]) -> Record:
         refuse_answer(record, layout.columns)
     try:
         return SCHEMAS[layout.schema].parse(record, layout.columns)
-    except RecursionError as error:  # of what is written as text again
+    except RecursionError as error:  # raised where a nested value is written as text
         raise RecordError("nested too deeply", reason="too-deep", hint="leave this record out") from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import Message
+from chunkplan.intake.records import JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsupported, wrong
 
@@ -15,7 +13,7 @@ BESIDE = {"system": ("system",), "history": ("history",), "label": ("label", "kt
 _LABELS = BESIDE["label"]
 
 
-def refuse_answer(record: dict[str, Any], columns: dict[str, str]) -> None:
+def refuse_answer(record: JsonObject, columns: dict[str, str]) -> None:
     """Raises RecordError where the answer of `record` is labelled as a bad one, or exchanges come before it."""
     named = columns["label"]
     for key in _LABELS if named in _LABELS else (named,):
@@ -42,7 +40,7 @@ def is_label(value: object, key: str) -> bool:
 
 
 def begin_with_system(
-    messages: tuple[Message, ...], record: dict[str, Any], columns: dict[str, str], path: str
+    messages: tuple[Message, ...], record: JsonObject, columns: dict[str, str], path: str
 ) -> tuple[Message, ...]:
     """The messages, found at `path`, behind the system text that `record` has beside them, if it has one.
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.beside import is_label
 from chunkplan.intake.schemas.fields import quoted
-from chunkplan.intake.schemas.layout import Layout, Schema
+from chunkplan.intake.schemas.layout import RecordLayout, Schema
 from chunkplan.intake.schemas.refused import refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
 
@@ -18,8 +19,8 @@ _HINT = "say which with --format NAME, or name the keys with --column ROLE=KEY"
 
 
 def detect(
-    records: Sequence[dict[str, Any]], *, schema: str | None = None, columns: Mapping[str, str] | None = None
-) -> Layout:
+    records: Sequence[JsonObject], *, schema: str | None = None, columns: Mapping[str, str] | None = None
+) -> RecordLayout:
     """The layout of a source that begins with `records`.
 
     It is the schema that all records fit best; single ones that fit none are left to be rejected. Roles that `columns`
@@ -51,11 +52,12 @@ def detect(
     )
     num_unfit = wanted.pop(None, 0)
     if schema is not None and (wanted or not readable):
-        return Layout(schema, resolved[schema], f"--format {schema}{_evidence(schema, resolved[schema], readable)}")
+        evidence = f"--format {schema}{_evidence(schema, resolved[schema], readable)}"
+        return RecordLayout(schema, resolved[schema], evidence)
     names = [name for name in wanted if name is not None]
     if len(names) == 1 and wanted[names[0]] >= num_unfit:
         name = names[0]
-        return Layout(name, resolved[name], _evidence(name, resolved[name], readable).removeprefix(": "))
+        return RecordLayout(name, resolved[name], _evidence(name, resolved[name], readable).removeprefix(": "))
     if len(names) > 1:
         several = ", ".join(f"{wanted[name]} {name}" for name in names)
         raise DataError(
@@ -71,7 +73,7 @@ def detect(
 
 
 def _candidates(schema: str | None, columns: Mapping[str, str]) -> list[str]:
-    """The schemas that what the user says leaves."""
+    """The schemas that fit what the user says, by name."""
     if schema is not None and schema not in SCHEMAS:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
     names = [schema] if schema is not None else list(SCHEMAS)
@@ -89,8 +91,8 @@ def _candidates(schema: str | None, columns: Mapping[str, str]) -> list[str]:
     return fitting
 
 
-def _readable(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are not refused; if all are, the first error."""
+def _readable(records: Sequence[JsonObject]) -> list[JsonObject]:
+    """The records that are not refused; raises the first RecordError if all are."""
     readable, refused = [], None
     for record in records:
         try:
@@ -104,7 +106,7 @@ def _readable(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return readable
 
 
-def _resolve(schema: Schema, columns: Mapping[str, str], records: list[dict[str, Any]]) -> dict[str, str]:
+def _resolve(schema: Schema, columns: Mapping[str, str], records: list[JsonObject]) -> dict[str, str]:
     """Role -> key: as the user says, else of its usual keys the one that most records have."""
     found = Counter(key for record in records for key, value in record.items() if value is not None)
     return {
@@ -113,7 +115,7 @@ def _resolve(schema: Schema, columns: Mapping[str, str], records: list[dict[str,
     }
 
 
-def _fits(name: str, columns: dict[str, str], record: dict[str, Any], *, is_chosen: bool) -> bool:
+def _fits(name: str, columns: dict[str, str], record: JsonObject, *, is_chosen: bool) -> bool:
     """Whether `record` has what a schema requires; for a length, that nothing beside it looks like text or tokens."""
     keys = SCHEMAS[name].keys_of(record, columns)
     if any(record.get(keys[role]) is None for role in SCHEMAS[name].required):
@@ -126,7 +128,7 @@ def _fits(name: str, columns: dict[str, str], record: dict[str, Any], *, is_chos
     )
 
 
-def _evidence(name: str, columns: dict[str, str], records: list[dict[str, Any]]) -> str:
+def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> str:
     """ ": `prompt` and `body` (completion) in 3 of the first 4 records", and what else there is; "" of no records."""
     if not records:
         return ""
@@ -138,18 +140,18 @@ def _evidence(name: str, columns: dict[str, str], records: list[dict[str, Any]])
     others = [columns[role] for role in optional if any(_is_said(role, columns[role], record) for record in records)]
     if others:
         text += f", some with {quoted(others)}"
-    speakers = _speakers([record.get(columns[role]) for record in records for role in required])
-    return text + (f"; roles {', '.join(speakers)}" if speakers else "")
+    roles = _roles([record.get(columns[role]) for record in records for role in required])
+    return text + (f"; roles {', '.join(roles)}" if roles else "")
 
 
-def _is_said(role: str, key: str, record: dict[str, Any]) -> bool:
+def _is_said(role: str, key: str, record: JsonObject) -> bool:
     """Whether `record` says something for an optional role; a label that is false does."""
     value = record.get(key)
     return value is not None and is_label(value, key) if role == "label" else bool(value)
 
 
-def _speakers(values: list[Any]) -> list[str]:
-    """Who speaks in the lists of messages among `values`."""
+def _roles(values: list[Any]) -> list[str]:
+    """The roles of messages, in the lists of messages among `values`, each once."""
     messages = [message for value in values if isinstance(value, list) for message in value[:100]]
     return list(
         dict.fromkeys(
@@ -160,7 +162,7 @@ def _speakers(values: list[Any]) -> list[str]:
     )
 
 
-def _found(records: list[dict[str, Any]]) -> str:
+def _found(records: list[JsonObject]) -> str:
     counts = Counter(key for record in records for key in record)
     return ", ".join(f"`{key}` in {count} of {len(records)}" for key, count in counts.items()) or "no keys"
 

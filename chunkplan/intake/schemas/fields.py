@@ -6,11 +6,12 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 
-T = TypeVar("T", bool, str, list[Any], dict[str, Any])
+T = TypeVar("T", bool, str, list[Any], JsonObject)
 
-HINT = "mend this record, or leave it out"
+HINT = "fix this record, or leave it out"
 
 _TYPES = {
     type(None): "null",
@@ -44,7 +45,7 @@ def empty(message: str) -> NoReturn:
     raise RecordError(message, reason="empty", hint="leave this record out")
 
 
-def field(record: dict[str, Any], key: str, kind: type[T], inside: str = "") -> T:
+def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
     """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the source's record.
 
     Raises:
@@ -72,11 +73,11 @@ def typed(value: Any, kind: type[T], path: str) -> T:
 
 
 def quoted(keys: Any) -> str:
-    """Keys, for an error."""
+    """Keys in backquotes with commas between, for a message."""
     return ", ".join(f"`{key}`" for key in keys) or "none"
 
 
-def optional_text(record: dict[str, Any], key: str) -> str | None:
+def optional_text(record: JsonObject, key: str) -> str | None:
     """`record[key]`, a string, or None where it is missing, null or blank.
 
     Raises:
@@ -94,7 +95,7 @@ def is_blank(text: str | None) -> bool:
     return not text or text.isspace()
 
 
-def tools(record: dict[str, Any], key: str) -> list[Any] | None:
+def tools(record: JsonObject, key: str) -> list[JsonObject] | None:
     """The tools that a chat template may describe to the model: a list, or one written as JSON; None if it is empty.
 
     Raises:

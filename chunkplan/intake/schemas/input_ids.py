@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
-from chunkplan.intake.records import TokensRecord
+from chunkplan.intake.records import JsonObject, TokensRecord
 from chunkplan.intake.schemas.fields import empty, json_type, quoted, wrong
 from chunkplan.intake.schemas.layout import Schema
 
@@ -16,7 +16,7 @@ from chunkplan.intake.schemas.layout import Schema
 IGNORED = -100
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> TokensRecord:
+def parse(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     """Labels stand at the place of the token they are for, not shifted; zeros at the ends of the mask are padding.
 
     Raises:
@@ -49,14 +49,14 @@ def parse(record: dict[str, Any], columns: dict[str, str]) -> TokensRecord:
     if record.get(mask_key) is not None:
         mask = _numbers(record[mask_key], mask_key)
         _check_length(mask, mask_key, input_ids, key)
-        first, last = _extent(mask, mask_key)
-        input_ids, target = input_ids[first:last], target[first:last]
+        start, stop = _extent(mask, mask_key)
+        input_ids, target = input_ids[start:stop], target[start:stop]
     target[0] = False  # nothing predicts the first token
     return TokensRecord(input_ids, target)
 
 
 def _numbers(values: Any, path: str) -> Int32Array:
-    """Whole numbers of 32 bits."""
+    """The whole numbers of 32 bits in the list `values`, found at `path`: int32 [n]."""
     if type(values) is not list:
         wrong(f"`{path}` is {json_type(values)}, expected a list of whole numbers")
     kinds = set(map(type, values))
@@ -76,18 +76,18 @@ def _check_length(values: Int32Array, path: str, input_ids: Int32Array, key: str
 
 
 def _extent(mask: Int32Array, path: str) -> tuple[int, int]:
-    """Where the ones of a mask begin and end."""
+    """The range [start, stop) of the ones of a mask."""
     ones = np.flatnonzero(mask)
     if not ones.size:
         empty(f"`{path}` is all 0")
     wrong_value = np.flatnonzero((mask != 0) & (mask != 1))
     if wrong_value.size:
         wrong(f"`{path}[{int(wrong_value[0])}]` is {mask[wrong_value[0]]}, expected 0 or 1")
-    first, last = int(ones[0]), int(ones[-1]) + 1
-    if ones.size != last - first:
-        hole = first + int(np.flatnonzero(mask[first:last] == 0)[0])
+    start, stop = int(ones[0]), int(ones[-1]) + 1
+    if ones.size != stop - start:
+        hole = start + int(np.flatnonzero(mask[start:stop] == 0)[0])
         wrong(f"`{path}[{hole}]` is 0 between ones: only padding at the ends can be left out")
-    return first, last
+    return start, stop
 
 
 SCHEMA = Schema({"input_ids": ("input_ids",)}, parse, {"labels": ("labels",), "attention_mask": ("attention_mask",)})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import LengthRecord
+from chunkplan.intake.records import JsonObject, LengthRecord
 from chunkplan.intake.schemas.fields import empty, json_type, wrong
 from chunkplan.intake.schemas.layout import Schema
 
 _LONGEST = 2**31 - 1
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> LengthRecord:
+def parse(record: JsonObject, columns: dict[str, str]) -> LengthRecord:
     """Raises RecordError where the length is not a whole number of tokens, or 0."""
     key = SCHEMA.keys_of(record, columns)["length"]
     length = record.get(key)

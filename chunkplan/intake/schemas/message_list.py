@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 
-from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, typed, unsupported, wrong
-from chunkplan.intake.schemas.loss import LOSS_KEYS, stated_loss
 from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 
-#: Who speaks, as ShareGPT names them -> as chat templates do.
-_SPEAKERS = {
+#: Roles as ShareGPT names them -> as chat templates do.
+_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -26,11 +25,14 @@ _SPEAKERS = {
     "observation": "tool",
     "tool": "tool",
 }
-#: Speakers that are programs: what they say may be written as a JSON value instead of a string.
-_PROGRAMS = ("function_call", "observation", "tool")
+#: Roles of programs: what they write may be a JSON value instead of a string.
+_PROGRAM_ROLES = ("function_call", "observation", "tool")
 
-_OWN_KEYS = LOSS_KEYS | {"role", "content"}
-_TURN_KEYS = LOSS_KEYS | {"from", "value"}
+#: Keys of a message that are meant for the training and not for a chat template.
+_LOSS_KEYS = ("loss", "loss_weight", "weight")
+
+_OWN_KEYS = {*_LOSS_KEYS, "role", "content"}
+_TURN_KEYS = {*_LOSS_KEYS, "from", "value"}
 
 
 def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
@@ -50,8 +52,8 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 messages.append(Message(role, content))  # what most messages are
                 continue
             said, speaker = value.get("value"), value.get("from")
-            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _SPEAKERS:
-                messages.append(Message(_SPEAKERS[speaker], said))
+            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _ROLES:
+                messages.append(Message(_ROLES[speaker], said))
                 continue
         value = typed(value, dict, f"{path}[{index}]")
         if "role" in value or not ("from" in value or is_sharegpt):
@@ -61,20 +63,20 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
     return messages
 
 
-def make_conversation(messages: list[Message], tools: list[Any] | None, path: str) -> Conversation:
-    """Raises RecordError where there is nothing in `messages`, found at `path`."""
+def make_conversation(messages: list[Message], tools: list[JsonObject] | None, path: str) -> Conversation:
+    """A conversation of `messages`, found at `path`; raises RecordError where all of them are blank."""
     for message in messages:
         if not is_blank(message.content) or message.fields.get("tool_calls"):
             return Conversation(tuple(messages), tools)
     return empty(f"`{path}` has no messages" if not messages else f"the messages of `{path}` are all blank")
 
 
-def unread_of_turn(turn: dict[str, Any]) -> list[str]:
+def unread_of_turn(turn: JsonObject) -> list[str]:
     """The keys of a message in ShareGPT's layout that say something which no chat template sees."""
     return [key for key, value in turn.items() if value is not None and key not in _TURN_KEYS]
 
 
-def _message(message: dict[str, Any], path: str) -> Message:
+def _message(message: JsonObject, path: str) -> Message:
     role = field(message, "role", str, path)
     # Rows of a table have every key of every row: null says nothing.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
@@ -90,27 +92,50 @@ def _message(message: dict[str, Any], path: str) -> Message:
         wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string")
     elif content is not None:
         content = field(message, "content", str, path)
-    return Message(role, content, stated_loss(message, path), fields, parts)
+    return Message(role, content, _stated_loss(message, path), fields, parts)
 
 
-def _turn(message: dict[str, Any], path: str) -> Message:
+def _turn(message: JsonObject, path: str) -> Message:
     speaker = field(message, "from", str, path)
-    role = _SPEAKERS.get(speaker.lower())
+    role = _ROLES.get(speaker.lower())
     if role is None:
-        wrong(f'`{path}.from` is "{speaker}", expected one of {", ".join(_SPEAKERS)}')
+        wrong(f'`{path}.from` is "{speaker}", expected one of {", ".join(_ROLES)}')
     value = message.get("value")
-    if isinstance(value, (list, dict)) and speaker.lower() in _PROGRAMS:
+    if isinstance(value, (list, dict)) and speaker.lower() in _PROGRAM_ROLES:
         value = json.dumps(value, ensure_ascii=False)
     elif type(value) is not str:
         value = field(message, "value", str, path)
-    return Message(role, value, stated_loss(message, path))
+    return Message(role, value, _stated_loss(message, path))
 
 
-def _text_parts(parts: list[Any], fields: dict[str, Any], path: str) -> tuple[str, ...]:
+def _stated_loss(message: JsonObject, path: str) -> bool | None:
+    """Whether a message counts in the loss, as its `loss`, `loss_weight` or `weight` says; None where they say nothing.
+
+    Raises:
+        RecordError: what they say is neither yes nor no, or they disagree.
+    """
+    stated: dict[str, bool] = {}
+    for key in _LOSS_KEYS:
+        value = message.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, (bool, int, float)):
+            wrong(f"`{path}.{key}` is {json_type(value)}, expected 0 or 1")
+        if value not in (0, 1):
+            unsupported(f"`{path}.{key}` is {value}, expected 0 or 1", hint="a token counts in the loss or not")
+        stated[key] = bool(value)
+    if len(set(stated.values())) > 1:
+        wrong(
+            f"`{path}` says with {' and '.join(f'`{key}`' for key in stated)} both that it counts and that it does not"
+        )
+    return next(iter(stated.values()), None)
+
+
+def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, ...]:
     """The texts of a list of parts; what an assistant thought and which tools it called goes into `fields`."""
     texts: list[str] = []
     reasoning: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[JsonObject] = []
     for index, part in enumerate(parts):
         inside = f"{path}[{index}]"
         part = typed(part, dict, inside)
@@ -130,7 +155,7 @@ def _text_parts(parts: list[Any], fields: dict[str, Any], path: str) -> tuple[st
     return tuple(texts)
 
 
-def _call(part: dict[str, Any], path: str) -> dict[str, Any]:
+def _call(part: JsonObject, path: str) -> JsonObject:
     """A call of a tool as chat templates expect it, from a JSON string or object with `name` and `arguments`."""
     value = part.get("value")
     if isinstance(value, str):

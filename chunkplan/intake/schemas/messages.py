@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import Conversation
+from chunkplan.intake.records import Conversation, JsonObject
 from chunkplan.intake.schemas.beside import BESIDE, begin_with_system
 from chunkplan.intake.schemas.fields import field, tools
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> Conversation:
-    """A `system` beside the messages comes first.
+def parse(record: JsonObject, columns: dict[str, str]) -> Conversation:
+    """The messages of a conversation; a `system` beside them comes first.
 
     Raises:
         RecordError: a message is not one that chat templates take, all are blank, or `system` contradicts them.

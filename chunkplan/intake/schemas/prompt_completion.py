@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from chunkplan.intake.records import Conversation, PromptRecord
+from chunkplan.intake.records import Conversation, JsonObject, PromptRecord
 from chunkplan.intake.schemas.beside import BESIDE, begin_with_system
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> PromptRecord | Conversation:
-    """A `system` beside messages comes first.
+def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Conversation:
+    """The prompt and its completion, or the messages of both; a `system` beside messages comes first.
 
     Raises:
         RecordError: the two are neither strings nor lists of messages, or both blank; strings have a `system` or
@@ -39,7 +39,7 @@ def _misplaced(key: str, hint: str) -> NoReturn:
     )
 
 
-def _conversation(record: dict[str, Any], columns: dict[str, str]) -> Conversation:
+def _conversation(record: JsonObject, columns: dict[str, str]) -> Conversation:
     prompt_key, completion_key = columns["prompt"], columns["completion"]
     prompt, completion = (record.get(key) for key in (prompt_key, completion_key))
     if type(prompt) is not list or type(completion) is not list:

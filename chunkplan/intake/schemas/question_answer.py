@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import Exchange
+from chunkplan.intake.records import Exchange, JsonObject
 from chunkplan.intake.schemas.beside import BESIDE
 from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text
 from chunkplan.intake.schemas.layout import Schema
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> Exchange:
+def parse(record: JsonObject, columns: dict[str, str]) -> Exchange:
     """Raises RecordError where one of the two is not a string, or both are blank."""
     question, answer = field(record, columns["question"], str), field(record, columns["answer"], str)
     if is_blank(question) and is_blank(answer):

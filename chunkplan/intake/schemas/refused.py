@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.fields import unsupported
 
 _PREFERENCE = ("chosen", "rejected")
@@ -15,7 +14,7 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values"
 SUSPECT = frozenset(_PREFERENCE) | frozenset(MEDIA)
 
 
-def refuse(record: dict[str, Any]) -> None:
+def refuse(record: JsonObject) -> None:
     """Raises RecordError where `record`, which has some of the `SUSPECT` keys, is more than text.
 
     Keys that are null or empty say nothing: tables have them in every row.
@@ -28,7 +27,7 @@ def refuse(record: dict[str, Any]) -> None:
     refuse_media(record)
 
 
-def refuse_media(fields: dict[str, Any], path: str = "") -> None:
+def refuse_media(fields: JsonObject, path: str = "") -> None:
     """Raises RecordError where `fields`, of a record or of the message at `path`, have media."""
     for key in MEDIA:
         if fields.get(key):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from chunkplan.intake.records import TextRecord
+from chunkplan.intake.records import JsonObject, TextRecord
 from chunkplan.intake.schemas.fields import empty, field
 from chunkplan.intake.schemas.layout import Schema
 
 
-def parse(record: dict[str, Any], columns: dict[str, str]) -> TextRecord:
+def parse(record: JsonObject, columns: dict[str, str]) -> TextRecord:
     """Raises RecordError where the text is not a string, or blank."""
     text = field(record, columns["text"], str)
     if not text or text.isspace():

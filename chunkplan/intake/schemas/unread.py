@@ -1,22 +1,22 @@
-"""Which keys of records nothing was made of: a user should hear of an answer that has another name."""
+"""Counts the keys of records that were not read: a user should see that an answer has another name."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.beside import is_label
-from chunkplan.intake.schemas.layout import Layout, Schema
+from chunkplan.intake.schemas.layout import RecordLayout, Schema
 from chunkplan.intake.schemas.message_list import unread_of_turn
 from chunkplan.intake.schemas.refused import MEDIA
 from chunkplan.intake.schemas.registry import SCHEMAS
 
-#: Of longer keys the beginning is named.
+#: The most characters of a key that are listed.
 _LONGEST = 100
 
 
-def count_unread(layout: Layout, records: Iterable[dict[str, Any]]) -> Counter[str]:
+def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter[str]:
     """Key -> in how many of `records` it says something that did not go into their neutral form.
 
     The records are those that became one. Null says nothing. A key within the messages of a list is named
@@ -46,7 +46,7 @@ def count_unread(layout: Layout, records: Iterable[dict[str, Any]]) -> Counter[s
     return Counter(counts)
 
 
-def _read(schema: Schema, columns: dict[str, str], record: dict[str, Any]) -> set[str]:
+def _read(schema: Schema, columns: dict[str, str], record: JsonObject) -> set[str]:
     """The keys that `record` has for its roles."""
     keys = schema.keys_of(record, columns)
     if "label" in keys and not is_label(record.get(keys["label"]), keys["label"]):
@@ -55,5 +55,5 @@ def _read(schema: Schema, columns: dict[str, str], record: dict[str, Any]) -> se
 
 
 def named(key: str) -> str:
-    """A key as it is listed."""
+    """The name of a key in lists: long ones are cut."""
     return key if len(key) <= _LONGEST else f"{key[:_LONGEST]}..."
