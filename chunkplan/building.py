@@ -28,7 +28,7 @@ from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planning.batches import batch_sizes
-from chunkplan.planning.block import Dataset
+from chunkplan.planning.method import Dataset
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import TargetMask, count_parts

@@ -22,7 +22,8 @@ from chunkplan.planfile.chunks import Chunks, chunks_of_rows
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
-from chunkplan.planning.block import Dataset, StepBlock, chunk_block
+from chunkplan.planning.batches import StepBlock
+from chunkplan.planning.method import Dataset, chunk_block
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate

@@ -8,9 +8,13 @@ import numpy as np
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import ChunkTimes
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import ChunkTimes, attention_pairs_of, chunk_times, split_layers
+from chunkplan.cost.model import CostModel
+from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, empty_chunks
 from chunkplan.planning.ranks import Placement, Sequences
+from chunkplan.planning.splitting import TargetMask, count_part_targets
 
 
 @dataclass(frozen=True)
@@ -150,3 +154,29 @@ def _add_segment(chunks: Chunks, next_segment: Int64Array, chunk: int, sequence_
     chunks.start[segment] = start
     chunks.end[segment] = stop
     chunks.num_tokens[chunk] += stop - start
+
+
+def add_parts(
+    chunks: Chunks, part_chunk: Int64Array, sequences: Sequences, ids: Int32Array, mask: TargetMask | None
+) -> None:
+    """Add to each chunk the attention pairs and the targets of the part in it; `part_chunk` [num_parts] says which."""
+    sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
+    start = chunks.prefix_tokens[part_chunk].astype(np.int64)
+    chunks.attention_pairs[part_chunk] += attention_pairs_of(sequences.part_tokens, start)
+    chunks.num_target_tokens[part_chunk] += count_part_targets(
+        ids[sequence], start, start + sequences.part_tokens, sequences.tokens[sequence], mask
+    ).astype(np.int32)
+
+
+def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[ChunkTimes, Int64Array, Int64Array]:
+    """The times of chunks that schedules need, and of each chunk what it costs and what of that is recomputing.
+
+    The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
+    """
+    layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
+    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates, layers)
+    by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]
+    recompute = np.where(chunks.keeps_activations, 0, by_op["forward_kv"])  # [num_chunks]
+    cost_ns = by_op["forward"] + by_op["backward"] + recompute  # [num_chunks]
+    chunks.cost[:] = cost_ns / 1e3
+    return times, cost_ns, recompute

@@ -141,3 +141,12 @@ def parts_per_rank(step_starts: Int64Array, sequences: Sequences, placement: Pla
     counts = np.zeros(num_steps * dp, np.int64)
     np.add.at(counts, rank, np.diff(sequences.parts))
     return counts.reshape(num_steps, dp)
+
+
+def equalize_chunks(step_starts: Int64Array, sequences: Sequences, placement: Placement) -> None:
+    """Give every rank of a step as many chunks as the one that has most, by zero-loss chunks; bounds follow."""
+    num_chunks = placement.num_standalone + parts_per_rank(step_starts, sequences, placement)
+    placement.num_standalone[:] += num_chunks.max(axis=1, keepdims=True) - num_chunks
+    placement.rank_bound[:] = placement.rank_bound.max(axis=1, keepdims=True)
+    dp = placement.num_standalone.shape[1]
+    placement.step_bound[:] = -(-placement.step_bound // dp) * dp

@@ -6,12 +6,42 @@ from collections.abc import Callable
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of
-from chunkplan.config.plan import Split
+from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_runs
+from chunkplan.config.plan import KByLength, PlanConfig, Split
+from chunkplan.cost.durations import attention_pairs_of, recompute_ns, work_ns
 from chunkplan.cost.model import CostModel
+from chunkplan.planning.ranks import Sequences
 
 #: Given a sequence_id, the target mask of that sequence, bool [num_tokens].
 TargetMask = Callable[[int], BoolArray]
+
+
+def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
+    """Cut sequences of `tokens` [n] that are longer than ChunkSize; the last K parts of each keep their activations."""
+    work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
+    split = np.flatnonzero(tokens > config.chunk_size)
+    num_parts, stops = split_sequences(tokens[split], config.chunk_size, config.split, cost)
+    index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]
+    starts = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
+    k = _most_kept(tokens[split], config.k, config.k_by_length)
+    keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
+    part_tokens = stops - starts  # [num_parts]
+    part_ns = work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
+    part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
+    work[split] = sum_runs(part_ns, offsets_of(num_parts))
+    parts = np.zeros(tokens.size + 1, np.int64)
+    parts[split + 1] = num_parts
+    return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=part_tokens, part_keeps=keeps)
+
+
+def _most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
+    """K of sequences of `num_tokens` [n]: `k`, or that of the last of `k_by_length` whose length they exceed.
+
+    `k_by_length` has pairs (tokens, K), ascending by tokens: sequences of more than that many tokens.
+    """
+    lengths = np.array([tokens for tokens, _ in k_by_length or ()], np.int64)
+    values = np.array([k, *(longer for _, longer in k_by_length or ())], np.int64)
+    return values[np.searchsorted(lengths, num_tokens, side="left")]
 
 
 def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel) -> Int64Array:

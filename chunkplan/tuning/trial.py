@@ -11,8 +11,9 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, split_layers
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
-from chunkplan.planning.block import Dataset, StepBlock, chunk_block, schedule_block
+from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
+from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
 from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample

@@ -1,0 +1,162 @@
+"""The method at a glance: parts -> ranks -> chunks -> order -> prediction, of some steps at a time.
+
+In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
+
+1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`, `pipeline.py`).
+2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
+   chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
+3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, whole, so that the slowest rank is done as soon
+   as possible (`ranks.py`, and `refine.py` where a search may do better).
+4. *Chunks.* On each rank the short sequences are packed, several to a *standalone chunk*, and some into the room that
+   parts leave in theirs: Algorithm 1 (`ranks.py`, `chunks.py`, and the packers of `chunkplan/packing/`).
+5. *Order.* Stages do the forward and the backward of every chunk in an order in which a stage never holds the
+   activations of more than K chunks of a group. The others go forward for their keys and values alone, and once more,
+   the *recompute*, before their backward: Algorithm 2 on one stage, state-aware 1F1B on more (`chunkplan/schedule/`).
+6. *Prediction.* What each step takes, in time and in memory, follows from the cost model (`chunkplan/cost/`), and goes
+   into the plan's tables (`tables.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import attention_pairs_of, work_ns
+from chunkplan.cost.memory import stage_token_bytes
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.planning.batches import StepBlock, longest_first
+from chunkplan.planning.chunks import ChunkedBlock, add_parts, make_chunks, time_chunks
+from chunkplan.planning.ranks import Rules, place_steps
+from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine_packing
+from chunkplan.planning.splitting import TargetMask, cut_sequences
+from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
+from chunkplan.schedule.families import Scheduled, schedule_ranks
+from chunkplan.schedule.holdings import fullest, fullest_moments
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens and targets of every sequence, int32 [n]; masks, unless every token but a sequence's first is a target."""
+
+    num_tokens: Int32Array
+    num_target_tokens: Int32Array
+    mask: TargetMask | None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
+
+    `chunks`: those of the table. `moments` int64 [pp, 3]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    step x dp + rank.
+    """
+
+    tables: dict[str, pa.Table]
+    chunks: Chunks
+    moments: Int64Array
+    ranks: Int64Array
+
+
+def plan_block(
+    block: StepBlock, dataset: Dataset, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool]
+) -> Planned:
+    """Plan the steps of `block`: their rows, and what stages hold at their fullest moments.
+
+    Raises:
+        CancelledError: `is_cancelled()` was true while there was still much to do.
+        UsageError: a rank cannot be scheduled within `memory_tokens`.
+    """
+    chunked = chunk_block(block, dataset, config, cost, is_cancelled)
+    scheduled = schedule_block(block, chunked, config)
+    return predict_block(block, dataset, config, cost, chunked, scheduled)
+
+
+def chunk_block(
+    block: StepBlock,
+    dataset: Dataset,
+    config: PlanConfig,
+    cost: CostModel,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> ChunkedBlock:
+    """Parts, ranks and chunks: the sequences of a block, each in its place, and the chunks that they make.
+
+    Raises:
+        CancelledError: `is_cancelled()` was true while there was still much to do.
+    """
+    step_starts = offsets_of(block.sizes)  # [num_steps + 1]
+    ids, tokens = longest_first(block, dataset.num_tokens)  # [num_sequences] both
+    sequences = cut_sequences(tokens, config, cost)
+
+    rules = Rules(
+        dp=config.dp,
+        chunk_size=config.chunk_size,
+        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        passes=cost.passes,
+        tail_sharing=config.tail_sharing,
+    )
+    placement = place_steps(step_starts, sequences, rules)
+    if config.balance == "search":
+        refine_assignment(step_starts, sequences, rules, placement, is_cancelled, equal_chunks=config.equal_chunks)
+    if config.packing != "bfd":
+        refine_packing(step_starts, sequences, rules, placement, is_cancelled, config.packing)
+    if config.equal_chunks:
+        equalize_chunks(step_starts, sequences, placement)
+
+    chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, dataset.num_target_tokens[ids])
+    add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
+    times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
+    return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns)
+
+
+def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) -> Scheduled:
+    """Order: what the stages of all ranks of a block do with their chunks, one action after another.
+
+    Raises:
+        UsageError: a rank cannot be scheduled within `memory_tokens`.
+    """
+
+    def place(index: int) -> str:
+        step, rank = divmod(index, config.dp)
+        return f"step {block.first_step + step}, rank {rank}"
+
+    return schedule_ranks(chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place)
+
+
+def predict_block(
+    block: StepBlock,
+    dataset: Dataset,
+    config: PlanConfig,
+    cost: CostModel,
+    chunked: ChunkedBlock,
+    scheduled: Scheduled,
+) -> Planned:
+    """Prediction: the time of each step on its ranks, what each stage holds at most, and the rows that say so."""
+    tokens, rank_chunks = chunked.sequences.tokens, chunked.chunks.rank_chunks
+    steps = steps_table(
+        block.first_step,
+        block.epoch,
+        chunked,
+        target_tokens=dataset.num_target_tokens[chunked.ids],
+        times=RankTimes(  # [num_steps * dp] each
+            cost_ns=sum_runs(chunked.cost_ns, rank_chunks),
+            end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
+            retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
+            recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
+        ),
+        necessary_ns=work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)),  # [num_sequences]
+        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        pp=config.pp,
+    )
+    token_bytes = stage_token_bytes(cost, config.pp, config.virtual_stages)  # [pp, 3]
+    moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
+    tables = {
+        "steps": steps,
+        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks),
+        "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
+    }
+    return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
