@@ -36,8 +36,8 @@ def write_pair(folder: Path, seed: int) -> None:
     analysis = folder / "analysis"
     analysis.mkdir(parents=True)
     writer = AnalysisWriter(analysis)
-    parts, rows = analysis_writer.TOKEN_FILE_TOKENS, token_file._BATCH_ROWS
-    analysis_writer.TOKEN_FILE_TOKENS, token_file._BATCH_ROWS = 400, 8
+    parts, rows = analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS
+    analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS = 400, 8
     try:
         for record, length in enumerate(random.integers(3, 60, 48).tolist()):
             target = random.random(length) < 0.7
@@ -48,7 +48,7 @@ def write_pair(folder: Path, seed: int) -> None:
         source = {"path": "d.jsonl", "format": "jsonl", "schema": "text", "records": 49, "rejected": 1}
         writer.finish(exact=True, sources=[source], rejected={"empty": 1})
     finally:
-        analysis_writer.TOKEN_FILE_TOKENS, token_file._BATCH_ROWS = parts, rows
+        analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS = parts, rows
     (analysis / _REPORT).write_text('{"file": "d.jsonl", "line": 49, "reason": "empty", "message": "no text"}\n')
     config = PlanConfig(chunk_size=32, k=1, global_batch=8, dp=2, pp=2, tail_sharing=True, seed=seed)
     build(analysis, folder / "plan", config)

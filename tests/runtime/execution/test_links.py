@@ -40,7 +40,7 @@ def random_pipeline(seed: int, most_units: int = 6) -> Pipeline:
 def planned_pipeline(seed: int, schedule: str, most_units: int = 5) -> Pipeline:
     num_tokens, groups, keeps = random_chunks(random.Random(seed), most_units)
     rank = make_rank(num_tokens, [ALONE if group is None else group for group in groups], keeps, [1] * PP, UNIT)
-    actions = template(rank, PP) if schedule == "1f1b" else search(rank, PP, None).actions
+    actions = template(rank, PP) if schedule == "1f1b" else search(rank.chunks, rank.times, PP, None).actions
     return Pipeline(num_tokens, groups, _stages(actions))
 
 
