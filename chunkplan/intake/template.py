@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from datetime import date, datetime
 from typing import Any
 
@@ -19,7 +20,7 @@ from jinja2 import nodes
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_beginnings import Beginnings, Render, WatchedTemplate, find_loop
+from chunkplan.intake.template_fragments import Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
 from chunkplan.intake.template_parts import reads_parts
 from chunkplan.intake.template_sandbox import (
@@ -30,7 +31,8 @@ from chunkplan.intake.template_sandbox import (
     Variables,
     compile_tree,
 )
-from chunkplan.intake.template_spans import Span, message_span, refuse_missing_calls
+from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
+from chunkplan.intake.template_turns import TurnFinder
 
 _HINT = "fix the template, give another one with --chat-template, or leave this record out"
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
@@ -47,6 +49,7 @@ class ChatTemplate:
         where: names the file the template is from, for errors.
         today: the day on which the template is rendered, as YYYY-MM-DD, for those that print one; else the real one.
         for_tools: the Jinja template of conversations with tools, where they have one of their own.
+        ends: tokens of the tokenizer that no text contains, such as the one that ends a turn.
 
     Raises:
         DataError: the template is not Jinja.
@@ -60,13 +63,18 @@ class ChatTemplate:
         today: str | None = None,
         *,
         for_tools: str | None = None,
+        ends: Collection[str] = (),
     ) -> None:
-        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens, where, today)
+        self._for_tools = (
+            None if for_tools is None else ChatTemplate(for_tools, special_tokens, where, today, ends=ends)
+        )
         self.content_hash = hashlib.sha256("\0".join(filter(None, (source, for_tools))).encode()).hexdigest()
         today = today or date.today().isoformat()
         #: The day that renderings depend on, if they depend on it.
         self.today = today if "strftime_now" in source + (for_tools or "") else None
         self._special_tokens = special_tokens
+        others = {*ends, special_tokens.get("eos_token", "")} - {special_tokens.get("bos_token", "")}
+        self._turns = TurnFinder(lambda messages, prompt: self._render_watched(messages, None, prompt), others)
         self._reads_parts: dict[tuple[str, int], bool] = {}
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
@@ -74,10 +82,7 @@ class ChatTemplate:
             marks = [data for data in tree.find_all(nodes.TemplateData) if data.data == GENERATION_START]
             self._marks_are_direct = len(marks) == _num_direct_marks(tree)
             self._marked = compile_tree(environment, tree) if marks else None
-            tree = _without_marks(environment.parse(source))
-            self.plain = compile_tree(environment, tree)
-            loop = find_loop(tree)
-            self._watched = None if loop is None else WatchedTemplate(environment, tree, loop)
+            self._watched = WatchedTemplate(environment, _without_marks(environment.parse(source)))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template is not Jinja: {error}{line}"
@@ -119,7 +124,7 @@ class ChatTemplate:
         return shown
 
     def _render_plainly(self, messages: list[JsonObject]) -> str:
-        return _render(self.plain, {**self._variables(None), "messages": messages}, "a list of parts")
+        return self._render_watched(messages, None).text
 
     def _variables(self, tools: list[JsonObject] | None) -> Variables:
         return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
@@ -143,38 +148,55 @@ class ChatTemplate:
         self, conversation: Conversation, messages: list[JsonObject], tools: list[JsonObject] | None
     ) -> tuple[str, list[Span]]:
         """As `render`; `messages` and `tools` are what the template gets of `conversation`."""
-        variables = self._variables(tools)
+        if self._marked is not None:
+            marked = _render(self._marked, {**self._variables(tools), "messages": messages}, "this conversation")
+            return self._read_marks(conversation, marked, messages, tools)
+        rendered = self._render_watched(messages, tools)
+        counting = [index for index, message in enumerate(conversation.messages) if message.counts_in_loss]
+        return rendered.text, _merged(self._find_spans(messages, tools, rendered, counting))
+
+    def _find_spans(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None, rendered: Rendered, counting: list[int]
+    ) -> list[Span]:
+        """What the messages with these indices are of their rendering.
+
+        It is known from their fragments where these are proved, else from the renderings of beginnings.
+        """
+        if self._turns.is_proved(messages):
+            return self._turns.spans(messages, rendered, counting)
 
         def render(count: int, prompt: bool) -> str:
-            several = f"the first {count} messages" if count < len(messages) else "this conversation"
-            return _render(
-                self.plain, {**variables, "messages": messages[:count], "add_generation_prompt": prompt}, several
-            )
+            return self._render_watched(messages[:count], tools, prompt).text
 
-        if self._marked is not None:
-            marked = _render(self._marked, {**variables, "messages": messages}, "this conversation")
-            return self._read_marks(conversation, marked, render)
-        if self._watched is not None:
-            beginnings = self._watched.render(messages, variables, render)
-        else:
-            beginnings = Beginnings(render(len(messages), False), render)
-        counting = (index for index, message in enumerate(conversation.messages) if message.counts_in_loss)
-        return beginnings.full, [message_span(conversation, beginnings, index) for index in counting]
+        return [beginning_span(messages, rendered.text, render, index) for index in counting]
 
-    def _read_marks(self, conversation: Conversation, marked: str, render: Render) -> tuple[str, list[Span]]:
+    def _render_watched(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None, prompt: bool = False
+    ) -> Rendered:
+        variables = {**self._variables(tools), "add_generation_prompt": prompt}
+        try:
+            return self._watched.render(messages, variables)
+        except Exception as error:
+            raise _raised(error, "this conversation") from error
+
+    def _read_marks(
+        self, conversation: Conversation, marked: str, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> tuple[str, list[Span]]:
         """The rendering without its marks and what counts in it; `marked` has marks around generation blocks."""
         full, spans = _split_marks(marked)
-        beginnings = Beginnings(full if self._marks_are_direct else render(len(conversation.messages), False), render)
-        if beginnings.full != full:
+        by_role = all(message.counts_in_loss == (message.role == "assistant") for message in conversation.messages)
+        if self._marks_are_direct and by_role:
+            return full, _merged(spans)
+        rendered = self._render_watched(messages, tools)
+        if rendered.text != full:
             raise RecordError(
                 "the chat template changes what stands in its generation blocks, so where that is is not known",
                 reason="template",
                 hint="fix the template: what is in {% generation %} must be put out as it is",
             )
-        messages = conversation.messages
-        if all(message.counts_in_loss == (message.role == "assistant") for message in messages):
+        if by_role:
             return full, _merged(spans)
-        assistant = [message for message in messages if message.role == "assistant"]
+        assistant = [message for message in conversation.messages if message.role == "assistant"]
         if len(assistant) != len(spans):
             raise RecordError(
                 f"the chat template has {len(spans)} generation blocks for the {len(assistant)} messages of the "
@@ -183,18 +205,24 @@ class ChatTemplate:
                 hint="use a template with one generation block a message, or leave `loss` and weights out",
             )
         kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
-        for index, message in enumerate(messages):
-            if message.counts_in_loss and message.role != "assistant":
-                kept.append(message_span(conversation, beginnings, index))
-        return full, _merged(kept)
+        others = [
+            index
+            for index, message in enumerate(conversation.messages)
+            if message.counts_in_loss and message.role != "assistant"
+        ]
+        return full, _merged(kept + self._find_spans(messages, tools, rendered, others))
 
 
 def _render(template: Pieces, variables: Variables, several: str) -> str:
     try:
         return "".join(template(variables))
     except Exception as error:
-        message = f"the chat template raised on {several}: {error or type(error).__name__}"
-        raise RecordError(message, reason="template", hint=_HINT) from error
+        raise _raised(error, several) from error
+
+
+def _raised(error: Exception, several: str) -> RecordError:
+    message = f"the chat template raised on {several}: {error or type(error).__name__}"
+    return RecordError(message, reason="template", hint=_HINT)
 
 
 def _num_direct_marks(node: nodes.Node) -> int:

@@ -1,34 +1,41 @@
-"""Where a message stands in the rendering of its conversation, known from the renderings of its beginnings."""
+"""Where a message stands in the rendering of its conversation, known from the renderings of its beginnings.
+
+This is for templates without a loop over messages whose output can be told apart (see `template_fragments`): a
+message's place is known where the rendering of the messages up to it is how the whole rendering begins.
+"""
 
 from __future__ import annotations
 
-from chunkplan.intake.records import Conversation
+from collections.abc import Callable
+
+from chunkplan.intake.records import Conversation, JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_beginnings import Beginnings
 
 #: [start, stop) in characters.
 Span = tuple[int, int]
 
+#: (number of messages, with the generation prompt) -> the rendering of that beginning.
+Render = Callable[[int, bool], str]
+
 _HINT = (
-    "use a template with {% generation %} blocks or one that renders a message the same whatever follows it, "
-    "or give `prompt` and `completion`"
+    "use a template with {% generation %} blocks, with one loop over the messages, or one that renders a message the "
+    "same whatever follows it"
 )
 
 
-def message_span(conversation: Conversation, beginnings: Beginnings, index: int) -> Span:
-    """The characters of message `index`: for the assistant what follows the generation prompt, else the whole.
+def beginning_span(messages: list[JsonObject], full: str, render: Render, index: int) -> Span:
+    """The characters of message `index` in `full`: for the assistant what follows the generation prompt, else all.
 
     Raises:
         RecordError: the template raises, or renders a message otherwise when others follow it.
     """
-    is_last = index + 1 == len(conversation.messages)
-    stop = len(beginnings.full) if is_last else _length(beginnings, index + 1, prompt=False)
-    if conversation.messages[index].role != "assistant":
-        start = _length(beginnings, index, prompt=False) if index else 0
+    stop = len(full) if index + 1 == len(messages) else _length(full, render, index + 1, prompt=False)
+    if messages[index]["role"] != "assistant":
+        start = _length(full, render, index, prompt=False) if index else 0
     elif index:
-        start = _length(beginnings, index, prompt=True)
+        start = _length(full, render, index, prompt=True)
     else:
-        start = _first_start(beginnings, stop)
+        start = _first_start(full, render, stop)
     return min(start, stop), stop  # the template may leave the message out
 
 
@@ -50,14 +57,14 @@ def refuse_missing_calls(conversation: Conversation, counted: str) -> None:
                 )
 
 
-def _first_start(beginnings: Beginnings, stop: int) -> int:
+def _first_start(full: str, render: Render, stop: int) -> int:
     """Where the first message begins after its generation prompt.
 
     Many templates refuse a conversation without messages, or begin one with a default system message. The generation
     prompt that would follow this message is the one it was itself generated from.
     """
-    prompt = beginnings.text(1, True).removeprefix(beginnings.text(1, False))
-    place = beginnings.full.find(prompt, 0, stop)
+    prompt = render(1, True).removeprefix(render(1, False))
+    place = full.find(prompt, 0, stop)
     if place < 0:
         raise RecordError(
             f"the chat template does not begin an assistant message with its generation prompt {prompt!r}",
@@ -67,15 +74,16 @@ def _first_start(beginnings: Beginnings, stop: int) -> int:
     return place + len(prompt)
 
 
-def _length(beginnings: Beginnings, count: int, *, prompt: bool) -> int:
+def _length(full: str, render: Render, count: int, *, prompt: bool) -> int:
     """The length of the rendering of the first `count` messages, which has to be how the whole begins."""
-    length = beginnings.length(count, prompt)
-    if length is None:
+    beginning = render(count, prompt)
+    if not full.startswith(beginning):
         rest = "and the generation prompt " if prompt else ""
+        first = "first message" if count == 1 else f"first {count} messages"
         raise RecordError(
-            f"the chat template renders the first {count} messages {rest}otherwise when others follow, "
+            f"the chat template renders the {first} {rest}otherwise when others follow, "
             "so which tokens count in the loss is not known",
             reason="template",
             hint=_HINT,
         )
-    return length
+    return len(beginning)

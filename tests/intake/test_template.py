@@ -1,8 +1,9 @@
-"""Renderings are those of transformers, and what counts in them is what rendering every beginning would say."""
+"""Renderings are those of transformers, and what counts in them is what the template put out for each message."""
 
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template import ChatTemplate
+from chunkplan.intake.template_fragments import WatchedTemplate
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
@@ -82,6 +84,10 @@ TEMPLATES = {
 }
 
 
+#: Those that put out every message once, in order, by BODY.
+IN_ORDER = ("plain", "last first", "list", "prompt set", "macro", "raise", "equal", "reverse")
+
+
 def _random_conversation(rng: random.Random) -> Conversation:
     roles = rng.choices(["user", "assistant", "tool", "system"], [4, 4, 2, 1], k=rng.randint(1, 6))
     if rng.random() < 0.4:
@@ -104,66 +110,103 @@ def _transformers(source: str, messages: list[dict[str, Any]], **others: Any) ->
     return str(text)
 
 
-def _by_beginnings(source: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]] | None:
-    """The whole and its spans from transformers' renderings of every beginning; None where one fails or differs."""
+#: What the assistant says, and what others do, each between marks that no content has.
+_SAID = "{{ m['content'] }}{{ m.name }}</s>"
+_MARKED = "{% if m.role == 'assistant' %}<|{{ m.role }}|>\x01" + _SAID + "\x02{% else %}\x01" + BODY + "\x02{% endif %}"
+
+
+def _by_marks(source: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]] | None:
+    """The whole, and the spans of messages that count, by marks in the template itself; None where it raises.
+
+    The marks of the n-th message are the n-th ones, for templates that put out every message once and in order.
+    """
     messages = [message.for_template() for message in conversation.messages]
-
-    def beginning(count: int, prompt: bool = False) -> int:
-        part = _transformers(source, messages[:count], add_generation_prompt=prompt)
-        assert full.startswith(part)
-        return len(part)
-
     try:
         full = _transformers(source, messages)
-        spans = []
-        for index, message in enumerate(conversation.messages):
-            if not message.counts_in_loss:
-                continue
-            end = beginning(index + 1)
-            if message.role != "assistant":
-                start = beginning(index) if index else 0
-            elif index:
-                start = beginning(index, prompt=True)
-            else:
-                one = _transformers(source, messages[:1])
-                prompt = _transformers(source, messages[:1], add_generation_prompt=True).removeprefix(one)
-                start = full.index(prompt, 0, end) + len(prompt)
-                assert start <= end
-            spans.append((min(start, end), end))
+        marked = _transformers(source.replace(BODY, _MARKED), messages)
     except Exception:
         return None
-    return full, spans
+    assert marked.replace("\x01", "").replace("\x02", "") == full
+    spans, position = [], 0
+    for piece in re.split("(\x01|\x02)", marked):
+        if piece == "\x01":
+            spans.append((position, position))
+        elif piece == "\x02":
+            spans[-1] = spans[-1][0], position
+        else:
+            position += len(piece)
+    kept = [span for span, message in zip(spans, conversation.messages, strict=True) if message.counts_in_loss]
+    return full, kept
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_spans_are_those_that_rendering_every_beginning_gives(name: str) -> None:
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same characters, without borders between spans that touch."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_what_counts_is_what_the_template_puts_out_for_a_message(name: str) -> None:
+    """Whatever it puts out for the same message when others follow; and no conversation is refused."""
     source = TEMPLATES[name]
     template = ChatTemplate(source, SPECIAL, "x")
     rng = random.Random(name)
-    outcomes = set()
     for _ in range(120):
         conversation = _random_conversation(rng)
-        expected = _by_beginnings(source, conversation)
-        outcomes.add(expected is not None)
+        if name == "reverse":  # puts out numbers for users, too
+            said = (m if m.role == "assistant" else m._replace(loss=None) for m in conversation.messages)
+            conversation = Conversation(tuple(said))
+        expected = _by_marks(source, conversation)
         if expected is None:
-            with pytest.raises(RecordError) as caught:
+            with pytest.raises(RecordError):
                 template.render(conversation)
-            assert caught.value.reason == "template"
         else:
-            assert template.render(conversation) == expected
-    assert True in outcomes
+            full, spans = expected
+            assert template.render(conversation) == (full, _merged(spans))
 
 
-def test_a_template_that_walks_over_its_messages_once_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the conversation is: the cost of finding spans does not grow with its square."""
-    template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "x")
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - set(IN_ORDER)))
+def test_a_template_whose_output_cannot_be_told_apart_is_refused_or_read_rightly(name: str) -> None:
+    """No header, and nothing of anybody else, is ever part of what counts."""
+    source = TEMPLATES[name]
+    template = ChatTemplate(source, SPECIAL, "x")
+    rng = random.Random(name)
+    for _ in range(120):
+        conversation = _random_conversation(rng)
+        messages = [
+            message._replace(content=f"word{index}", loss=None) for index, message in enumerate(conversation.messages)
+        ]
+        try:
+            full, spans = template.render(Conversation(tuple(messages)))
+        except RecordError as error:
+            assert error.reason == "template"
+            continue
+        assert full == _transformers(source, [message.for_template() for message in messages])
+        counted = "".join(full[start:stop] for start, stop in spans)
+        assert "<|" not in counted
+        for index, message in enumerate(messages):
+            assert message.role == "assistant" or f"word{index}" not in counted.lower()
+
+
+def test_a_template_is_rendered_once_for_a_conversation_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of finding spans does not grow with the square of the messages."""
     rendered = []
-    plain = template.plain
-    monkeypatch.setattr(template, "plain", lambda variables: rendered.append(variables) or plain(variables))
+    render = WatchedTemplate.render
+    monkeypatch.setattr(
+        WatchedTemplate,
+        "render",
+        lambda self, messages, *rest: rendered.append(len(messages)) or render(self, messages, *rest),
+    )
+    template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "x")
     messages = tuple(Message(role, "a") for _ in range(50) for role in ("user", "assistant"))
-    spans = template.render(Conversation(messages))[1]
-    assert len(spans) == 50
-    assert len(rendered) <= 1  # what follows the loop where there is a generation prompt, once for all conversations
+    for _ in range(3):
+        assert len(template.render(Conversation(messages))[1]) == 50
+    assert rendered.count(100) == 4  # once more to prove that fragments of conversations like it are told apart
 
 
 GENERATION = {
@@ -322,7 +365,7 @@ def test_a_template_that_prints_the_day_prints_the_one_it_was_given() -> None:
         "{% set ns = namespace() %}{% set ns._x = 1 %}",
         "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.a = ns.a + ns.self %}{{ ns.a }}",
         "{{ raise_exception.__globals__ }}",
-        "{{ messages.watched_loop }}{{ messages._watch }}{{ messages | watched_loop }}",
+        "{{ messages[0] | at }}",
     ],
 )
 def test_a_template_reaches_no_more_than_in_the_sandbox_of_transformers(source: str) -> None:

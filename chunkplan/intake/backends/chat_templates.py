@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ class TemplateChoice:
     given: TemplateSource | None
     today: str | None
 
-    def make(self, own: TemplateSource | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
-        """The template to use, where there is one; `own` is the tokenizer's.
+    def make(
+        self, own: TemplateSource | None, special_tokens: dict[str, str], ends: Collection[str]
+    ) -> ChatTemplate | None:
+        """The template to use, where there is one; `own` is the tokenizer's; `ends`: see `ChatTemplate`.
 
         Raises:
             DataError: it is not Jinja.
@@ -36,7 +39,9 @@ class TemplateChoice:
         source = self.given or own
         if source is None:
             return None
-        return ChatTemplate(source.text, special_tokens, source.where, self.today, for_tools=source.for_tools)
+        return ChatTemplate(
+            source.text, special_tokens, source.where, self.today, for_tools=source.for_tools, ends=ends
+        )
 
 
 def read_template(path: Path) -> TemplateSource:

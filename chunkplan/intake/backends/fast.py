@@ -39,6 +39,8 @@ class FastTokenizer:
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         added = self._tokenizer.encode("a", add_special_tokens=True).special_tokens_mask
         self.num_added = _leading(added), _leading(added[::-1])
+        added_tokens = description.get("added_tokens") or []
+        self.special_tokens = frozenset(token["content"] for token in added_tokens if token.get("special"))
         self._form = (description.get("normalizer") or {}).get("type")
         self._num_bytes = _byte_lengths(self._tokenizer, description) if _is_byte_level(description) else None
 

@@ -61,7 +61,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         eos=library.find(eos),
         begins_text=config.get("add_bos_token") is True,
         ends_text=config.get("add_eos_token") is True,
-        template=choice.make(_own_template(file, config, config_file), special_tokens),
+        template=choice.make(_own_template(file, config, config_file), special_tokens, library.special_tokens),
         library=library,
     )
 

@@ -59,6 +59,6 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         eos=library.find(special_tokens.get("eos_token")),
         begins_text=getattr(loaded, "add_bos_token", False) is True,
         ends_text=getattr(loaded, "add_eos_token", False) is True,
-        template=choice.make(choose_template(loaded.chat_template, name), special_tokens),
+        template=choice.make(choose_template(loaded.chat_template, name), special_tokens, library.special_tokens),
         library=library,
     )

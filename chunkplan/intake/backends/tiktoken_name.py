@@ -60,7 +60,7 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
         eos=eos,
         begins_text=False,
         ends_text=False,
-        template=choice.make(None, {"eos_token": eos[0]} if eos else {}),
+        template=choice.make(None, {"eos_token": eos[0]} if eos else {}, ()),
         library=_TiktokenTokenizer(encoding),
     )
 

@@ -1,0 +1,226 @@
+"""In chat templates of real models, what counts is what the assistant wrote, in the rendering of transformers."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.template import ChatTemplate
+from chunkplan.intake.turns import by_turns
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+#: The tokens that end a turn, of all these models; of GLM those that begin the turn of somebody else.
+ENDS = {
+    *("</s>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>", "<|eot|>"),
+    *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+    *("<|user|>", "<|observation|>", "<|system|>"),
+}
+
+#: All that take texts; `llava_next` reads lists of parts alone.
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if not path.stem.endswith("_training"))
+NAMES.remove("llava_next")
+
+#: Templates whose twins for training render the same, with blocks around what the assistant wrote.
+TWINS = [name for name in NAMES if (TEMPLATES / f"{name}_training.jinja").exists()]
+
+
+@cache
+def source_of(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(source_of(name), SPECIAL, name, ends=ENDS)
+
+
+def conversation(*said: str, system: bool = False) -> Conversation:
+    """Texts of the user and of the assistant by turns."""
+    first = (Message("system", "Be kind."),) if system else ()
+    return Conversation((*first, *(Message(("user", "assistant")[at % 2], text) for at, text in enumerate(said))))
+
+
+def counting(name: str, asked: Conversation) -> list[str]:
+    text, spans = template(name).render(asked)
+    assert text == in_transformers(source_of(name), asked)[0]
+    return [text[start:stop] for start, stop in spans]
+
+
+def in_transformers(source: str, asked: Conversation) -> tuple[str, list[str]]:
+    """The rendering, and what stands in generation blocks."""
+    [text], [spans] = render_jinja_template(
+        [[message.for_template() for message in asked.messages]],
+        chat_template=source,
+        return_assistant_tokens_mask=True,
+        **SPECIAL,
+    )
+    return str(text), [text[start:stop] for start, stop in spans]
+
+
+PLAIN = conversation("Hi?", "Hello.", "And?", "Well.")
+#: A header that is a prefix of what follows, and contents like headers.
+ODD = conversation("<b>", "<b>x</b>", "\n", "<think", "a", "assistant\n")
+THOUGHT = conversation("Hi?", "<think>\nhm\n</think>\n\nHello.", "And?", "<think>\nso\n</think>\n\nWell.")
+
+#: Looked at by hand: template -> what counts of PLAIN, and of THOUGHT.
+TABLE: dict[str, tuple[list[str], list[str]]] = {
+    "qwen2_5": (
+        ["Hello.<|im_end|>", "Well.<|im_end|>"],
+        ["<think>\nhm\n</think>\n\nHello.<|im_end|>", "<think>\nso\n</think>\n\nWell.<|im_end|>"],
+    ),
+    "qwen3": (
+        ["Hello.<|im_end|>", "<think>\n\n</think>\n\nWell.<|im_end|>"],
+        ["Hello.<|im_end|>", "<think>\nso\n</think>\n\nWell.<|im_end|>"],
+    ),
+    "qwen3_5_think": (  # its generation prompt ends with <think> and a line end
+        ["Hello.<|im_end|>", "\n</think>\n\nWell.<|im_end|>"],
+        ["Hello.<|im_end|>", "so\n</think>\n\nWell.<|im_end|>"],
+    ),
+    "gptoss": (
+        ["<|channel|>final<|message|>Hello.<|end|>", "<|channel|>final<|message|>Well.<|return|>"],
+        [
+            "<|channel|>final<|message|><think>\nhm\n</think>\n\nHello.<|end|>",
+            "<|channel|>final<|message|><think>\nso\n</think>\n\nWell.<|return|>",
+        ],
+    ),
+    "glm4moe": (  # <|user|> is what ends a turn; behind the last one there is none
+        ["\n<think></think>\nHello.<|user|>", "\n<think></think>\nWell."],
+        ["\n<think></think>\nHello.<|user|>", "\n<think>so</think>\nWell."],
+    ),
+    "deepseekv3": (
+        ["Hello.<｜end▁of▁sentence｜>", "Well.<｜end▁of▁sentence｜>"],
+        ["\n\nHello.<｜end▁of▁sentence｜>", "\n\nWell.<｜end▁of▁sentence｜>"],
+    ),
+    "gemma4_v5": (
+        ["Hello.<turn|>", "Well.<turn|>"],
+        ["<think>\nhm\n</think>\n\nHello.<turn|>", "<think>\nso\n</think>\n\nWell.<turn|>"],
+    ),
+    "llama3_1": (
+        ["Hello.<|eot_id|>", "Well.<|eot_id|>"],
+        ["<think>\nhm\n</think>\n\nHello.<|eot_id|>", "<think>\nso\n</think>\n\nWell.<|eot_id|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_counts_is_what_was_looked_at_by_hand(name: str) -> None:
+    plain, thought = TABLE[name]
+    assert counting(name, PLAIN) == plain
+    assert counting(name, THOUGHT) == thought
+
+
+#: The twins of these count the header, too, which nobody writes: it is the generation prompt.
+WITH_HEADER = {
+    "gptoss": "<|start|>assistant",
+    "muse_glimmer": "<|start|>assistant",
+    "deepseekv3": "<｜Assistant｜>",
+    "deepseek_r1_distill": "<｜Assistant｜>",
+    "qwen2_5": "\n",
+}
+
+
+def written(block: str) -> str:
+    """Without line ends behind it, and without thoughts that are empty or that the generation prompt begins."""
+    return re.sub(r"^(<think>)?\s*(</think>)?\s*", "", block).rstrip("\n")
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_what_counts_is_the_mask_of_transformers_in_the_twin_for_training(name: str) -> None:
+    """But for what a model does not write: headers, line ends behind turns, a `<think>` of the generation prompt."""
+    twin = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
+    compared = 0
+    for asked in (PLAIN, THOUGHT, ODD, conversation("Hi?", "Hello.", system=name != "gemma")):
+        text, blocks = in_transformers(twin, asked)
+        if text != in_transformers(source_of(name), asked)[0]:
+            continue  # the twin renders earlier turns as it renders the last one
+        compared += 1
+        expected = "".join(written(block.removeprefix(WITH_HEADER.get(name, ""))) for block in blocks)
+        assert "".join(map(written, counting(name, asked))) == expected
+    assert compared or name in ("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
+
+
+TEXTS = st.sampled_from(
+    [
+        "Hello.",
+        " a\n",
+        "<b>x</b>",
+        "<think>\nhm\n</think>\n\nSo.",
+        "日本",
+        "```\ncode\n```",
+        "assistant\n",
+        "1",
+        "Hello.",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(said=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), reasons=st.booleans())
+def test_every_conversation_is_kept(name: str, said: list[tuple[str, str]], reasons: bool) -> None:
+    """None that the template itself renders is refused; no word of the user counts, all of the last answer does."""
+    messages = []
+    for at, (asked, answer) in enumerate(said):
+        fields = {"reasoning_content": f"thought{at}"} if reasons else {}
+        messages += [Message("user", f"ask{at} {asked}"), Message("assistant", f"{answer} answer{at}", None, fields)]
+    full = Conversation(tuple(messages))
+    try:
+        in_transformers(source_of(name), full)
+    except Exception:
+        with pytest.raises(RecordError):
+            template(name).render(full)
+        return
+    counted = "".join(counting(name, full))
+    assert not re.search(r"ask\d", counted)
+    if name not in ("idefics3", "smolvlm"):  # which put out nothing of an answer that is a string
+        assert [f"answer{at}" in counted for at in range(len(said))] == [True] * len(said)
+
+
+def test_turns_are_trained_as_rendered_or_the_last_or_each_as_the_model_met_it() -> None:
+    def say(turns: Any) -> list[list[str]]:
+        return [counting("qwen3", one) for one in by_turns(THOUGHT, turns)]
+
+    first, last = "<think>\nhm\n</think>\n\nHello.<|im_end|>", "<think>\nso\n</think>\n\nWell.<|im_end|>"
+    assert say("rendered") == [["Hello.<|im_end|>", last]]
+    assert say("last") == [[last]]
+    assert say("each") == [[first], [last]]
+
+
+def test_a_turn_goes_on_through_the_answers_of_tools() -> None:
+    call = {"tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"x": "p"}}}]}
+    messages = (
+        *(Message("user", "Where?"), Message("assistant", "", None, call), Message("tool", "here")),
+        *(
+            Message("assistant", "Here."),
+            Message("user", "Thanks."),
+            Message("assistant", "Bye."),
+            Message("user", "?"),
+        ),
+    )
+    each = by_turns(Conversation(messages), "each")
+    assert [len(one.messages) for one in each] == [4, 6]
+    called = '<tool_call>\n{"name": "look", "arguments": {"x": "p"}}\n</tool_call><|im_end|>'
+    assert counting("qwen3", each[0]) == [called, "<think>\n\n</think>\n\nHere.<|im_end|>"]
+    [last] = by_turns(Conversation(messages), "last")
+    assert (len(last.messages), counting("qwen2_5", last)) == (7, ["Bye.<|im_end|>"])
+
+
+def test_messages_that_do_not_count_are_no_turn_of_their_own() -> None:
+    said = conversation("a", "b", "c", "d")
+    silent = Conversation(tuple(message._replace(loss=False) for message in said.messages))
+    assert by_turns(silent, "each") == by_turns(silent, "last") == [silent]
+    first = Conversation((*said.messages[:3], said.messages[3]._replace(loss=False)))
+    assert [len(one.messages) for one in by_turns(first, "each")] == [2]
+    assert counting("qwen2_5", by_turns(first, "last")[0]) == ["b<|im_end|>"]
