@@ -16,6 +16,12 @@ SCHEMAS = (
     "length",
 )
 
+#: Those whose records are conversations of any number of turns.
+CONVERSATIONS = ("messages", "conversations")
+
+#: What of a conversation is trained.
+Turns = Literal["rendered", "last", "each"]
+
 #: What is read of one record at most. Encoding takes up to 130 times as much memory.
 MAX_RECORD_BYTES = 8_000_000
 
@@ -82,6 +88,14 @@ class IntakeOptions(Options):
         default={},
         default_words="",
         flag="--column",
+    )
+    turns: Turns = option(
+        one_of("rendered", "last", "each", metavar="WHAT"),
+        "What of a conversation is trained: all that the assistant wrote, as the chat template renders it (rendered); "
+        "its last turn only (last); or every turn in a sequence of its own that ends with it, as the model met it "
+        "(each).",
+        group=_TOKENS,
+        default="rendered",
     )
     max_length: int | None = option(
         tokens(), "Tokens of a sequence at most.", group=_TOKENS, default=None, default_words="all are kept"

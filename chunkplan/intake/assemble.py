@@ -63,7 +63,7 @@ def assemble(
             f"{error.filename} is gone: something else removed it from the cache", hint="run the command again"
         ) from error
     num_accounted = writer.num_sequences + rejected.total() + sum(entry["not_sampled"] for entry in described)
-    assert sum(entry["records"] for entry in described) == num_accounted
+    assert sum(entry["records"] + entry["more_sequences"] for entry in described) == num_accounted
     writer.finish(
         sources=described,
         tokenizer=tokenizer and {name: value for name, value in tokenizer.items() if name != "template_hash"},

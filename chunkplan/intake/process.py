@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,15 +20,16 @@ from chunkplan.intake.estimate import estimate_tokens
 from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
-from chunkplan.intake.records import LengthRecord, Record, TokensRecord
+from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_unread, most_unread
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.intake.turns import by_turns
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 3
+_VERSION = 4
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -85,7 +87,8 @@ def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report
         writer.close()
         result.unread, result.num_unread = most_unread(result.unread), len(result.unread)
         report(piece.share - num_reported, 0)  # a last line that another piece has
-        assert result.num_records == result.num_sequences + result.num_rejected + result.num_not_sampled
+        accounted = result.num_sequences + result.num_rejected + result.num_not_sampled
+        assert result.num_records + result.num_more == accounted
     return result
 
 
@@ -115,6 +118,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "schema": layout.schema,
         "columns": layout.columns,
         "tokenizer": settings.identity,
+        "turns": options.turns,
         "max_length": options.max_length,
         "long": options.long,
         "tokens": options.stores_tokens,
@@ -145,7 +149,7 @@ class _Task:
 
     def add(self, batch: Batch) -> None:
         self._rejected = list(batch.rejected)
-        before = self._result.num_sequences
+        before = self._result.num_sequences - self._result.num_more
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
@@ -153,7 +157,7 @@ class _Task:
                 self._tokens(batch.numbers, offsets, input_ids, target)
             case records:
                 self._records(batch.numbers, records)
-        counted = self._result.num_sequences - before + len(self._rejected)
+        counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
         self._result.num_not_sampled += batch.num_records - counted
         assert batch.num_records >= counted
         assert self._options.sample is not None or batch.num_records == counted
@@ -181,19 +185,40 @@ class _Task:
         elif records and isinstance(records[0], TokensRecord):
             pairs = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
             self._encoded(numbers, pairs)
-        elif self._encoder is None:
-            self._result.is_estimated = True
-            self._lengths(numbers, np.array([min(estimate_tokens(record), _LONGEST) for record in records], np.int32))
         else:
-            encoded: list[tuple[Int32Array, BoolArray]] = []
-            kept: list[int] = []
-            for number, one in zip(numbers.tolist(), self._encoder.encode(records), strict=True):
-                if isinstance(one, RecordError):
-                    self._rejected.append(Rejected(number, one.reason, one.message, one.hint))
-                else:
-                    encoded.append(one)
-                    kept.append(number)
-            self._encoded(np.array(kept, np.int64), encoded)
+            self._sequences(*self._by_turns(numbers, records))
+
+    def _by_turns(self, numbers: Int64Array, records: list[Record]) -> tuple[list[int], list[Record]]:
+        """The records that become sequences, and of each the number of the record that it is of: conversations make
+        one for each turn where that was asked for."""
+        if self._options.turns == "rendered":
+            return numbers.tolist(), records
+        owners: list[int] = []
+        made: list[Record] = []
+        for number, record in zip(numbers.tolist(), records, strict=True):
+            several = by_turns(record, self._options.turns) if isinstance(record, Conversation) else [record]
+            owners += [number] * len(several)
+            made += several
+        return owners, made
+
+    def _sequences(self, owners: list[int], records: list[Record]) -> None:
+        """Add what `records` become; of a record of which a part cannot be encoded nothing is kept."""
+        self._result.num_more += len(owners) - len(set(owners))
+        if self._encoder is None:
+            self._result.is_estimated = True
+            lengths = [min(estimate_tokens(record), _LONGEST) for record in records]
+            self._lengths(np.array(owners, np.int64), np.array(lengths, np.int32))
+            return
+        encoded: list[tuple[int, tuple[Int32Array, BoolArray]]] = []
+        for owner, one in zip(owners, self._encoder.encode(records), strict=True):
+            if not isinstance(one, RecordError):
+                encoded.append((owner, one))
+            elif not self._rejected or self._rejected[-1].number != owner:
+                self._rejected.append(Rejected(owner, one.reason, one.message, one.hint))
+        refused = {rejected.number for rejected in self._rejected}
+        kept = [(owner, one) for owner, one in encoded if owner not in refused]
+        self._result.num_more -= sum(count - 1 for owner, count in Counter(owners).items() if owner in refused)
+        self._encoded(np.array([owner for owner, _ in kept], np.int64), [one for _, one in kept])
 
     def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> None:
         if not encoded:

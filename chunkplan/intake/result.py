@@ -15,10 +15,11 @@ class PieceResult:
 
     `key` names it in the store, `digest` is that of what was read, and `reader` what read it.
 
-    `num_rows` are its lines or rows, `num_records` those that are not blank: sequences, rejected and left out of the
-    sample. `rows` are the numbers of sequences in the record batches of its token file, if `has_tokens`. With
-    `is_estimated`, lengths were not counted by a tokenizer. `unread` has the keys that were not read, with the number
-    of records that have them, or None where that number is not known; of `num_unread` keys it has the most frequent.
+    `num_rows` are its lines or rows, `num_records` those that are not blank. With the `num_more` sequences that records
+    made beside their first, they are the sequences, those rejected, and those left out of the sample. `rows` are the
+    numbers of sequences in the record batches of its token file, if `has_tokens`. With `is_estimated`, lengths were not
+    counted by a tokenizer. `unread` has the keys that were not read, with the number of records that have them, or None
+    where that number is not known; of `num_unread` keys it has the most frequent.
     """
 
     key: str
@@ -27,6 +28,7 @@ class PieceResult:
     num_rows: int = 0
     num_records: int = 0
     num_sequences: int = 0
+    num_more: int = 0
     num_tokens: int = 0
     num_target_tokens: int = 0
     num_not_sampled: int = 0

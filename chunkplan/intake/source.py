@@ -35,6 +35,7 @@ class SourceEntry(TypedDict):
     content_hash: str
     first_sequence_id: int
     num_sequences: int
+    more_sequences: int
     num_tokens: int
     unread_keys: dict[str, int | None]
     num_unread_keys: int
@@ -114,6 +115,7 @@ class Source:
             "content_hash": hashlib.sha256(hashes).hexdigest(),
             "first_sequence_id": first_sequence_id,
             "num_sequences": sum(piece.num_sequences for piece in pieces),
+            "more_sequences": sum(piece.num_more for piece in pieces),
             "num_tokens": sum(piece.num_tokens for piece in pieces),
             "unread_keys": most_unread(unread),
             "num_unread_keys": max(len(unread), *(piece.num_unread for piece in pieces), 0),

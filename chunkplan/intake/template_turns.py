@@ -11,6 +11,7 @@ have to be in the fragments of their messages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any
@@ -25,6 +26,9 @@ Render = Callable[[list[JsonObject], bool], Rendered]
 
 #: Keys of a message that templates may read text of the message from.
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+
+#: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
+_THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 
 #: So many shapes are remembered; data has some hundreds.
 _MOST_SHAPES = 1 << 12
@@ -144,7 +148,10 @@ class TurnFinder:
                     blocks[place].append(rendered.text[fragments[0].start : fragments[0].stop] if fragments else "")
             for block in blocks:
                 common = _common(*block)
-                headers.add(_common(prompt, common) if prompt.strip() else common)
+                header = _common(prompt, common) if prompt.strip() else common
+                rest = prompt.removeprefix(header)
+                if not rest.strip() or _THOUGHT.search(rest):
+                    headers.add(header)
             headers.add(prompt)
         except RecordError:
             return []

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
+from chunkplan.config.intake import Turns
 from chunkplan.intake.records import Conversation, Message
-
-Turns = Literal["rendered", "last", "each"]
 
 
 def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:

@@ -94,6 +94,7 @@ ANALYSIS: Expected = {
             "not_sampled?": whole(),
             "first_sequence_id?": whole(),
             "num_sequences?": whole(),
+            "more_sequences?": whole(),
             "num_tokens?": whole(),
             "unread_keys?": COUNTS_OR_NULL,
             "num_unread_keys?": whole(),

@@ -25,6 +25,7 @@ class SourceEntry(TypedDict):
     reasons: NotRequired[dict[str, int]]
     not_sampled: NotRequired[int]
     num_sequences: NotRequired[int]
+    more_sequences: NotRequired[int]
     num_tokens: NotRequired[int]
     unread_keys: NotRequired[dict[str, int | None]]
     num_unread_keys: NotRequired[int]

@@ -34,9 +34,11 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
     records = sum(source["records"] for source in manifest["sources"])
     rejected = sum(manifest["rejected"].values())
     left_out = sum(source.get("not_sampled", 0) for source in manifest["sources"])
-    if records != num_sequences + rejected + left_out:
+    more = sum(source.get("more_sequences", 0) for source in manifest["sources"])
+    if records + more != num_sequences + rejected + left_out:
+        made = f"{records} records" + (f" that made {more} sequences more" if more else "")
         sampled = f", and {left_out} left out of the sample" if left_out else ""
-        yield Violation("records", f"{records} records, but {num_sequences} sequences and {rejected} rejected{sampled}")
+        yield Violation("records", f"{made}, but {num_sequences} sequences and {rejected} rejected{sampled}")
     yield from _check_sources(analysis)
     yield from _check_reasons(manifest)
     wrong = np.flatnonzero(analysis.num_tokens < 1)
@@ -68,7 +70,10 @@ def _check_sources(analysis: Analysis) -> Iterator[Violation]:
             "num_sequences": int(counts[index]),
             "num_tokens": int(tokens[index]),
             "first_sequence_id": int(starts[index]),
-            "rejected": source["records"] - int(counts[index]) - source.get("not_sampled", 0),
+            "rejected": source["records"]
+            + source.get("more_sequences", 0)
+            - int(counts[index])
+            - source.get("not_sampled", 0),
         }
         for name, value in actual.items():
             if source.get(name, value) != value:

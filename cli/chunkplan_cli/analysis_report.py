@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from chunkplan.config.intake import CONVERSATIONS
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.quantities import counted
 from chunkplan_cli.progress import note_compilation
@@ -109,14 +110,31 @@ def _say_what_was_read(analysis: Analysis) -> None:
     records = sum(source["records"] for source in sources)
     rejected = sum(source["rejected"] for source in sources)
     left_out = sum(source["not_sampled"] for source in sources)
-    if rejected or left_out:
+    more = sum(source.get("more_sequences", 0) for source in sources)
+    _say_which_turns(analysis, sources)
+    if rejected or left_out or more:
+        made = counted(records, "record") + (f" + {more:,} more turns" if more else "")
         parts = [f"{analysis.num_sequences:,} sequences"]
         parts += [f"{rejected:,} rejected"] if rejected else []
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
-        note(f"{records:,} records = {' + '.join(parts)}")
+        note(f"{made} = {' + '.join(parts)}")
     if rejected:
         note(f"rejected records are listed in {analysis.path / 'rejected.jsonl'}")
     _warn_of_sources(all_sources)
+
+
+#: What of conversations is trained, by `--turns`.
+_TURNS = {
+    "rendered": "all that the assistant wrote, as the chat template renders it; --turns last or each trains otherwise",
+    "last": "their last turn (--turns last)",
+    "each": "every turn in a sequence of its own (--turns each)",
+}
+
+
+def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
+    """Print what of conversations is trained, where there are some and tokens."""
+    if analysis.options and analysis.is_exact and any(source["schema"] in CONVERSATIONS for source in sources):
+        note(*_indented(f"trained of conversations: {_TURNS[analysis.options.turns]}"))
 
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:

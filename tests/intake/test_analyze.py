@@ -62,10 +62,10 @@ def test_tokens_and_masks_are_read_back_as_the_tokenizer_gave_them(data: Path, t
     texts = [record["text"] for record in TEXTS if record["text"].strip()]
     assert [whole for whole, _ in decoded[:4]] == texts
     assert decoded[4:6] == [("1+1=2<|im_end|>", "2<|im_end|>"), ("Say<|im_end|>", "<|im_end|>")]
-    assert decoded[6][1] == "hello<|im_end|>\n"
+    assert decoded[6][1] == "hello<|im_end|>"
     assert decoded[7][1] == ""
     whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-    assert decoded[8] == (whole, "b<|im_end|>\n")
+    assert decoded[8] == (whole, "b<|im_end|>")
     assert analysis.manifest["max_token_id"] == most
     described = analysis.manifest["tokenizer"]
     assert (described["vocab_size"], described["eos_token"]) == (tokenizer.get_vocab_size(), "<|im_end|>")

@@ -31,7 +31,7 @@ def test_the_targets_of_a_conversation_decode_to_what_the_assistant_said(tmp_pat
             f"<|im_start|>assistant\n{content}<|im_end|>\n<|im_start|>user\n?<|im_end|>\n"
             f"<|im_start|>assistant\n{other}<|im_end|>\n"
         )
-        expected.append((rendered, f"{content}<|im_end|>\n{other}<|im_end|>\n"))
+        expected.append((rendered, f"{content}<|im_end|>{other}<|im_end|>"))
     for (rendered, said), (input_ids, target) in zip(expected, encode_all(loaded, *conversations), strict=True):
         assert input_ids.tolist() == tokenizer.encode(rendered, add_special_tokens=False).ids
         decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
@@ -46,7 +46,8 @@ def test_a_token_that_begins_in_the_header_of_a_message_is_no_target(tmp_path: P
     for content in STRINGS:
         [(input_ids, target)] = encode_all(loaded, conversation(("user", "?"), ("assistant", content)))
         text = f"{header}{content}<|im_end|>\n"
-        assert target.tolist() == reference_mask(tokenizer, input_ids.tolist(), text, header)
+        expected = reference_mask(tokenizer, input_ids.tolist(), text, header)
+        assert target.tolist() == [*expected[:-1], False]  # nobody writes the line end behind the turn
 
 
 def test_messages_count_as_they_say(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_messages_count_as_they_say(tmp_path: Path) -> None:
     [(input_ids, target)] = encode_all(loaded, record)
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
     # The very first token is never a target: nothing predicts it.
-    assert decoded == "user\na<|im_end|>\nc<|im_end|>\n"
+    assert decoded == "user\na<|im_end|>\nc<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -71,15 +72,14 @@ def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path, template: s
     loaded = load_tokenizer(save_tokenizer(tmp_path, tokenizer, chat_template=template))
     [(input_ids, target)] = encode_all(loaded, conversation(("assistant", "hi"), ("user", "a"), ("assistant", "b")))
     decoded = tokenizer.decode(input_ids[target].tolist(), skip_special_tokens=False)
-    assert decoded == "hi<|im_end|>\nb<|im_end|>\n"
+    assert decoded == "hi<|im_end|>b<|im_end|>"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m.content }}{% if loop.last %}<s>{% endif %}{% endfor %}", "otherwise when others"),
         ("{{ messages[-1].content }}", "otherwise when others"),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), "and the generation prompt otherwise"),
+        (CHATML.replace("{{ m", "{{ loop.index }}{{ m"), "begins `messages[1]` neither with its generation prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7]['role'] }}", "raised on this conversation"),
         ("{{ 1 + messages[0]['content'] }}", "raised on this conversation"),
