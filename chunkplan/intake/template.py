@@ -22,7 +22,7 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
-from chunkplan.intake.template_parts import reads_parts
+from chunkplan.intake.template_parts import other_arguments, reads_parts
 from chunkplan.intake.template_sandbox import (
     GENERATION_END,
     GENERATION_START,
@@ -38,6 +38,10 @@ _HINT = "fix the template, give another one with --chat-template, or leave this 
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
 #: What may be around a generation block for it to be put out as it is rendered, untouched by filters.
 _DIRECT = (nodes.Template, nodes.If, nodes.For, nodes.Scope, nodes.With)
+
+
+class TemplateRaisedError(RecordError):
+    """The template itself refuses a conversation."""
 
 
 class ChatTemplate:
@@ -97,7 +101,8 @@ class ChatTemplate:
         """The conversation as a string, and the spans of characters that count in the loss, in order and disjoint.
 
         An assistant message counts where it stands in generation blocks; without such blocks from the end of the
-        generation prompt to its own end. Any other message counts as a whole.
+        generation prompt to the token that ends it. Any other message counts as a whole. Where the template raises,
+        arguments of calls that are objects are written as JSON, and those that are JSON read.
 
         Raises:
             RecordError: the template raises, renders a message otherwise when others follow it, leaves out calls of
@@ -106,7 +111,17 @@ class ChatTemplate:
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation)
         messages = [self._shown(message) for message in conversation.messages]
-        full, spans = self._render_all(conversation, messages, conversation.tools)
+        try:
+            full, spans = self._render_all(conversation, messages, conversation.tools)
+        except TemplateRaisedError as error:
+            written = other_arguments(messages)
+            if written is None:
+                raise
+            try:
+                full, spans = self._render_all(conversation, written, conversation.tools)
+            except TemplateRaisedError:
+                raise error from None
+            messages = written
         if "None" in full and any("None" in full[start:stop] for start, stop in spans):
             self._refuse_printed_nulls(conversation, messages)
         refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
@@ -220,9 +235,9 @@ def _render(template: Pieces, variables: Variables, several: str) -> str:
         raise _raised(error, several) from error
 
 
-def _raised(error: Exception, several: str) -> RecordError:
+def _raised(error: Exception, several: str) -> TemplateRaisedError:
     message = f"the chat template raised on {several}: {error or type(error).__name__}"
-    return RecordError(message, reason="template", hint=_HINT)
+    return TemplateRaisedError(message, reason="template", hint=_HINT)
 
 
 def _num_direct_marks(node: nodes.Node) -> int:

@@ -6,7 +6,11 @@ writes it, leave it out, or raise.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
@@ -41,3 +45,36 @@ def reads_parts(render: Callable[[list[JsonObject]], str], role: str, num_parts:
     except RecordError:
         return False
     return all(word in text and f"'{word}'" not in text and f'"{word}"' not in text for word in words)
+
+
+def other_arguments(messages: list[JsonObject]) -> list[JsonObject] | None:
+    """Messages whose calls have their arguments in the other form: objects as JSON, and JSON as objects.
+
+    None where there are no such arguments. Some templates put a string into the text and raise at an object, some walk
+    over an object and raise at a string.
+    """
+    changed = False
+    others = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and "arguments" in function:
+                arguments = _other_form(function["arguments"])
+                changed = changed or arguments is not function["arguments"]
+                call = {**call, "function": {**function, "arguments": arguments}}
+            calls.append(call)
+        others.append({**message, "tool_calls": calls} if calls else message)
+    return others if changed else None
+
+
+def _other_form(arguments: Any) -> Any:
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return arguments

@@ -125,16 +125,17 @@ def _say_what_was_read(analysis: Analysis) -> None:
 
 #: What of conversations is trained, by `--turns`.
 _TURNS = {
-    "rendered": "all that the assistant wrote, as the chat template renders it; --turns last or each trains otherwise",
-    "last": "their last turn (--turns last)",
-    "each": "every turn in a sequence of its own (--turns each)",
+    "rendered": ("all that the assistant wrote, as rendered", "(others: --turns last, --turns each)"),
+    "last": ("the last turn", "(--turns last)"),
+    "each": ("every turn, each in a sequence of its own", "(--turns each)"),
 }
 
 
 def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
     """Print what of conversations is trained, where there are some and tokens."""
     if analysis.options and analysis.is_exact and any(source["schema"] in CONVERSATIONS for source in sources):
-        note(*_indented(f"trained of conversations: {_TURNS[analysis.options.turns]}"))
+        words, option = _TURNS[analysis.options.turns]
+        note(*_beside(f"trained of conversations: {words}", option))
 
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:

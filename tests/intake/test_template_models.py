@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from functools import cache
@@ -130,7 +131,7 @@ def _renderings(name: str, record: dict[str, Any]) -> set[str]:
     """What transformers makes of a record, with lists of parts as they are or joined, for every role either way."""
     messages = record["messages"]
     with_parts = {message["role"] for message in messages if isinstance(message.get("content"), list)}
-    found = set()
+    found, others = set(), []
     for number in range(len(with_parts) + 1):
         for joined in itertools.combinations(sorted(with_parts), number):
             shown = [
@@ -143,7 +144,26 @@ def _renderings(name: str, record: dict[str, Any]) -> set[str]:
                 found.add(_transformers(name, shown, record["tools"]))
             except Exception as error:
                 assert error
+                others.append(shown)
+    for shown in others if not found else ():
+        try:
+            found.add(_transformers(name, _with_other_arguments(shown), record["tools"]))
+        except Exception as error:
+            assert error
     return found
+
+
+def _with_other_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Objects as JSON and JSON as objects: what a template gets that raises at the form in the record."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                call["function"]["arguments"] = json.loads(arguments)
+            elif arguments is not None:
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return messages
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from chunkplan import load_analysis
+from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.turns import by_turns
+from tests.support.command_line import Run
+from tests.support.places import ROOT
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -224,3 +229,72 @@ def test_messages_that_do_not_count_are_no_turn_of_their_own() -> None:
     first = Conversation((*said.messages[:3], said.messages[3]._replace(loss=False)))
     assert [len(one.messages) for one in by_turns(first, "each")] == [2]
     assert counting("qwen2_5", by_turns(first, "last")[0]) == ["b<|im_end|>"]
+
+
+SAID = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "<think>\nso\n</think>\n\nWell."},
+]
+
+
+def test_each_turn_is_a_sequence_of_its_record_and_all_are_counted(command: Run, tmp_path: Path) -> None:
+    lines = [{"messages": SAID}, {"messages": SAID[:2]}, {"messages": [{"role": "user", "content": " "}]}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "t.jinja").write_text(source_of("qwen3"))
+    asked = ("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--chat-template", "t.jinja")
+    assert (
+        "trained of conversations: all that the assistant wrote, as rendered\n     (others: --turns last,"
+        in command(*asked).err
+    )
+    ran = command(*asked, "--turns", "each", width=120)
+    assert ran.code == 0, ran.err
+    assert "3 records + 1 more turns = 3 sequences + 1 rejected" in ran.err
+    assert "trained of conversations: every turn, each in a sequence of its own (--turns each)" in ran.err
+    analysis = load_analysis(tmp_path / "chunkplan-out" / "analysis")
+    assert analysis.options is not None and analysis.options.turns == "each"
+    decode = load_tokenizer(ROOT / "sample_data" / "tokenizer").library.decode
+    tokens = (analysis.tokens()(sequence) for sequence in range(3))
+    first, last = "<think>\nhm\n</think>\n\nHello.<|im_end|>", "<think>\nso\n</think>\n\nWell.<|im_end|>"
+    assert [decode(ids[target].tolist()) for ids, target in tokens] == [first, last, first]
+    assert [analysis.place(sequence) for sequence in range(3)] == ["chat.jsonl:1", "chat.jsonl:1", "chat.jsonl:2"]
+    assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
+
+
+def test_a_conversation_of_which_one_turn_cannot_be_rendered_is_rejected_once(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in (SAID, SAID[:2])))
+    refusing = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + source_of("qwen3")
+    (tmp_path / "t.jinja").write_text(refusing)
+    options = ("--chat-template", "t.jinja", "--turns", "each", "--on-error", "skip")
+    ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
+    assert "2 records = 1 sequences + 1 rejected" in ran.err
+    assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
+
+
+def test_turns_that_are_too_long_are_rejected_one_by_one(command: Run, tmp_path: Path) -> None:
+    """A conversation is longer at every turn: those that fit are kept."""
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": SAID}) + "\n")
+    (tmp_path / "t.jinja").write_text(source_of("qwen3"))
+    options = ("--chat-template", "t.jinja", "--turns", "each", "--max-length", "38", "--long", "drop")
+    ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
+    assert "1 record + 1 more turns = 1 sequences + 1 rejected" in ran.err, ran.err
+    assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("deepseekv3", {"place": "hérе"}), ("gemma4_v5", '{"place": "hérе"}'), ("qwen3", {"a": 1})]
+)
+def test_arguments_of_calls_are_given_in_the_form_that_a_template_does_not_raise_at(name: str, arguments: Any) -> None:
+    """Objects to one that writes a string into the text, JSON to one that walks over an object."""
+
+    def asked(form: Any) -> Conversation:
+        call = {"type": "function", "function": {"name": "look", "arguments": form}}
+        messages = (Message("user", "Where?"), Message("assistant", "", None, {"tool_calls": [call]}))
+        return Conversation((*messages, Message("tool", "here", None, {"name": "look"}), Message("assistant", "Here.")))
+
+    other = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else json.loads(arguments)
+    taken = arguments if name == "qwen3" else other
+    text, spans = template(name).render(asked(arguments))
+    assert text == in_transformers(source_of(name), asked(taken))[0]
+    assert "look" in "".join(text[start:stop] for start, stop in spans)

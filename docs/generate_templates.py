@@ -1,0 +1,107 @@
+"""Writes docs/templates.md: what becomes of conversations in the chat templates of many models.
+
+The templates are those that the library `trl` has of them (its folder `chat_templates`), the conversations are ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import trl
+
+from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.template import ChatTemplate
+
+PAGE = Path(__file__).with_name("templates.md")
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+#: They take lists of parts alone.
+PARTS_ONLY = {"idefics3", "llava_next", "smolvlm"}
+
+#: Texts of users and of assistants; those of assistants with a beginning that a template may take for its own.
+ASKED = ("Hi?", "<b>bold</b>", "日本語で", "1\n2\n")
+SAID = ("Hello.", " spaced ", "<i>x</i>", "```\ncode\n```")
+
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"place": "here"}}}
+
+INTRODUCTION = """\
+# Conversations in the chat templates of models
+
+*Written by `docs/generate_templates.py`, with the chat templates that trl {trl} has of these models and
+transformers {transformers}.*
+
+How many of {number} conversations of each kind are kept; those that are not are refused by the template itself. *How*:
+what counts is known from `{{% generation %}}` blocks, or from what the template puts out for each message
+([data.md](data.md#tokenizers-and-chat-templates)). A dash: the template does not take such messages at all.
+
+- *turns*: one to four turns of plain text; *system*: the same behind a system message;
+- *thinking*: the same with `<think>` in the text; *reasoning*: with `reasoning_content` beside it;
+- *tools*: a call, its answer and a turn after it.
+
+| template | turns | system | thinking | reasoning | tools | how |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def turns(number: int, start: int, kind: str) -> list[Message]:
+    """A conversation of `number` turns; texts are taken from place `start` on."""
+    messages = [Message("system", "Be kind.")] if kind == "system" else []
+    for at in range(start, start + number):
+        said = SAID[at % len(SAID)]
+        said = f"<think>\nI see {at}.\n</think>\n\n{said}" if kind == "thinking" else said
+        fields = {"reasoning_content": f"I see {at}."} if kind == "reasoning" else {}
+        messages += [Message("user", ASKED[at % len(ASKED)]), Message("assistant", said, None, fields)]
+    if kind == "tools":
+        messages[-1:] = [
+            Message("assistant", "", None, {"tool_calls": [CALL]}),
+            Message("tool", "It is here."),
+            messages[-1],
+        ]
+    return messages
+
+
+def conversations(kind: str) -> list[Conversation]:
+    """The conversations of one kind."""
+    return [
+        Conversation(tuple(turns(number, start, kind))) for number, start in itertools.product((1, 2, 3, 4), range(4))
+    ]
+
+
+KINDS = {kind: conversations(kind) for kind in ("turns", "system", "thinking", "reasoning", "tools")}
+
+
+def kept(template: ChatTemplate, kind: str) -> str:
+    """How many conversations of a kind are kept; a dash for none."""
+    number = 0
+    for asked in KINDS[kind]:
+        try:
+            template.render(asked)
+        except RecordError as error:
+            if not error.message.startswith(("the chat template raised", "the chat template leaves out the call")):
+                raise AssertionError(f"refused by us: {error.message}") from error
+        else:
+            number += 1
+    return str(number) if number else "-"
+
+
+def page() -> str:
+    """The text of the page."""
+    text = INTRODUCTION.format(trl=version("trl"), transformers=version("transformers"), number=len(KINDS["turns"]))
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        if path.stem.endswith("_training") or path.stem in PARTS_ONLY:
+            continue
+        source = path.read_text(encoding="utf-8")
+        template = ChatTemplate(source, SPECIAL, path.stem)
+        how = "blocks" if re.search(r"{%-?\s*generation", source) else "messages"
+        text += f"| {path.stem} | {' | '.join(kept(template, kind) for kind in KINDS)} | {how} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
