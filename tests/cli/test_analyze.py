@@ -89,6 +89,7 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--format", "text"), {"schema": "text"}),
         (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
         (("--length-column", "n"), {"columns": {"length": "n"}}),
+        (("--turns", "each"), {"turns": "each"}),
         (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
         (("--on-error", "skip"), {"on_error": "skip"}),
         (("--undesirable", "drop"), {"undesirable": "drop"}),
@@ -111,7 +112,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     monkeypatch.setattr("chunkplan.intake.analyze.analyze", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
-    named = {"schema", "columns", "max_length", "long", "on_error", "undesirable"}
+    named = {"schema", "columns", "turns", "max_length", "long", "on_error", "undesirable"}
     named |= {"tokens", "sample", "max_record_bytes"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
