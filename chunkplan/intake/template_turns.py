@@ -46,6 +46,7 @@ class TurnFinder:
         self._render = render
         self._ends = tuple(sorted(filter(None, ends), key=len, reverse=True))
         self._headers: list[str] | None = None
+        self._beginnings: list[str] = []  # what messages of the assistant begin with, whatever they say
         self._is_proved: dict[Any, bool] = {}
 
     def is_proved(self, messages: list[JsonObject]) -> bool:
@@ -111,9 +112,14 @@ class TurnFinder:
         prompt = self._prompt(messages[: max(index, 1)])
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
-        for header in (prompt, *(self._headers or ())):
-            if header and not index and header in text:  # behind what the template begins every conversation with
-                return text.index(header) + len(header)
+        headers = [header for header in (prompt, *(self._headers or ())) if header]
+        if not index:
+            for header in headers:
+                if header in text:  # behind what the template begins every conversation with
+                    return text.index(header) + len(header)
+        beginnings = [beginning for beginning in (*headers, *self._beginnings) if beginning]
+        if headers and not any(beginning in text or _common(beginning, text) for beginning in beginnings):
+            return 0  # the template puts out no header for this message, nor anything like one
         raise RecordError(
             f"the chat template begins `messages[{index}]` neither with its generation prompt nor as it begins other "
             "messages of the assistant, so which tokens count in the loss is not known",
@@ -148,6 +154,7 @@ class TurnFinder:
                     blocks[place].append(rendered.text[fragments[0].start : fragments[0].stop] if fragments else "")
             for block in blocks:
                 common = _common(*block)
+                self._beginnings.append(common)
                 header = _common(prompt, common) if prompt.strip() else common
                 rest = prompt.removeprefix(header)
                 if not rest.strip() or _THOUGHT.search(rest):

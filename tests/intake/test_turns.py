@@ -298,3 +298,21 @@ def test_arguments_of_calls_are_given_in_the_form_that_a_template_does_not_raise
     text, spans = template(name).render(asked(arguments))
     assert text == in_transformers(source_of(name), asked(taken))[0]
     assert "look" in "".join(text[start:stop] for start, stop in spans)
+
+
+def test_a_message_without_a_header_counts_from_its_beginning() -> None:
+    """DeepSeek-V3's template puts out the header of the first call only; of one like a header nothing is guessed."""
+    call = {"tool_calls": [{"type": "function", "function": {"name": "look", "arguments": "{}"}}]}
+    turn = (Message("user", "Where?"), Message("assistant", "", None, call), Message("tool", "here"))
+    messages = (*turn, Message("assistant", "Here."), *turn, Message("assistant", "There."))
+    called = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    assert counting("deepseekv3", Conversation(messages)) == [
+        f"<｜tool▁calls▁begin｜>{called}<｜end▁of▁sentence｜>",
+        "Here.<｜end▁of▁sentence｜>",
+        f"\n{called}<｜end▁of▁sentence｜>",
+        "There.<｜end▁of▁sentence｜>",
+    ]
+    numbered = source_of("qwen2_5_vl").replace("{{ message['role'] }}", "{{ loop.index }}{{ message['role'] }}")
+    assert numbered != source_of("qwen2_5_vl")
+    with pytest.raises(RecordError, match=r"begins `messages\[1\]` neither with its generation prompt nor"):
+        ChatTemplate(numbered, SPECIAL, "x", ends=ENDS).render(PLAIN)
