@@ -80,7 +80,7 @@ def tokens(least: int = 1, most: int = MOST) -> Domain:
 
 
 def read_tokens(text: str) -> int:
-    """8192 of "8192", "8k" and "8K"; 1,048,576 of "1M". Raises ValueError where it is no number of tokens."""
+    """Read a number of tokens: "8192", "8k" and "8K" are 8192, "1M" is 1,048,576. Raises ValueError for other text."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmM]?)", text.strip())
     number = float(match[1]) * _UNITS[match[2].lower()] if match else 0.5
     if not number.is_integer():

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
-
-
-class Selection(TypedDict):
-    """How many sequences the data of a plan has, and how many of them are held out, as its manifest says it."""
-
-    num_sequences: int
-    num_held_out: int
 
 
 def counted(number: int, noun: str) -> str:
@@ -59,11 +52,14 @@ def power_of_two(tokens: int) -> str:
     return str(tokens)
 
 
-def selection_words(config: PlanConfig, selection: Selection) -> list[tuple[str, str]]:
-    """List what the plan holds of the data, by name, where that is not every sequence once an epoch."""
+def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int) -> list[tuple[str, str]]:
+    """List what the plan holds of the data, by name, where that is not every sequence once an epoch.
+
+    The data have `num_sequences`, of which `num_held_out` are held out.
+    """
     rows = []
     if config.holdout is not None:
-        held_out = f"{selection['num_held_out']:,} of {selection['num_sequences']:,} sequences"
+        held_out = f"{num_held_out:,} of {num_sequences:,} sequences"
         rows.append(("held out", held_out + (": these" if config.part == "eval" else "")))
     if config.mix:
         rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config.mix.items())))

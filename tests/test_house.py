@@ -1,7 +1,4 @@
-"""The product keeps to its house rules: sizes, names and docstrings; what does not yet is listed, to the name.
-
-A list of exceptions is exactly what is found: who fixes one takes it off, and none comes back.
-"""
+"""The product keeps to its house rules: sizes, names, docstrings and types. There are no exceptions."""
 
 from __future__ import annotations
 
@@ -15,56 +12,10 @@ from tests.support.places import ROOT
 
 FOLDERS = ("chunkplan", "cli/chunkplan_cli", "runtime/chunkplan_runtime")
 
-#: Public classes of one name, and how many there are of each.
-SAME_NAME = {
-    "Block": 2,
-    "Histogram": 2,
-    "Job": 2,
-    "Layout": 3,
-    "Memory": 2,
-    "Piece": 3,
-    "Run": 3,
-    "Source": 3,
-    "StepTimes": 2,
-}
-
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 350, 80, 10
-LONG_FUNCTIONS = {
-    "chunkplan/intake/readers/plain_numbers.py: find_numbers",
-    "chunkplan/schedule/list_schedule.py: list_schedule",
-}
-MANY_PARAMETERS = {
-    "chunkplan/intake/readers/plain_numbers.py: find_numbers",
-    "chunkplan/intake/readers/token_columns.py: _check_tokens",
-    "cli/chunkplan_cli/build.py: build",  # options of the command that no configuration has
-    "cli/chunkplan_cli/inspect.py: inspect",  # likewise
-}
 
-#: Of `dict[str, Any]` there are no more than now, and should be below 60: what has a shape has a type.
-MOST_UNTYPED_DICTS = 265
-
-NO_SENTENCE = {
-    "chunkplan/domains.py: read_tokens",
-    "chunkplan/intake/records.py: Exchange.conversation",
-    "chunkplan/intake/schemas/layout.py: Schema.roles",
-    "chunkplan/packing/histogram.py: Histogram.num_items",
-    "chunkplan/planfile/plan.py: Plan.chunks",
-    "chunkplan/planfile/plan.py: Plan.schedule",
-    "chunkplan/planfile/plan.py: Plan.steps",
-    "chunkplan/planfile/step_rows.py: rows_by_step",
-    "chunkplan/quantities.py: seconds",
-    "chunkplan/schedule/simulated.py: Simulation.unit",
-    "chunkplan/tuning/options.py: Layout.gpus",
-    "chunkplan/tuning/sampling.py: Sample.tokens_per_step",
-    "cli/chunkplan_cli/calibration_report.py: print_calibration",
-    "cli/chunkplan_cli/tune_report.py: print_tuning",
-    "runtime/chunkplan_runtime/attention/kernel.py: AttentionKernel.forward",
-    "runtime/chunkplan_runtime/attention/varlen.py: window_of",
-    "runtime/chunkplan_runtime/hf/chunk_trainer.py: ChunkTrainer.compute_loss",
-    "runtime/chunkplan_runtime/hf/chunk_trainer.py: ChunkTrainer.predict",
-    "runtime/chunkplan_runtime/models/model.py: call_directly",
-    "runtime/chunkplan_runtime/training/checkpoint.py: read_state",
-}
+#: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
+MOST_UNTYPED_DICTS = 51
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -113,7 +64,7 @@ def test_no_two_public_classes_have_one_name() -> None:
     names = [name for found in definitions().values() for name, node in found if isinstance(node, ast.ClassDef)]
     counts = Counter(name for name in names if not name.startswith("_"))
     assert len(counts) > 200
-    assert {name: count for name, count in counts.items() if count > 1} == SAME_NAME
+    assert {name: count for name, count in counts.items() if count > 1} == {}
 
 
 def test_no_file_is_long() -> None:
@@ -128,9 +79,8 @@ def test_no_function_is_long_or_has_many_parameters() -> None:
         if not isinstance(node, ast.ClassDef)
     ]
     assert len(functions) > 1500
-    long = {name for name, node in functions if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES}
-    assert long == LONG_FUNCTIONS
-    assert {name for name, node in functions if num_parameters(node) > MOST_PARAMETERS} == MANY_PARAMETERS
+    assert [name for name, node in functions if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES] == []
+    assert [name for name, node in functions if num_parameters(node) > MOST_PARAMETERS] == []
 
 
 def test_no_more_dictionaries_of_anything_come_in() -> None:
@@ -145,7 +95,7 @@ def test_the_docstring_of_every_public_class_and_function_is_a_sentence() -> Non
         if not any(part.startswith("_") for part in name.split("."))
     ]
     assert len(public) > 1000
-    assert {name for name, node in public if not is_sentence(ast.get_docstring(node))} == NO_SENTENCE
+    assert [name for name, node in public if not is_sentence(ast.get_docstring(node))] == []
 
 
 def test_what_is_no_sentence_is_noticed() -> None:

@@ -3,7 +3,7 @@
 The cost model is linear in the time that a FLOP of a product, a FLOP of attention, a copied byte, a token of ramp and
 a kernel take. Times of chunks of one model tell four sums of them apart (what a token, a pair, a chunk and a token in
 the head take), so two of the five lean on what the device does on its own: copies and the overhead of a layer. All
-else in a profile one device cannot tell; it comes from a profile that is given.
+else in a profile one device cannot show; it comes from a profile that is given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COPY, _KERNEL = 1, 4
 _LEAST = np.array([0.25, 0.1, 0.1, 0.01, 0.001])
 
 #: How far the device's own rate of copies and overhead of a layer are from those within chunks, over how far times of
-#: chunks are from the model: the weight of the former in the fit. Where times tell, it does not matter.
+#: chunks are from the model: the weight of the former in the fit. Where times decide, it does not matter.
 _TRUST = 0.1
 
 #: Entries of a profile that times of chunks decide; those of products are scaled together.

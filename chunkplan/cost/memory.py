@@ -61,8 +61,8 @@ class StageMemory:
 def activation_bytes_per_token(cost: CostModel) -> float:
     """What a chunk that keeps its activations holds for each token and layer, on one GPU.
 
-    With checkpointing the layer's input. Without, for h, q, kv and i elements of hidden size, queries, keys, and gated
-    MLP, what the backward of a Hugging Face decoder layer with a fused attention kernel reads:
+    With activation checkpointing the layer's input. Without, for h, q, kv and i elements of hidden size, queries, keys,
+    and gated MLP, what the backward of a Hugging Face decoder layer with a fused attention kernel reads:
 
         two norms: the input in float32, the normalised input, the output that projections read   2 (4 bytes + 2) h
         queries and keys after rotary embedding, values                                           q + 2 kv
@@ -70,7 +70,7 @@ def activation_bytes_per_token(cost: CostModel) -> float:
         gate, its activation, up, and their product, which the projection reads                   4 i
         of a mixture: each expert's input and output                                              2 h an expert
 
-    Sequence parallelism spreads all of it.
+    Sequence parallelism shards all of it over the `tp` GPUs.
     """
     shape, num_bytes = cost.shape, cost.num_bytes
     if cost.checkpointing == "full":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.cost.shape import ModelShape
-from chunkplan.domains import FLAG, Domain, find_mismatch, or_null, whole
+from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole
 from chunkplan.errors import DataError, UsageError
 
 _HINT = "compare it with the config.json that the model was published with"
@@ -29,7 +29,7 @@ _ROPE = Domain(
     "an object whose `factor` is a number above 0 and whose `original_max_position_embeddings` is one from 1",
 )
 
-_ALL: dict[str, Any] = {
+_ALL: dict[str, Expected] = {
     "hidden_size": _SIZE,
     "num_hidden_layers": whole(1, 100_000),
     "num_attention_heads": _SIZE,
@@ -43,8 +43,8 @@ _ALL: dict[str, Any] = {
     "rope_scaling?": or_null(_ROPE),
     "rope_parameters?": or_null(_ROPE),
 }
-_DENSE: dict[str, Any] = {**_ALL, "intermediate_size": _SIZE}
-_QWEN_MOE: dict[str, Any] = {
+_DENSE: dict[str, Expected] = {**_ALL, "intermediate_size": _SIZE}
+_QWEN_MOE: dict[str, Expected] = {
     **_ALL,
     "num_experts": _SIZE,
     "num_experts_per_tok": _SIZE,
@@ -53,7 +53,7 @@ _QWEN_MOE: dict[str, Any] = {
     "mlp_only_layers?": Domain(lambda value: value is None or isinstance(value, list), "a list, or null"),
 }
 #: What the entries of each `model_type` have to be; one whose name ends in "?" may be missing.
-_EXPECTED: dict[str, dict[str, Any]] = {
+_EXPECTED: dict[str, dict[str, Expected]] = {
     "llama": _DENSE,
     "mistral": _DENSE,
     "mixtral": {**_DENSE, "num_local_experts": _SIZE, "num_experts": _SIZE, "num_experts_per_tok": _SIZE},

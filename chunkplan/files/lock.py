@@ -93,7 +93,7 @@ def _open(path: Path) -> int:
 
 def _no_file(path: Path) -> UsageError:
     return UsageError(
-        f"{path} is to be a file that tells who writes, and is something else",
+        f"{path} is to be a file that says who writes, and is something else",
         hint="remove it if you know what it is, or write elsewhere with --output or --workspace",
     )
 

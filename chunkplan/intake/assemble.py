@@ -15,9 +15,10 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.disk import check_room
 from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
 from chunkplan.intake.result import PieceResult
-from chunkplan.intake.source import Source, SourceEntry
+from chunkplan.intake.source import Source
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
+from chunkplan.planfile.manifest_entries import SourceEntry
 
 REJECTED = "rejected.jsonl"
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from chunkplan.errors import DataError
 from chunkplan.intake.rejection import RecordError
@@ -15,30 +14,8 @@ from chunkplan.intake.result import PieceResult, add_unread, most_unread
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.planfile.analysis import record_place
+from chunkplan.planfile.manifest_entries import SourceEntry
 from chunkplan.quantities import counted
-
-
-class SourceEntry(TypedDict):
-    """A source as the manifest of an analysis describes it (docs/plan-format.md)."""
-
-    path: str
-    format: str
-    compression: str | None
-    schema: str | None
-    columns: dict[str, str] | None
-    evidence: str | None
-    bytes: int | None
-    records: int
-    rejected: int
-    reasons: dict[str, int]
-    not_sampled: int
-    content_hash: str
-    first_sequence_id: int
-    num_sequences: int
-    more_sequences: int
-    num_tokens: int
-    unread_keys: dict[str, int | None]
-    num_unread_keys: int
 
 
 @dataclass

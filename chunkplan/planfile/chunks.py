@@ -67,7 +67,7 @@ def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
 
 @compiled
 def chunks_of_rank(chunks: Chunks, rank: int) -> Chunks:
-    """The view of one rank: the same table, without the chunks of others. (Segments stay where they are.)"""
+    """The view of one rank: the same table without the chunks of others; segments stay where they are."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     return Chunks(
         rank_chunks=np.array([0, stop - start]),

@@ -6,7 +6,7 @@ A manifest may come from anywhere. It is checked here once, when it is read, so 
 from __future__ import annotations
 
 import re
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.config.plan import PlanConfig
@@ -53,6 +53,33 @@ class TokenFileEntry(TypedDict):
     file: str
     first_sequence_id: int
     rows: list[int]
+
+
+class SourceEntry(TypedDict):
+    """A source of an analysis (docs/plan-format.md). This version writes all entries; earlier ones wrote fewer.
+
+    `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
+    that nothing was made of, each with the number of records, or None where that is not known.
+    """
+
+    path: str
+    format: NotRequired[str]
+    compression: NotRequired[str | None]
+    schema: str | None
+    columns: NotRequired[dict[str, str] | None]
+    evidence: NotRequired[str | None]
+    bytes: NotRequired[int | None]
+    content_hash: NotRequired[str]
+    records: int
+    rejected: NotRequired[int]
+    reasons: NotRequired[dict[str, int]]
+    not_sampled: NotRequired[int]
+    first_sequence_id: NotRequired[int]
+    num_sequences: NotRequired[int]
+    more_sequences: NotRequired[int]
+    num_tokens: NotRequired[int]
+    unread_keys: NotRequired[dict[str, int | None]]
+    num_unread_keys: NotRequired[int]
 
 
 class SourceSelection(TypedDict):

@@ -32,7 +32,7 @@ _VALUE = "text-align:left;padding:0.1em 0;border:none;background:none;overflow-w
 def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     """A plan: what it was built with, what it comes to, and what of it is predicted."""
     config, totals, predictions = config_of(manifest), manifest["totals"], manifest["predictions"]
-    cost_model = predictions["cost_model"]
+    cost_model, selection = predictions["cost_model"], manifest["selection"]
     part = " of held-out sequences" if config.part == "eval" else ""
     most = min(config.global_batch, totals["num_sequences"])
     return _html(
@@ -46,7 +46,7 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
             ("sequences", f"{totals['num_sequences']:,}, the longest {counted(totals['longest_sequence'], 'token')}"),
             ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
             *([("epochs", f"{config.epochs:,}")] if config.epochs > 1 else []),
-            *selection_words(config, manifest["selection"]),
+            *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
             ("chunks", f"{totals['num_chunks']:,}"),
             ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
             ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),

@@ -137,7 +137,7 @@ class Plan:
         return plan_html(self.path, self.manifest)
 
     def steps(self) -> pa.Table:
-        """Read steps.parquet."""
+        """Read all of steps.parquet."""
         return read_table(self.path / "steps.parquet", STEPS)
 
     def chunks(self) -> pa.Table:

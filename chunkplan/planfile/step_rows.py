@@ -24,7 +24,7 @@ StepRows = dict[str, list[Any]]
 
 
 def rows_by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[int, StepRows]]:
-    """(step, its rows) from step `start` on, in file order; row groups that end before `start` are not read.
+    """Yield (step, its rows) from step `start` on, in file order; row groups that end before `start` are not read.
 
     Raises:
         DataError: the file is damaged or not of `schema`.

@@ -9,7 +9,7 @@ from typing import Any
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import StageMemory
-from chunkplan.quantities import Selection
+from chunkplan.planfile.manifest_entries import Selection
 from chunkplan.tuning.document_entries import CostModelEntry
 
 _PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}

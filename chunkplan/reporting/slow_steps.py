@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict, cast
 
 import polars as pl
 
@@ -13,14 +13,40 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.plan import VALIDATE_HINT
 
 #: The time of a step is the product of these, over dp x pp: its tokens; what a token takes, forward and backward; the
-#: work with what is forwarded again over that without; the work of its slowest rank over the mean rank's; and its time
+#: work with recompute over that without; the work of its slowest rank over the mean rank's; and its time
 #: over what a stage of that rank has to do.
-FACTORS = ("tokens", "work", "recompute", "balance", "waiting")
+Factor = Literal["tokens", "work", "recompute", "balance", "waiting"]
+FACTORS: tuple[Factor, ...] = ("tokens", "work", "recompute", "balance", "waiting")
 
 #: The cause where one split sequence explains more than any factor: it exceeds its rank's share, or without it the step
 #: would have less of its work than by any factor brought back to the median. Tokens, work and balance all tell of it
 #: then, and none of them alone.
 SEQUENCE = "sequence"
+
+
+class _StepRow(TypedDict):
+    """A step of `_with_factors`: the `FACTORS`, and what words about them take.
+
+    `largest_tokens` and `largest_share` are those of the split sequence that costs most: its tokens, or None without
+    one, and its share (0..1) of the work.
+    """
+
+    tokens: float
+    work: float
+    recompute: float
+    balance: float
+    waiting: float
+    step: int
+    predicted_us: float
+    num_tokens: int
+    slowest_rank: int
+    exceeds_share: bool
+    recompute_share: float
+    fill: float
+    attention_pairs: float
+    longest: int
+    largest_tokens: int | None
+    largest_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +76,7 @@ class StepTimeSummary:
 
 
 def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most: int = 5) -> StepTimeSummary:
-    """Time the steps; `most` of them are told why.
+    """Time the steps; say of the slowest, `most` at the most, why they are slow.
 
     `steps` is what `per_step` makes of `chunks`, which is a `chunk_frame`.
 
@@ -61,7 +87,7 @@ def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most
     median = ranked["step"][ranked.height // 2]
     shown = ranked.head(most)["step"].to_list()
     rows = _with_factors(steps.filter(pl.col("step").is_in([*shown, median])), chunks, dp, pp)
-    by_step = {row["step"]: row for row in rows.to_dicts()}
+    by_step = {row["step"]: row for row in cast(list[_StepRow], rows.to_dicts())}
     if missing := {*shown, median} - by_step.keys():
         raise DataError(
             "chunks or actions of the slowest rank are missing",
@@ -111,9 +137,9 @@ def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -
     )
 
 
-def _explain(row: dict[str, Any], usual: dict[str, Any]) -> SlowStep:
-    factors = {name: _ratio(row[name], usual[name]) for name in FACTORS}
-    cause = max(FACTORS, key=lambda name: factors[name])
+def _explain(row: _StepRow, usual: _StepRow) -> SlowStep:
+    factors: dict[str, float] = {name: _ratio(row[name], usual[name]) for name in FACTORS}
+    cause: str = max(FACTORS, key=lambda name: factors[name])
     if row["largest_share"] and (row["exceeds_share"] or factors[cause] * (1 - row["largest_share"]) < 1):
         cause = SEQUENCE
     return SlowStep(
@@ -132,37 +158,37 @@ def _ratio(value: float, usual: float) -> float:
     return ratio if 0 < ratio < math.inf else 1.0
 
 
-def _sequence(row: dict[str, Any], usual: dict[str, Any]) -> str:
+def _sequence(row: _StepRow, usual: _StepRow) -> str:
     said = f"one sequence of {row['largest_tokens']:,} tokens: "
     if row["exceeds_share"]:
         return f"{said}over a rank's share"
     return f"{said}{row['largest_share']:.0%} of the work"
 
 
-def _tokens(row: dict[str, Any], usual: dict[str, Any]) -> str:
+def _tokens(row: _StepRow, usual: _StepRow) -> str:
     return f"{row['num_tokens']:,} tokens, {row['tokens'] / usual['tokens']:.2f} times the median step's"
 
 
-def _work(row: dict[str, Any], usual: dict[str, Any]) -> str:
+def _work(row: _StepRow, usual: _StepRow) -> str:
     more = f"a token takes {row['work'] / usual['work']:.2f} times the work"
     if row["attention_pairs"] / row["num_tokens"] > usual["attention_pairs"] / usual["num_tokens"]:
         return f"attention of up to {row['longest']:,} tokens: {more}"
     return f"chunks {row['fill']:.0%} full: {more}"
 
 
-def _recompute(row: dict[str, Any], usual: dict[str, Any]) -> str:
-    return f"{row['recompute_share']:.0%} of the work is forwarded again"
+def _recompute(row: _StepRow, usual: _StepRow) -> str:
+    return f"{row['recompute_share']:.0%} of the work is recompute"
 
 
-def _balance(row: dict[str, Any], usual: dict[str, Any]) -> str:
+def _balance(row: _StepRow, usual: _StepRow) -> str:
     return f"rank {row['slowest_rank']} has {row['balance']:.2f} of the mean rank's work"
 
 
-def _waiting(row: dict[str, Any], usual: dict[str, Any]) -> str:
+def _waiting(row: _StepRow, usual: _StepRow) -> str:
     return f"stages of rank {row['slowest_rank']} wait {1 - 1 / row['waiting']:.0%} of the time"
 
 
-_WORDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+_WORDS: dict[str, Callable[[_StepRow, _StepRow], str]] = {
     SEQUENCE: _sequence,
     "tokens": _tokens,
     "work": _work,

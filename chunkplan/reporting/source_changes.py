@@ -5,30 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
-
-class SourceEntry(TypedDict):
-    """A source in the manifest of an analysis; earlier versions wrote fewer entries.
-
-    `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
-    that nothing was made of, each with the number of records, or None where that is not known.
-    """
-
-    path: str
-    format: NotRequired[str]
-    schema: str | None
-    evidence: NotRequired[str | None]
-    content_hash: NotRequired[str]
-    records: int
-    rejected: NotRequired[int]
-    reasons: NotRequired[dict[str, int]]
-    not_sampled: NotRequired[int]
-    num_sequences: NotRequired[int]
-    more_sequences: NotRequired[int]
-    num_tokens: NotRequired[int]
-    unread_keys: NotRequired[dict[str, int | None]]
-    num_unread_keys: NotRequired[int]
+from chunkplan.planfile.manifest_entries import SourceEntry
 
 
 class ComparedSource(TypedDict):

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from chunkplan.files.json_file import write_json
 from chunkplan.operations import OPS
 from chunkplan.schedule.simulated import Simulation
 
-#: One letter an op, in the order of `schema.OPS`.
+#: One letter an op, in the order of `operations.OPS`.
 LETTERS = "FfRBIW"
+
+
+class _Required(TypedDict):
+    name: str
+    ph: Literal["M", "X", "C"]
+    ts: float
+    pid: int
+    tid: int
+    args: Mapping[str, str | int | bool | None]
+
+
+class TraceEvent(_Required, total=False):
+    """An event of the Chrome trace format: a name (`M`), a complete event (`X`) or a counter (`C`).
+
+    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op; `pid` and `tid` are a simulation and a
+    stage.
+    """
+
+    cat: str
+    dur: float
 
 
 def write_trace(path: str | Path, simulations: Sequence[Simulation]) -> None:
@@ -25,7 +45,7 @@ def write_trace(path: str | Path, simulations: Sequence[Simulation]) -> None:
     write_json(Path(path), {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def trace_events(simulation: Simulation, process: int = 0) -> list[dict[str, Any]]:
+def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
     """The events of the Chrome trace format: names, then the actions and the counters of one stage after the other.
 
     A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Counters (`C`) of
@@ -39,7 +59,7 @@ def trace_events(simulation: Simulation, process: int = 0) -> list[dict[str, Any
     return named + [event for stage in range(simulation.pp) for event in _stage_events(simulation, process, stage)]
 
 
-def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[dict[str, Any]]:
+def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[TraceEvent]:
     actions = simulation.actions
     for action in range(actions.stages[stage], actions.stages[stage + 1]):
         chunk = simulation.chunks[actions.chunk_ids[action]]
@@ -80,5 +100,5 @@ def _microseconds(simulation: Simulation, ticks: int) -> float:
     return round(int(ticks) / simulation.ticks, 3)
 
 
-def _name(process: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
+def _name(process: int, thread: int, kind: str, **args: str | int) -> TraceEvent:
     return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": args}

@@ -15,7 +15,7 @@ from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
-    from chunkplan.reporting.source_changes import SourceEntry
+    from chunkplan.planfile.manifest_entries import SourceEntry
 
 #: Sources that are listed one by one.
 _LISTED = 20

@@ -34,7 +34,7 @@ def print_estimated(console: Console, header: PlanHeader) -> None:
 def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> list[RenderableType]:
     from chunkplan.reporting.plan_words import machine_words, schedule_words
 
-    config, cost_model = header.config, header.cost_model
+    config, cost_model, selection = header.config, header.cost_model, header.selection
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -46,7 +46,7 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         ),
         ("steps", _steps(summary)),
         ("tokens", f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets"),
-        *selection_words(config, header.selection),
+        *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
         ("chunks", _chunks(summary)),
         ("fewest chunks", _bound(summary)),
         (

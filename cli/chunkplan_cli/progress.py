@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from chunkplan_cli.terminal import note, stderr
 
 #: Seconds between two lines of progress where there is no terminal.
-_LINE_EVERY = 10.0
+LINE_EVERY = 10.0
 
 #: Seconds of silence that need no explanation.
 PATIENCE = 2.0
@@ -87,7 +87,7 @@ def note_compilation() -> Iterator[None]:
 
 
 def _reading_lines() -> ReadingReport:
-    is_due = _Every(_LINE_EVERY)
+    is_due = _Every(LINE_EVERY)
     started = time.monotonic()
 
     def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
@@ -103,7 +103,7 @@ def _reading_lines() -> ReadingReport:
 
 
 def _lines(doing: str, unit: str, scale: int) -> Report:
-    is_due = _Every(_LINE_EVERY)
+    is_due = _Every(LINE_EVERY)
     started = time.monotonic()
 
     def report(done: int, total: int) -> None:

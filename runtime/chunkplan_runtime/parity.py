@@ -215,7 +215,7 @@ def vanishing_gradients(reference: dict[str, Tensor]) -> list[str]:
 def relative_errors(
     gradients: dict[str, Tensor], reference: dict[str, Tensor], vanishing: Sequence[str]
 ) -> dict[str, float]:
-    """||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones over the norm of all parameters together."""
+    """Give ||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones, over the norm of all together."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
     overall = float(np.linalg.norm(list(norms.values())))
     return {

@@ -37,5 +37,5 @@ class Span(NamedTuple):
 
     @property
     def occurrence(self) -> tuple[int, int | None]:
-        """A key that tells a split sequence in flight from any other, and from itself where a step has it twice."""
+        """A key of a split sequence in flight that no other one has, nor itself where a step has it twice."""
         return self.sequence_id, self.group_id

@@ -20,10 +20,10 @@ def value(ranks, *, costs, demands, own_chunks, dp, chunk_size, chunk_cost, equa
     """What the search minimises, rank by rank, in whole numbers of any size."""
     work, chunks = [], []
     for rank in range(dp):
-        mine = [sequence for sequence in range(len(costs)) if ranks[sequence] == rank]
-        shared = max(-(-sum(int(demands[i]) for i in mine) // chunk_size), 0)
-        work.append(sum(int(costs[i]) for i in mine))
-        chunks.append(max(sum(int(own_chunks[i]) for i in mine) + shared, 1))
+        on_rank = [sequence for sequence in range(len(costs)) if ranks[sequence] == rank]
+        shared = max(-(-sum(int(demands[i]) for i in on_rank) // chunk_size), 0)
+        work.append(sum(int(costs[i]) for i in on_rank))
+        chunks.append(max(sum(int(own_chunks[i]) for i in on_rank) + shared, 1))
     if equal_chunks:
         return max(work) + chunk_cost * max(chunks)
     return max(cost + chunk_cost * number for cost, number in zip(work, chunks, strict=True))

@@ -271,7 +271,7 @@ def test_what_was_read_is_reported_in_lines_that_fit(run: Run) -> None:
 
 def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reading: " not in run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER).err
-    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-cache")
     lines = re.findall(r"^reading: .*$", ran.err, re.M)
     assert lines

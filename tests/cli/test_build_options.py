@@ -136,9 +136,9 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     ],
 )
 def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """SIGINT in the middle of second looks by solvers: exit code 130, soon, and no half-written plan.
+    """SIGINT in the middle of a refinement by solvers: exit code 130, soon, and no half-written plan.
 
-    Of larger global batches a single look takes long, and is not interrupted.
+    Of larger global batches a single refinement takes long, and is not interrupted.
     """
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
     words = ["build", "lengths.npy", "--chunk-size", "8192", "--k", "1", *options]

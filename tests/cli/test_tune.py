@@ -91,7 +91,7 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
 
 
 def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, tmp_path: Path) -> None:
-    """Or are told what it cannot run: of what was asked for here, and not of what was tuned."""
+    """Or the screen says what it cannot run: of what was asked for here, and not of what was tuned."""
     lengths = str(data / "lengths.npy")
     shared = ("--model-config", str(data), "--dp", "4", "--sharding", "weights", *GRID)
     ran = run(tmp_path, "tune", lengths, *shared, "--output", "tune.json")

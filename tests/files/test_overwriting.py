@@ -1,4 +1,4 @@
-"""No file that a command is told to write takes the place of what it reads, or lands in a plan or an analysis."""
+"""No file that a command is asked to write takes the place of what it reads, or lands in a plan or an analysis."""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
     for name in ("token_share", "attention_share", "cost_share"):
         assert sum(getattr(row, name) for row in report.kinds) == pytest.approx(1)
     for kind, row in kinds.items():
-        mine = [chunk for _, chunk in chunks if kind_of(chunk) == kind]
-        assert row.num_chunks == len(mine)
+        of_kind = [chunk for _, chunk in chunks if kind_of(chunk) == kind]
+        assert row.num_chunks == len(of_kind)
         # Over the parts of a sequence, t (2 p + t) comes to its length squared.
-        assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(attention_pairs, mine)))
+        assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(attention_pairs, of_kind)))
     assert np.mean([row.over_mean for row in report.ranks]) == pytest.approx(1)
     assert sum(row.num_steps_slowest for row in report.ranks) == report.summary.num_steps
     for band in report.fill:
@@ -138,7 +138,7 @@ USUAL = {"num_tokens": 1000, "work": 1.0, "recomputed": 0.0, "heavy": 0.5, "wait
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"num_tokens": 3000}, "3,000 tokens, 3.00 times the median step's"),
     "work": ({"work": 2.5, "longest": 900}, "attention of up to 900 tokens: a token takes 2.50 times the work"),
-    "recompute": ({"recomputed": 0.25}, "25% of the work is forwarded again"),
+    "recompute": ({"recomputed": 0.25}, "25% of the work is recompute"),
     "balance": ({"heavy": 0.75}, "rank 1 has 1.50 of the mean rank's work"),
     "waiting": ({"waiting": 4.0}, "stages of rank 1 wait 75% of the time"),
 }
@@ -187,7 +187,7 @@ def test_of_two_causes_the_larger_is_named(cause: str) -> None:
 
 
 def test_a_sequence_that_explains_more_than_any_factor_is_named() -> None:
-    """Without it the step would have less than a ninth of its work; or no spread can take it from its rank."""
+    """Without it the step would have less than a ninth of its work; or no assignment can take it from its rank."""
     change = {"num_tokens": 9000, "work": 1.5, "heavy": 0.96, "split": 0.96, "longest": 8000}
     [slow] = timed(change).slowest
     assert (slow.cause, slow.why) == (SEQUENCE, "one sequence of 8,000 tokens: 92% of the work")

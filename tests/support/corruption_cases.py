@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -36,19 +37,17 @@ def write_pair(folder: Path, seed: int) -> None:
     analysis = folder / "analysis"
     analysis.mkdir(parents=True)
     writer = AnalysisWriter(analysis)
-    parts, rows = analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS
-    analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS = 400, 8
-    try:
+    with (
+        patch.object(analysis_writer, "TOKEN_FILE_TOKENS", 400),
+        patch.object(analysis_writer, "WAITING_SEQUENCES", 12),
+        patch.object(token_file, "BATCH_ROWS", 8),
+    ):
         for record, length in enumerate(random.integers(3, 60, 48).tolist()):
             target = random.random(length) < 0.7
             target[0] = False
             writer.add(0, record, random.integers(0, 50, length, dtype=np.int32), target)
-            if record % 12 == 11:
-                writer._flush()
         source = {"path": "d.jsonl", "format": "jsonl", "schema": "text", "records": 49, "rejected": 1}
         writer.finish(exact=True, sources=[source], rejected={"empty": 1})
-    finally:
-        analysis_writer.TOKEN_FILE_TOKENS, token_file.BATCH_ROWS = parts, rows
     (analysis / _REPORT).write_text('{"file": "d.jsonl", "line": 49, "reason": "empty", "message": "no text"}\n')
     config = PlanConfig(chunk_size=32, k=1, global_batch=8, dp=2, pp=2, tail_sharing=True, seed=seed)
     build(analysis, folder / "plan", config)

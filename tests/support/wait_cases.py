@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from tests.support.distributed_cases import Compared, compare_steps, make_stage, open_for_its_stages
-from tests.support.link_cases import drive
+from tests.support.link_cases import StandIn, drive
 from tests.support.training_cases import run_main
 
 
@@ -29,7 +29,7 @@ def device_waits_everywhere() -> Iterator[None]:
     That is what taking page-locked memory, loading a kernel and making room for a tensor may do.
     """
     posted: list[dist.Work] = []
-    receive, empty, forward = dist.irecv, torch.empty, Executor._forward
+    receive, empty = dist.irecv, torch.empty
 
     def wait() -> None:
         while posted:
@@ -43,12 +43,18 @@ def device_waits_everywhere() -> Iterator[None]:
         wait()
         return empty(*args, **kwargs)
 
-    def waiting_forward(*args: Any) -> torch.Tensor:
-        wait()
-        return forward(*args)
+    def waiting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wait_and_run(*args: Any) -> torch.Tensor:
+            wait()
+            return forward(*args)
 
-    patches = ((dist, "irecv", irecv), (torch, "empty", waiting_empty), (Executor, "_forward", waiting_forward))
-    with patch.object(*patches[0]), patch.object(*patches[1]), patch.object(*patches[2]):
+        return wait_and_run
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(dist, "irecv", irecv))
+        patches.enter_context(patch.object(torch, "empty", waiting_empty))
+        for model in (CausalLM, StandIn):
+            patches.enter_context(patch.object(model, "hidden_states", waiting(model.hidden_states)))
         yield
 
 

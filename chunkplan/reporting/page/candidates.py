@@ -60,7 +60,7 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
     _add(figure, "fits, plan only", others, {"color": PURPLE, "size": 5, "opacity": 0.55})
     _add(figure, "fits", runnable, {"color": BLUE, "size": 6})
     _add(figure, "Pareto front", front, {"color": BLUE, "size": 8}, line={"color": BLUE, "width": 2, "shape": "vh"})
-    _add(figure, "today", document["baselines"], {"color": ORANGE, "size": 11, "symbol": "diamond"})
+    _add(figure, "baselines", document["baselines"], {"color": ORANGE, "size": 11, "symbol": "diamond"})
     _add(figure, "this plan", own_rows, {"color": GREEN, "size": 24, "symbol": "circle-open", "line": {"width": 2}})
     _add(figure, "chosen", [document["chosen"]], {"color": GREEN, "size": 17, "symbol": "star"})
     memory = _memory(document)

@@ -48,8 +48,8 @@ def _of_gpu(memory: PlanMemory) -> str:
 
 def _selection(plan: Plan, summary: PlanSummary) -> Facts:
     """List what a plan holds of the data, where that is not every sequence once."""
-    config = plan.config
-    facts = selection_words(config, plan.manifest["selection"])
+    config, selection = plan.config, plan.manifest["selection"]
+    facts = selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"])
     if config.holdout is not None:
         facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config.part]))
     if config.epochs > 1:

@@ -35,7 +35,11 @@ class AttentionKernel(Protocol):
         ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """out [heads, num_queries, head_dim] in the dtype of `query`, lse [heads, num_queries] in at least float32."""
+        """Attend to all keys that `form` lets each query see.
+
+        Returns out [heads, num_queries, head_dim] in the dtype of `query`, and lse, the log-sum-exp of the scores,
+        [heads, num_queries] in at least float32.
+        """
         ...
 
     def backward(

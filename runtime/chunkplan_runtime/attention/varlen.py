@@ -49,7 +49,7 @@ def _longest(borders: tuple[int, ...]) -> int:
 
 
 def window_of(form: Form) -> tuple[int, int]:
-    """(left, right) as FlashAttention-2 has them: how many keys before and after its own a query sees, -1 for all."""
+    """How many keys before and after its own a query sees, -1 for all: `window_size` of FlashAttention-2."""
     return -1 if form.reach is None else form.reach, 0 if form.causal else -1
 
 

@@ -2,7 +2,7 @@
 
 A stage is the model itself with the layers of other stages replaced by modules that pass hidden states on, so that its
 own layers keep their names and their indices, masks and rotary embeddings are made by the model's own code, and what
-is done to a whole model (adapters, checkpointing, saving by name) is done to a stage in the same way.
+is done to a whole model (adapters, activation checkpointing, saving by name) is done to a stage in the same way.
 """
 
 from __future__ import annotations

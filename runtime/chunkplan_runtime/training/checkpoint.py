@@ -48,7 +48,7 @@ class RunState(TypedDict):
 
 
 class CheckpointState(RunState):
-    """state.json: the step that comes next, how many processes wrote it, and torch's random states in hexadecimal."""
+    """What state.json holds: also the next step, how many processes wrote it, and torch's random states as hex."""
 
     step: int
     processes: int

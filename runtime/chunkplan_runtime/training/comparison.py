@@ -27,7 +27,7 @@ _PROFILE = "here.toml"
 class Comparison:
     """`times`: those of the plan are of this run. `peak_flops`: a second, of one of its devices; None: not known.
 
-    `lines` tell it, each of a name and what there is to say: what is compared, or why not and what would help.
+    `lines` report it, each a name and what there is to say: what is compared, or why not and what would help.
     """
 
     times: bool
@@ -47,10 +47,10 @@ class _Difference:
 def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
-    Of a run that differs in the model, the device, the precision, checkpointing, the layers of its stages, or trains
-    adapters, times are others. MFU takes the FLOPs of the model that is trained, so only the device has to be the
-    profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter: fetching them hides behind
-    other work, in the cost model too.
+    Of a run that differs in the model, the device, the precision, activation checkpointing, the layers of its stages,
+    or trains adapters, times are others. MFU takes the FLOPs of the model that is trained, so only the device has to
+    be the profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter: fetching them hides
+    behind other work, in the cost model too.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:

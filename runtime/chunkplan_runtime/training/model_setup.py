@@ -118,9 +118,9 @@ def own_stage(model: CausalLM, config: TrainConfig, layout: RankLayout) -> Causa
 
 @torch.no_grad()
 def fingerprint(model: CausalLM, *, only_frozen: bool = False) -> str | None:
-    """Tells weights from others; `only_frozen`: those that are not trained, and so in no checkpoint. None without any.
+    """Identify weights by a hash of up to `_SAMPLES` numbers of each, evenly spaced: other weights differ there too.
 
-    A hash of up to `_SAMPLES` numbers of each, evenly spread: other weights differ there too.
+    `only_frozen`: of those that are not trained, and so in no checkpoint. None where there are no such weights.
     """
     named = [
         (name, value) for name, value in model.model.named_parameters() if not (only_frozen and value.requires_grad)

@@ -28,7 +28,7 @@ from tests.support.training_cases import run_main, run_main_on_gpus
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
 from tests.support.wait_cases import stalled_main
 
-#: Plans of the same steps: name -> how they are spread.
+#: Plans of the same steps: name -> their layout.
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "four": {"dp": 4},
@@ -85,17 +85,17 @@ def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
 def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
     """Losses, norms and evaluations agree, and so do the weights of final/."""
     assert len(learning(one)) == len(learning(other)) > 0
-    for mine, its in zip(learning(one), learning(other), strict=True):
-        assert mine["loss"] == pytest.approx(its["loss"], rel=tolerance)
-        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=tolerance)
-        assert mine["source_losses"] == pytest.approx(its["source_losses"], rel=tolerance)
-    for mine, its in zip(lines(one / "evals.jsonl"), lines(other / "evals.jsonl"), strict=True):
-        assert mine["eval_loss"] == pytest.approx(its["eval_loss"], rel=tolerance)
+    for row, expected in zip(learning(one), learning(other), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
+        assert row["source_losses"] == pytest.approx(expected["source_losses"], rel=tolerance)
+    for row, expected in zip(lines(one / "evals.jsonl"), lines(other / "evals.jsonl"), strict=True):
+        assert row["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
     [file] = (path.name for path in (one / "final").glob("*.safetensors"))
-    mine, its = load_file(one / "final" / file), load_file(other / "final" / file)
-    assert mine.keys() == its.keys()
-    for name, weight in mine.items():
-        torch.testing.assert_close(weight, its[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
+    weights, expected_weights = load_file(one / "final" / file), load_file(other / "final" / file)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
 def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):

@@ -1,4 +1,4 @@
-"""Links bring what was sent, whatever the order of the work, and no order that the validator accepts gets stuck."""
+"""Links bring what was sent, whatever the order of the work, and no order that the validator accepts deadlocks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def random_pipeline(seed: int, most_units: int = 6) -> Pipeline:
 def planned_pipeline(seed: int, schedule: str, most_units: int = 5) -> Pipeline:
     num_tokens, groups, keeps = random_chunks(random.Random(seed), most_units)
     rank = make_rank(num_tokens, [ALONE if group is None else group for group in groups], keeps, [1] * PP, UNIT)
-    actions = template(rank, PP) if schedule == "1f1b" else search(rank.chunks, rank.times, PP, None).actions
+    actions = template(rank, PP) if schedule == "1f1b" else search(*rank, PP, None).actions
     return Pipeline(num_tokens, groups, _stages(actions))
 
 
 def _stages(actions: Actions) -> list[list[tuple[str, int]]]:
     pairs = [(OPS[op], int(chunk)) for op, chunk in zip(actions.ops, actions.chunk_ids, strict=True)]
-    return [pairs[first:last] for first, last in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
+    return [pairs[start:stop] for start, stop in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.soak)])

@@ -1,4 +1,4 @@
-"""What a run tells about itself: evaluation, spikes, numbers that are not finite, tokenizers, the screen."""
+"""What a run reports about itself: evaluation, spikes, numbers that are not finite, tokenizers, the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m chunkplan_runtime.train` end to end: it learns, it is deterministic, and mistakes are told in a line."""
+"""`python -m chunkplan_runtime.train` end to end: it learns, is deterministic, and reports mistakes in a line."""
 
 from __future__ import annotations
 
