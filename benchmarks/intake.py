@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -45,7 +44,7 @@ from intake_data import (
 )
 from intake_memory import analyze, measure_memory
 from machine import machine
-from planning import print_table
+from planning import measure_all
 from tokenizers import Tokenizer
 
 from chunkplan.intake.backends import load_tokenizer
@@ -203,13 +202,9 @@ def main() -> None:
         "cache": lambda folder: measure_cache(data, tokenizer, size // 5, folder),
         "memory": lambda folder: measure_memory(data, tokenizer, large, text, folder),
     }
-    result: dict[str, Any] = {"machine": machine("chunkplan", "tokenizers", "pyarrow", "numpy", "numba", "msgspec")}
-    for name in options.only:
-        with tempfile.TemporaryDirectory() as folder:
-            result[name] = parts[name](Path(folder))
-        if not options.json:
-            print_table(TITLES[name], result[name])
-    print(json.dumps(result, indent=2) if options.json else "\n" + str(result["machine"]))
+    chosen = {name: parts[name] for name in options.only}
+    packages = ("chunkplan", "tokenizers", "pyarrow", "numpy", "numba", "msgspec")
+    measure_all(chosen, TITLES, machine(*packages), as_json=options.json)
 
 
 TITLES = {

@@ -44,7 +44,7 @@ def load(folder: Path, tokenizer: Path) -> Data:
                 conversations.append(record.conversation)
             case Conversation():
                 conversations.append(replace(record, messages=tuple(map(_without_gaps, record.messages))))
-    token_ids = [ids.tolist() for ids in load_tokenizer(tokenizer).backend.texts(texts)]
+    token_ids = [ids.tolist() for ids in load_tokenizer(tokenizer).library.texts(texts)]
     return Data(texts, conversations, token_ids)
 
 

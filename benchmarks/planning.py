@@ -154,6 +154,26 @@ def write_lengths(path: Path, values: np.ndarray) -> Path:
     return path
 
 
+def measure_all(
+    parts: dict[str, Callable[[Path], list[Row]]],
+    titles: dict[str, str],
+    found: dict[str, str | int | None],
+    *,
+    as_json: bool,
+) -> None:
+    """Measure every part in an empty folder, and print its table or, in the end, all rows as JSON.
+
+    `titles` are those of the tables, by part; `found` is the machine.
+    """
+    result: dict[str, Any] = {"machine": found}
+    for name, part in parts.items():
+        with tempfile.TemporaryDirectory() as folder:
+            result[name] = part(Path(folder))
+        if not as_json:
+            print_table(titles[name], result[name])
+    print(json.dumps(result, indent=2) if as_json else f"\n{found}")
+
+
 def print_table(title: str, rows: list[Row]) -> None:
     """Print rows as a table in Markdown."""
     print(f"\n{title}\n")
@@ -181,14 +201,9 @@ def main() -> None:
             {"long-tail": lengths("long-tail", max(options.sizes), cap=None), **real}, folder
         ),
     }
-    result: dict[str, Any] = {"machine": machine("chunkplan", "numpy", "numba", "pyarrow", "polars", "ortools", "trl")}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts.items():
-            if options.only in (None, name):
-                result[name] = part(Path(folder))
-                if not options.json:
-                    print_table(TITLES[name], result[name])
-    print(json.dumps(result, indent=2) if options.json else "\n" + str(result["machine"]))
+    chosen = {name: part for name, part in parts.items() if options.only in (None, name)}
+    packages = ("chunkplan", "numpy", "numba", "pyarrow", "polars", "ortools", "trl")
+    measure_all(chosen, TITLES, machine(*packages), as_json=options.json)
 
 
 TITLES = {

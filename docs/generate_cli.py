@@ -114,7 +114,8 @@ def trainer() -> Iterator[str]:
     parser = make_parser(lambda error: 2)
     yield TRAINER
     for group in parser._action_groups:  # argparse has no public way to ask for them
-        actions = [action for action in group._group_actions if action.dest != "help"]
+        # An old name of an option, which is still taken, has no help.
+        actions = [each for each in group._group_actions if each.dest != "help" and each.help != argparse.SUPPRESS]
         if actions:
             yield table((f"{group.title}", "what it does"), map(flag_row, actions))
     yield code(str(parser.epilog).removeprefix("Example: "), "sh")

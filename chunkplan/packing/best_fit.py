@@ -18,11 +18,11 @@ def best_fit(
     taken where an item of at most `largest_second` would otherwise need a new bin. With items in descending order this
     is best-fit decreasing (Johnson 1973).
     """
-    bin_of = np.empty(items.size, np.int64)
+    bin_of = np.empty(items.size, np.int64)  # [n]
     num_bins = rooms.size
     # Open bins by room, ascending: a bin moves towards the front as it fills.
-    room = np.empty(rooms.size + items.size, np.int64)
-    owner = np.empty(rooms.size + items.size, np.int64)
+    room = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
+    owner = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
     num_open = 0
     for index in np.argsort(rooms, kind="mergesort"):
         if rooms[index] > 0 and not second_choice[index]:

@@ -23,7 +23,7 @@ _SEARCH = 2000
 
 def minimum_bin_slack(items: Histogram, capacity: int) -> Solution:
     """Pack `items`, each of length 1 to `capacity`."""
-    sorted_bins = np.empty(items.num_items, np.int64)
+    sorted_bins = np.empty(items.num_items, np.int64)  # [n]
     num_bins = minimum_bin_slack_counted(items.distinct, items.counts, capacity, sorted_bins)
     return Solution(sorted_bins, num_bins, martello_toth_counted(items.distinct, items.counts, capacity), "mbs")
 
@@ -46,7 +46,7 @@ def minimum_bin_slack_counted(distinct: Int64Array, counts: Int64Array, capacity
     following = starts(counts)
     # link[i + 1] is i + 1 while length i has items left, then leads to one of a shorter length; 0 means none.
     link = np.arange(distinct.size + 1)
-    path = np.empty(min(sorted_bins.size, capacity // distinct[0]), np.int64)
+    path = np.empty(min(sorted_bins.size, capacity // distinct[0]), np.int64)  # [most items a bin has]
     chosen = np.empty_like(path)
     num_bins = shortest = 0
     while True:

@@ -48,7 +48,7 @@ def end_of_unit(group_id: Int32Array, start: int) -> int:
 @compiled
 def backward_order(group_id: Int32Array) -> Int64Array:
     """Chunks in order, those of a group descending: int64 [n]."""
-    order = np.empty(group_id.size, np.int64)
+    order = np.empty(group_id.size, np.int64)  # [n]
     start = 0
     while start < group_id.size:
         stop = end_of_unit(group_id, start)

@@ -30,7 +30,7 @@ def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int) -> Jobs:
     """The jobs of each stage. A unit alone leaves no choice: its chunks forward ascending, then backward descending."""
     n = chunks.keeps_activations.size
     shape = (pp, 2 * n)
-    jobs = Jobs(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64))
+    jobs = Jobs(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64))  # [pp, 2 n]
     for chunk in range(n):
         for stage in range(pp):
             recompute = np.int64(0) if chunks.keeps_activations[chunk] else times.durations[RECOMPUTE, stage, chunk]

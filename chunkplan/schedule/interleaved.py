@@ -60,7 +60,7 @@ def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Action
 @compiled
 def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) -> Int64Array:
     """pp `chunks` at a time, on one virtual stage after the other: [n x num_virtual], as virtual stage x n + chunk."""
-    order = np.empty(chunks.size * num_virtual, np.int64)
+    order = np.empty(chunks.size * num_virtual, np.int64)  # [n x num_virtual]
     position = 0
     for first in range(0, chunks.size, pp):
         for turn in range(num_virtual):

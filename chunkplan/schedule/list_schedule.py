@@ -70,11 +70,11 @@ def list_schedule(
     n, pp = chunks.num_tokens.size, limits.memory.size
     keeps, num_tokens, durations, link = chunks.keeps_activations, chunks.num_tokens, times.durations, times.link
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
-    head, num_kept = _units(chunks)
+    head, num_kept = _units(chunks)  # [n]
     clock, idle, retained = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
     forwarded, backwarded, weighted = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
     start, kind, weight = np.empty(pp, np.int64), np.empty(pp, np.int64), np.empty(pp, np.int64)
-    forward_ready, backward_ready, holders, is_weighted = _nothing_done(pp, n)
+    forward_ready, backward_ready, holders, is_weighted = _nothing_done(pp, n)  # [pp, n]
     action, changed = actions.stages[:-1].copy(), range(pp)
     while True:
         for stage in changed:

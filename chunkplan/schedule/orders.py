@@ -53,7 +53,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
 @compiled
 def least_forwards(order: Order) -> Int64Array:
     """How many forwards have to be done before each backward in order, int64 [n]: its own and those of earlier ones."""
-    place = np.empty(order.forwards.size, np.int64)
+    place = np.empty(order.forwards.size, np.int64)  # [n]
     place[order.forwards] = np.arange(place.size)
     least = place[order.backwards] + 1
     for index in range(1, least.size):

@@ -22,9 +22,9 @@ def simulate(actions: Actions, times: ChunkTimes) -> Int64Array:
     durations, link = times.durations, times.link  # [num_ops, num_model_stages, n], [n]
     pp = actions.stages.size - 1
     num_model_stages = durations.shape[1]
-    ends = np.full(actions.ops.size, -1, np.int64)
-    forward_end = np.full((num_model_stages, link.size), -1, np.int64)
-    backward_end = np.full((num_model_stages, link.size), -1, np.int64)
+    ends = np.full(actions.ops.size, -1, np.int64)  # [num_actions]
+    forward_end = np.full((num_model_stages, link.size), -1, np.int64)  # [num_model_stages, n]
+    backward_end = np.full((num_model_stages, link.size), -1, np.int64)  # [num_model_stages, n]
     clock = np.zeros(pp, np.int64)
     position = actions.stages[:-1].copy()
     moving = True

@@ -40,7 +40,7 @@ def follow_template(
     whole = empty_actions(chunks.keeps_activations, pp, num_model_stages, False)
     stages = np.zeros(num_ranks * pp + 1, np.int64)
     ends = np.empty(whole.ops.size, np.int64)  # [num_actions]
-    retained = np.empty(num_ranks * pp, np.int64)
+    retained = np.empty(num_ranks * pp, np.int64)  # [num_ranks x pp]
     start = 0
     for rank in range(num_ranks):
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)

@@ -12,6 +12,7 @@ import pytest
 import chunkplan
 import chunkplan_runtime
 from chunkplan_cli.main import app
+from chunkplan_runtime.training.config import RENAMED
 from tests.support.places import ROOT
 
 DOCS = ROOT / "docs"
@@ -37,6 +38,14 @@ COMMANDS = [command.callback.__name__ for command in app.registered_commands if 
 def test_every_command_has_a_section() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     assert re.findall(r"^## chunkplan (\w+)$", page, re.M) == COMMANDS
+
+
+def test_an_old_name_of_an_option_is_not_on_the_page() -> None:
+    options = re.findall(
+        r"^\| `(--[a-z-]+)", (DOCS / "cli.md").read_text(encoding="utf-8").partition("## python")[2], re.M
+    )
+    assert "--lr-schedule" in options
+    assert not {f"--{old}" for old in RENAMED} & {*options}
 
 
 def test_every_public_name_has_an_entry() -> None:
