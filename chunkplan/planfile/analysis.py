@@ -99,9 +99,9 @@ def record_place(path: str, kind: str, record: int) -> str:
 _DAMAGED = (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
 
 
-def join_runs(views: Iterable[memoryview], first: Int64Array, last: Int64Array) -> bytearray:
-    """Bytes [first[i], last[i]) of the i-th view, one run after another: half the time of numpy for runs of a KB."""
-    return bytearray().join([view[i:j] for view, i, j in zip(views, first.tolist(), last.tolist(), strict=False)])
+def join_runs(views: Iterable[memoryview], starts: Int64Array, stops: Int64Array) -> bytearray:
+    """Bytes [starts[i], stops[i]) of the i-th view, one run after another: half the time of numpy for runs of a KB."""
+    return bytearray().join([view[i:j] for view, i, j in zip(views, starts.tolist(), stops.tolist(), strict=False)])
 
 
 class TokenReader:
@@ -118,9 +118,9 @@ class TokenReader:
                 self._place.append((place, batch))
                 edges.append((stop, stop + rows))
                 stop += rows
-        self._first, self._last = np.array(edges, np.int64).reshape(-1, 2).T.copy()
+        self._starts, self._stops = np.array(edges, np.int64).reshape(-1, 2).T.copy()
         # Where every sequence begins, counted in tokens from the first of the whole analysis.
-        self._begin = offsets_of(num_tokens)
+        self._token_offsets = offsets_of(num_tokens)
         # Of the batches used so far: token ids, the bytes that hold the target bits, and which bit is the first.
         self._is_open = np.zeros(len(self._place), np.bool_)
         self._input_ids = [memoryview(b"")] * len(self._place)
@@ -129,7 +129,7 @@ class TokenReader:
 
     def __call__(self, sequence_id: int) -> tuple[Int32Array, BoolArray]:
         """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence; raises as `gather` does."""
-        length = self._begin[sequence_id + 1] - self._begin[sequence_id]
+        length = self._token_offsets[sequence_id + 1] - self._token_offsets[sequence_id]
         return self.gather(np.array([sequence_id]), np.array([0]), np.array([length]))
 
     def gather(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> tuple[Int32Array, BoolArray]:
@@ -142,23 +142,23 @@ class TokenReader:
         """
         if not len(sequence_ids):
             return np.empty(0, np.int32), np.empty(0, np.bool_)
-        which = np.searchsorted(self._first, sequence_ids, side="right") - 1
-        missing = np.flatnonzero((which < 0) | (sequence_ids >= self._last[which]))
+        which = np.searchsorted(self._starts, sequence_ids, side="right") - 1
+        missing = np.flatnonzero((which < 0) | (sequence_ids >= self._stops[which]))
         if missing.size:
             raise self._misplaced(int(sequence_ids[missing[0]]))
         for index in np.unique(which[~self._is_open[which]]).tolist():
             self._open(index)
         batches = which.tolist()
-        offsets = self._begin[sequence_ids] - self._begin[self._first[which]]
-        first, last = offsets + starts, offsets + stops
-        input_ids = join_runs(map(self._input_ids.__getitem__, batches), 4 * first, 4 * last)
+        offsets = self._token_offsets[sequence_ids] - self._token_offsets[self._starts[which]]
+        token_starts, token_stops = offsets + starts, offsets + stops
+        input_ids = join_runs(map(self._input_ids.__getitem__, batches), 4 * token_starts, 4 * token_stops)
         # Whole bytes of bits are fetched and unpacked in one go; what they hold besides the runs is then left out.
-        first, last = first + self._first_bit[which], last + self._first_bit[which]
-        low, high = first >> 3, (last + 7) >> 3
+        bit_starts, bit_stops = token_starts + self._first_bit[which], token_stops + self._first_bit[which]
+        low, high = bit_starts >> 3, (bit_stops + 7) >> 3
         bits = join_runs(map(self._target.__getitem__, batches), low, high)
         unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
-        first = 8 * (np.cumsum(high - low) - (high - low)) + (first & 7)
-        target = join_runs(repeat(unpacked.data), first, first + (stops - starts))
+        bit_starts = 8 * (np.cumsum(high - low) - (high - low)) + (bit_starts & 7)
+        target = join_runs(repeat(unpacked.data), bit_starts, bit_starts + (stops - starts))
         return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -167,7 +167,7 @@ class TokenReader:
         Raises:
             DataError: as `gather`.
         """
-        return ((int(self._first[index]), self._batch(index)) for index in range(len(self._place)))
+        return ((int(self._starts[index]), self._batch(index)) for index in range(len(self._place)))
 
     def _open(self, index: int) -> None:
         """Take a record batch into use."""
@@ -179,7 +179,7 @@ class TokenReader:
 
     def _batch(self, index: int) -> pa.RecordBatch:
         """A record batch, once it is found to be where and as long as it should be."""
-        path, first, last = self._path(index), int(self._first[index]), int(self._last[index])
+        path, start, stop = self._path(index), int(self._starts[index]), int(self._stops[index])
         refuse_outside(path, self._folder)
         try:
             # The file is not kept open, or thousands of them would be too many; what is mapped lives with the batch.
@@ -189,12 +189,12 @@ class TokenReader:
         except _DAMAGED as error:
             raise_if_unreadable(error)
             raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
-        stated = self._begin[first : last + 1] - self._begin[first]
+        stated = self._token_offsets[start : stop + 1] - self._token_offsets[start]
         for name in TOKENS.names:
             offsets = to_numpy(batch.column(name).offsets)
             if not np.array_equal(offsets - offsets[0], stated):
                 raise DataError(
-                    f"sequences from {first} on do not have the lengths stated", where=str(path), hint="analyze again"
+                    f"sequences from {start} on do not have the lengths stated", where=str(path), hint="analyze again"
                 )
         return table.to_batches()[0]
 

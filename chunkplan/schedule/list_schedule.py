@@ -172,10 +172,10 @@ def _units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
     n = chunks.keeps_activations.size
     head, num_kept = np.empty(n, np.int64), np.zeros(n, np.int64)
-    first = 0
-    while first < n:
-        last = end_of_unit(chunks.group_id, first)
-        head[first:last] = first
-        num_kept[first] = np.sum(chunks.keeps_activations[first:last])
-        first = last
+    start = 0
+    while start < n:
+        stop = end_of_unit(chunks.group_id, start)
+        head[start:stop] = start
+        num_kept[start] = np.sum(chunks.keeps_activations[start:stop])
+        start = stop
     return head, num_kept
