@@ -70,7 +70,7 @@ class _Watch:
         if action.chunk_id in self._executor.inputs:
             self._refs.append((action, weakref.ref(self._executor.inputs[action.chunk_id])))
         yield
-        self.observed.kv = max(self.observed.kv, self._kv())
+        self.observed.kv = max(self.observed.kv, self._executor.store.num_tokens)
         if action.op == "backward":
             self._done.add(action.chunk_id)
 
@@ -88,6 +88,3 @@ class _Watch:
         seen.leaks += [f"{each} before {action}" for each in (*leaked, *kept, *held_still)]
         if action is None and not self._executor.store.is_empty:
             seen.leaks.append("the store is not empty")
-
-    def _kv(self) -> int:
-        return sum(sequence.forwarded for sequence in self._executor.store._sequences.values())

@@ -42,6 +42,11 @@ class StateStore:
         """Whether no sequence is in flight."""
         return not self._sequences
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the sequences in flight have run forward, whose keys and values are kept."""
+        return sum(sequence.forwarded for sequence in self._sequences.values())
+
     def num_bytes(self) -> int:
         """Bytes of all pages that are held."""
         layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
