@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 #: Where any command may have taken the value; the command line names its own.
@@ -12,19 +13,25 @@ class ChunkplanError(Exception):
     """An error with a place and a hint. `exit_code` 1: our fault.
 
     `where` names the place (`file:line`, `step 3, rank 0, chunk 2`); `hint`, which every error has, the next thing to
-    try.
+    try. `lines` has one line for each of several things that are wrong.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str, where: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str, where: str | None = None, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message = message
+        self.lines = tuple(lines)
         self.where = where
         self.hint = hint
         self.add_note(f"hint: {hint}")  # for who calls from Python and sees a traceback
 
     def __str__(self) -> str:
+        return "\n  ".join([self.headline, *self.lines])
+
+    @property
+    def headline(self) -> str:
+        """Where and what in one line, without the `lines` below it."""
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:

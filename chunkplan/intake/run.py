@@ -13,13 +13,13 @@ from pathlib import Path
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
-from chunkplan.intake.pieces import Piece
+from chunkplan.intake.probe import find_layout, probe, unreadable_sources
 from chunkplan.intake.process import IntakeSettings, find, piece_key
-from chunkplan.intake.readers import cut, default_columns, first_records, is_stream
+from chunkplan.intake.readers import cut, first_records, is_stream
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
-from chunkplan.intake.schemas import RecordLayout, detect
+from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
@@ -53,16 +53,17 @@ class IntakeRun:
         self._open: dict[int, _Opened] = {}
         self._num_dealt = 0  # pieces and streams that went to one shard or another
         self._passed = [0, 0]  # bytes and tokens that no task processes
+        self._opened: dict[int, _Opened | None] = {}
 
     def run(self, runner: Runner, report: Report) -> None:
         """Have all pieces of all sources processed.
 
         Raises:
             RecordError: a record, or a file, cannot be read and the run is not to go on without it.
-            DataError: a source has no schema that is known, or changed while it was read.
+            DataError: sources cannot be read at all, or one changed while it was read.
             UsageError: a source cannot be opened, records need a chat template, or the disk is full.
         """
-
+        self._probe()
         latest = (0, 0)
 
         def add(num_bytes: int, num_tokens: int) -> None:
@@ -82,6 +83,29 @@ class IntakeRun:
             place = min(self._failures)
             raise self._placed(self._failures[place], *place)
 
+    def _probe(self) -> None:
+        """Look at all sources before any is read; those that cannot be read are left out, or end the run together.
+
+        What is in the cache was read before, and is not looked at.
+        """
+        problems: list[tuple[Source, DataError]] = []
+        for index, source in enumerate(self.sources):
+            opened = self._opened[index] = _open(source.file, self._options)
+            if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
+                continue
+            try:
+                source.layout = probe(source, index, self._options, self._options.columns, self._spool)
+            except DataError as error:
+                problems.append((source, error))
+        num_sources = sum(source.file.kind != LINK for source in self.sources)
+        is_schema = any(not isinstance(error, RecordError) for _, error in problems)
+        if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == num_sources)):
+            raise unreadable_sources([(source.name, error) for source, error in problems], num_sources)
+        for source, error in problems:
+            source.broken = RecordError(error.message, reason="unreadable", hint=error.hint, where=source.name)
+            source.num_pieces = 0
+            self._pass(source, source.num_left)
+
     def _tasks(self) -> Iterator[Task]:
         """The tasks of all sources in order; one that cannot be cut ends them."""
         for index, source in enumerate(self.sources):
@@ -100,20 +124,21 @@ class IntakeRun:
 
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
         file = source.file
-        if file.damage is not None:
-            raise RecordError(file.damage, reason="unreadable", where=source.name, hint="fix it, or take it away")
+        if source.broken:
+            return
         if file.kind == LINK:
             source.num_pieces = 0
             return
         if is_stream(file) and not self._takes_next():
             self._pass(source, source.num_left)
             return
-        opened = _open(file, self._options)
+        opened = self._opened.pop(index)
         if opened and self._recall(source, opened):
             return
         for piece in cut(file, index, self._spool):
             if source.layout is None:
-                source.layout = self._layout(source, piece)
+                records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
+                source.layout = find_layout(source, records, self._options, self._options.columns)
             source.num_cut += 1
             source.reader = piece.reader
             share = min(piece.share, source.num_left)
@@ -172,16 +197,6 @@ class IntakeRun:
             hint = f"{error.hint}; --on-error skip counts such records and goes on"
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
         return error
-
-    def _layout(self, source: Source, piece: Piece) -> RecordLayout:
-        records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
-        if not records:  # nothing to be found out, and nothing that a schema could be wrong for
-            return RecordLayout("text", {"text": "text"}, "no record")
-        try:
-            columns = dict(self._options.columns) or default_columns(source.file)
-            return detect(records, schema=self._options.schema, columns=columns)
-        except DataError as error:
-            raise DataError(error.message, where=source.name, hint=error.hint) from error
 
     def _pass(self, source: Source, num_bytes: int) -> None:
         """Count bytes that this run does not read: what other shards or runs read, and what is behind damage."""

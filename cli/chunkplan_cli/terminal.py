@@ -61,8 +61,9 @@ def warn(message: str) -> None:
 
 
 def print_error(error: ChunkplanError) -> None:
-    """Print `error: where: what` and, below it, `hint: what to do`."""
-    stderr().print(Text.assemble(("error: ", "bold red"), one_line(str(error))), soft_wrap=True)
+    """Print `error: where: what` and, below it, a line for each of several things, and `hint: what to do`."""
+    stderr().print(Text.assemble(("error: ", "bold red"), one_line(error.headline)), soft_wrap=True)
+    note(*(f"  {line}" for line in error.lines))
     stderr().print(Text.assemble(("hint: ", "bold cyan"), one_line(error.hint)), soft_wrap=True)
 
 

@@ -30,23 +30,32 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         UsageError: the file cannot be read.
     """
     taken = Taken()
-    data = chunks(file.path, file.compression, taken)
-    start, is_array = b"", False
-    if file.kind == "json":
-        start = _start(data)
-        text = start.removeprefix(_BOM).lstrip(_SPACES)
-        is_array = text.startswith(b"[")
-        if is_array:
-            data, start = elements(chain([text], data), file.path), b""
-        else:
-            _check_lines(text, file.path)
-    elif not is_spooled(file):
-        start = next(data)  # refuses what is no data at all
-    if is_array or is_spooled(file):
-        yield from spool(chain([start], data), taken, source, folder, "elements" if is_array else "lines")
+    data, reader = contents(file, taken)
+    if reader == "elements" or is_spooled(file):
+        yield from spool(data, taken, source, folder, reader)
     else:
         assert file.num_bytes is not None
         yield from lines.cut(file.path, source, file.num_bytes)
+
+
+def contents(file: SourceFile, taken: Taken) -> tuple[Iterator[bytes], str]:
+    """The bytes of a source as lines, an array as one line an element, and the reader of these; `taken` as in `chunks`.
+
+    Raises:
+        RecordError: unreadable; also while the bytes are taken, after all that can be read.
+        UsageError: the file cannot be read.
+    """
+    data = chunks(file.path, file.compression, taken)
+    start = b""
+    if file.kind == "json":
+        start = _start(data)
+        text = start.removeprefix(_BOM).lstrip(_SPACES)
+        if text.startswith(b"["):
+            return elements(chain([text], data), file.path), "elements"
+        _check_lines(text, file.path)
+    elif not is_spooled(file):
+        start = next(data)  # refuses what is no data at all
+    return chain([start], data), "lines"
 
 
 def is_spooled(file: SourceFile) -> bool:

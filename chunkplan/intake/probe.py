@@ -1,0 +1,168 @@
+"""Looks at the first records of every source before any is read, so that all that cannot be read is found at once.
+
+Of a file no more is read than it takes to find out how its records are laid out; what can be read only once, and what
+is behind a URL, is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+
+from chunkplan.config.intake import IntakeOptions
+from chunkplan.errors import DataError
+from chunkplan.intake import pieces
+from chunkplan.intake.files import is_url
+from chunkplan.intake.pieces import Piece
+from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
+from chunkplan.intake.readers.json_files import contents
+from chunkplan.intake.readers.stream import Taken, chunks
+from chunkplan.intake.records import JsonObject
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import RecordLayout, detect, parse
+from chunkplan.intake.source import Source
+from chunkplan.intake.sources import LINK, SourceFile
+from chunkplan.quantities import counted
+
+#: Records that say how those of a source are laid out.
+_RECORDS = 100
+
+#: Sources that an error names, and letters of what it says of each: a screenful in all.
+_NAMED, _LETTERS = 8, 120
+
+#: Reasons for which the first records may be left out of a source that can be read.
+_OF_RECORDS = ("empty", "undesirable")
+
+
+class UnreadableSources(DataError):
+    """Sources that cannot be read at all; `is_rest` says whether there are others, which could be."""
+
+    def __init__(
+        self, message: str, *, hint: str, where: str | None = None, lines: Sequence[str] = (), is_rest: bool = False
+    ) -> None:
+        super().__init__(message, hint=hint, where=where, lines=lines)
+        self.is_rest = is_rest
+
+
+def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: int) -> UnreadableSources:
+    """The error of sources that cannot be read, `num_sources` being all there are; `problems` names them in order.
+
+    One is reported as it is, several in a line each.
+    """
+    is_rest = len(problems) < num_sources
+    name, error = problems[0]
+    if len(problems) == 1:
+        hint = f"{error.hint}; --on-error skip leaves this source out and lists it" if is_rest else error.hint
+        return UnreadableSources(error.message, where=error.where or name, hint=hint, is_rest=is_rest)
+    lines = [
+        f"{error.where or name}: {shorten(error.message, _LETTERS, placeholder=' ...')}"
+        for name, error in problems[:_NAMED]
+    ]
+    if len(problems) > _NAMED:
+        lines.append(f"and {len(problems) - _NAMED:,} more")
+    hint = "--on-error skip leaves these sources out and lists them" if is_rest else f"for the first: {error.hint}"
+    message = f"{len(problems):,} of {counted(num_sources, 'source')} cannot be read; none was tokenized"
+    return UnreadableSources(message, hint=hint, lines=lines, is_rest=is_rest)
+
+
+def probe(
+    source: Source, index: int, options: IntakeOptions, columns: Mapping[str, str], spool: Path
+) -> RecordLayout | None:
+    """How the records of the source with this index are laid out, where its file shows that before it is read.
+
+    Raises:
+        DataError: the source cannot be read at all. Where errors stop the run, that none of its first records can be
+            is one as well.
+        UsageError: as `find_layout`, or the file cannot be opened.
+    """
+    file = source.file
+    if file.damage is not None:
+        raise RecordError(file.damage, reason="unreadable", where=source.name, hint="fix it, or take it away")
+    if file.kind == LINK or file.num_bytes is None or is_url(file.path):
+        return None
+    if file.kind == "text":
+        if file.num_bytes or file.compression:  # an empty text is a blank record
+            next(chunks(file.path, file.compression))
+        return None
+    piece = _beginning(file, index, options, spool) if is_stream(file) else next(cut(file, index, spool))
+    if piece is None:
+        return None
+    try:
+        records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
+        layout = find_layout(source, records, options, columns)
+        if options.on_error == "stop":
+            _check_records(source, piece, layout, records, options)
+    finally:
+        if piece.is_temporary:
+            Path(piece.path).unlink(missing_ok=True)
+    return None if is_stream(file) else layout
+
+
+def find_layout(
+    source: Source, records: Sequence[JsonObject], options: IntakeOptions, columns: Mapping[str, str]
+) -> RecordLayout:
+    """How the records of a source are laid out that begins with `records`; `columns` are the user's for it.
+
+    Raises:
+        RecordError: unreadable.
+        DataError: no schema is known that fits, or several do.
+        UsageError: there is no such schema or role.
+    """
+    if not records:  # nothing to be found out, and nothing that a schema could be wrong for
+        return RecordLayout("text", {"text": "text"}, "no record")
+    columns = columns or default_columns(source.file)
+    try:
+        return detect(records, schema=options.schema, columns=columns)
+    except DataError as error:
+        raise DataError(error.message, where=source.name, hint=error.hint) from error
+
+
+def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path) -> Piece | None:
+    """The first lines of a file that has to be read in order, as a temporary piece; None if the first is very long."""
+    data, reader = contents(file, Taken())
+    head = bytearray()
+    is_whole = True
+    try:
+        for block in data:
+            head += block
+            if head.count(b"\n") > _RECORDS or len(head) > pieces.PIECE_BYTES:
+                is_whole = False
+                break
+    except RecordError:
+        if options.on_error == "stop" or not head:
+            raise
+        is_whole = False  # what comes before the damage is read
+    size = len(head) if is_whole else head.rfind(b"\n") + 1
+    if not size:
+        return None
+    spool.mkdir(parents=True, exist_ok=True)
+    path = spool / f"source-{index:05}-beginning.jsonl"
+    path.write_bytes(head[:size])
+    return Piece(index, 0, str(path), reader, 0, size, origin=0, is_temporary=True, num_bytes=size)
+
+
+def _check_records(
+    source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
+) -> None:
+    """Refuse a source of whose first records none can be read, with the first that ends the run.
+
+    Raises:
+        RecordError: of that record, with its place.
+    """
+    if any(_is_readable(layout, record) for record in records):
+        return
+    batches = read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample)
+    for rejected in next(batches).rejected:
+        if rejected.reason not in _OF_RECORDS:
+            source.reader = piece.reader
+            where = source.place(0, rejected.number)
+            raise RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint, where=where)
+
+
+def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:
+    try:
+        parse(layout, record)
+    except RecordError as error:
+        return error.reason in _OF_RECORDS
+    return True
