@@ -29,15 +29,20 @@ _MEGABYTE = 1_000_000
 
 
 def _read_columns(typed: list[str]) -> dict[str, str]:
-    """The key of each role, as typed: {"text": "body"} for ["text=body"]."""
+    """The key of each role, as typed: {"text": "body", "a.jsonl:text": "code"} for ["text=body", "a.jsonl:text=code"].
+
+    The first part of what stands before a colon names sources (see `source_columns`).
+    """
     columns: dict[str, str] = {}
     for words in typed:
-        role, sign, key = words.partition("=")
-        if not (role and sign and key):
+        entry, sign, key = words.partition("=")
+        source, colon, role = entry.rpartition(":")
+        if not (role and sign and key) or (colon and not source):
             raise ValueError(words)
-        if role in columns:
-            raise UsageError(f"two columns for the role {role}", hint="give every role at most once")
-        columns[role] = key
+        if entry in columns:
+            of_source = f" of {source}" if source else ""
+            raise UsageError(f"two columns for the role {role}{of_source}", hint="give every role at most once")
+        columns[entry] = key
     return columns
 
 
@@ -45,7 +50,7 @@ COLUMNS = Domain(
     WORDS.holds,
     "keys by role",
     read=_read_columns,
-    typed="ROLE=KEY",
+    typed="ROLE=KEY or SOURCE:ROLE=KEY",
     metavar="ROLE=KEY",
     example="text=body",
     is_repeated=True,
@@ -65,8 +70,9 @@ _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 class IntakeOptions(Options):
     """Options of `analyze`; the help of each is in its field.
 
-    `columns`: role -> key of the records, for keys that are not named like the roles of a schema. Of a `sample` nothing
-    can be trained: no tokens are stored.
+    `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key for
+    the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all. Of a `sample`
+    nothing can be trained: no tokens are stored.
 
     Raises:
         UsageError: one makes no sense.
@@ -83,7 +89,7 @@ class IntakeOptions(Options):
     )
     columns: Mapping[str, str] = option(
         COLUMNS,
-        "A key that is not named like its role: text=body. Repeatable.",
+        "A key that is not named like its role: text=body, or for some sources only: code.jsonl:text=body. Repeatable.",
         group=_TOKENS,
         default={},
         default_words="",

@@ -55,19 +55,23 @@ def analyze(
         DataError: a record is not what its source's schema says, or there is nothing to train on.
         ChunkplanError: a process was killed.
     """
-    output = Path(output)
-    refuse_other_content(output, "analysis")
     request = IntakeRequest(
         paths=paths,
         options=options or IntakeOptions(),
         tokenizer=tokenizer,
         chat_template=chat_template,
-        cache=Path(cache or output.parent / "cache"),
+        cache=Path(cache or Path(output).parent / "cache"),
         use_cache=use_cache,
         workers=workers,
         ray=ray,
         progress=progress,
     )
+    return write_analysis(request, Path(output))
+
+
+def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
+    """Do what was asked for into the folder `output`, as `analyze` does, which documents it and what is raised."""
+    refuse_other_content(output, "analysis")
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
             assemble(folder, done.sources, done.store.path, done.settings.options, done.tokenizer)

@@ -32,7 +32,7 @@ class Files(Protocol):
         """Whether `path` is a link to a folder."""
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """The files and the folders directly in `folder`; hidden ones are left out.
+        """The files and the folders directly in `folder`; hidden folders are left out.
 
         Links are what they lead to, and files if they lead nowhere.
         """
@@ -64,9 +64,10 @@ class LocalFiles:
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
         """See `Files`."""
-        found = [(path, _mode(path)) for path in Path(folder).iterdir() if not path.name.startswith(".")]
+        found = [(path, _mode(path)) for path in Path(folder).iterdir()]
         files = [str(path) for path, mode in found if mode is None or stat.S_ISREG(mode)]
-        return files, [str(path) for path, mode in found if mode is not None and stat.S_ISDIR(mode)]
+        folders = [path for path, mode in found if mode is not None and stat.S_ISDIR(mode)]
+        return files, [str(path) for path in folders if not path.name.startswith(".")]
 
     def matches(self, pattern: str) -> list[str]:
         """See `Files`."""
@@ -114,8 +115,9 @@ class RemoteFiles:
             for entry in self._system.ls(folder, detail=True)
         ]
         itself = self._system.unstrip_protocol(folder).rstrip("/")
-        found = [(path, kind) for path, kind in found if path != itself and not name_of(path).startswith(".")]
-        return [path for path, kind in found if kind == "file"], [path for path, kind in found if kind == "directory"]
+        files = [path for path, kind in found if kind == "file" and path != itself]
+        folders = [path for path, kind in found if kind == "directory" and path != itself]
+        return files, [path for path in folders if not name_of(path).startswith(".")]
 
     def matches(self, pattern: str) -> list[str]:
         """See `Files`."""

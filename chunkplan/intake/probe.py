@@ -6,7 +6,7 @@ is behind a URL, is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 
@@ -35,7 +35,7 @@ _NAMED, _LETTERS = 8, 120
 _OF_RECORDS = ("empty", "undesirable")
 
 
-class UnreadableSources(DataError):
+class UnreadableSourcesError(DataError):
     """Sources that cannot be read at all; `is_rest` says whether there are others, which could be."""
 
     def __init__(
@@ -45,7 +45,7 @@ class UnreadableSources(DataError):
         self.is_rest = is_rest
 
 
-def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: int) -> UnreadableSources:
+def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: int) -> UnreadableSourcesError:
     """The error of sources that cannot be read, `num_sources` being all there are; `problems` names them in order.
 
     One is reported as it is, several in a line each.
@@ -54,7 +54,7 @@ def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: i
     name, error = problems[0]
     if len(problems) == 1:
         hint = f"{error.hint}; --on-error skip leaves this source out and lists it" if is_rest else error.hint
-        return UnreadableSources(error.message, where=error.where or name, hint=hint, is_rest=is_rest)
+        return UnreadableSourcesError(error.message, where=error.where or name, hint=hint, is_rest=is_rest)
     lines = [
         f"{error.where or name}: {shorten(error.message, _LETTERS, placeholder=' ...')}"
         for name, error in problems[:_NAMED]
@@ -62,13 +62,11 @@ def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: i
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
     hint = "--on-error skip leaves these sources out and lists them" if is_rest else f"for the first: {error.hint}"
-    message = f"{len(problems):,} of {counted(num_sources, 'source')} cannot be read; none was tokenized"
-    return UnreadableSources(message, hint=hint, lines=lines, is_rest=is_rest)
+    message = f"{len(problems):,} of {counted(num_sources, 'source')} cannot be read, and nothing was tokenised"
+    return UnreadableSourcesError(message, hint=hint, lines=lines, is_rest=is_rest)
 
 
-def probe(
-    source: Source, index: int, options: IntakeOptions, columns: Mapping[str, str], spool: Path
-) -> RecordLayout | None:
+def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
     """How the records of the source with this index are laid out, where its file shows that before it is read.
 
     Raises:
@@ -90,7 +88,7 @@ def probe(
         return None
     try:
         records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
-        layout = find_layout(source, records, options, columns)
+        layout = find_layout(source, records, options)
         if options.on_error == "stop":
             _check_records(source, piece, layout, records, options)
     finally:
@@ -99,10 +97,8 @@ def probe(
     return None if is_stream(file) else layout
 
 
-def find_layout(
-    source: Source, records: Sequence[JsonObject], options: IntakeOptions, columns: Mapping[str, str]
-) -> RecordLayout:
-    """How the records of a source are laid out that begins with `records`; `columns` are the user's for it.
+def find_layout(source: Source, records: Sequence[JsonObject], options: IntakeOptions) -> RecordLayout:
+    """How the records of a source are laid out that begins with `records`.
 
     Raises:
         RecordError: unreadable.
@@ -111,7 +107,7 @@ def find_layout(
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return RecordLayout("text", {"text": "text"}, "no record")
-    columns = columns or default_columns(source.file)
+    columns = source.asked_columns or default_columns(source.file)
     try:
         return detect(records, schema=options.schema, columns=columns)
     except DataError as error:

@@ -35,7 +35,10 @@ Progress = Callable[[int, int | None, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeRequest:
-    """What to read and how; `analyze` documents the fields."""
+    """What to read and how; `analyze` documents the fields.
+
+    `beside` is called with the files that folders and patterns have beside data, and that are none.
+    """
 
     paths: str | Path | Sequence[str | Path]
     cache: Path
@@ -46,6 +49,7 @@ class IntakeRequest:
     workers: int | None = None
     ray: str | None = None
     progress: Progress | None = None
+    beside: Callable[[list[str]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     paths = [request.paths] if isinstance(request.paths, (str, Path)) else request.paths
-    files = find_sources(paths)
+    beside: list[str] = []
+    files = find_sources(paths, beside)
+    if request.beside is not None:
+        request.beside(beside)
     if shard is not None:
         _check_can_be_dealt(files)
     settings, tokenizer = _settings_of(request)

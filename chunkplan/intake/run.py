@@ -21,6 +21,7 @@ from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
+from chunkplan.intake.source_columns import columns_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 
@@ -43,7 +44,9 @@ class IntakeRun:
         *,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        self.sources = [Source(file) for file in files]
+        readable = [file for file in files if file.kind != LINK]
+        columns = iter(columns_of_sources(settings.options.columns, [file.path for file in readable]))
+        self.sources = [Source(file, {} if file.kind == LINK else next(columns)) for file in files]
         self._settings = settings
         self._options = settings.options
         self._spool = spool
@@ -90,19 +93,19 @@ class IntakeRun:
         """
         problems: list[tuple[Source, DataError]] = []
         for index, source in enumerate(self.sources):
-            opened = self._opened[index] = _open(source.file, self._options)
+            opened = self._opened[index] = _open(source, self._options)
             if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
                 continue
             try:
-                source.layout = probe(source, index, self._options, self._options.columns, self._spool)
+                source.layout = probe(source, index, self._options, self._spool)
             except DataError as error:
                 problems.append((source, error))
         num_sources = sum(source.file.kind != LINK for source in self.sources)
-        is_schema = any(not isinstance(error, RecordError) for _, error in problems)
+        is_schema = any(not isinstance(found, RecordError) for _, found in problems)
         if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == num_sources)):
-            raise unreadable_sources([(source.name, error) for source, error in problems], num_sources)
-        for source, error in problems:
-            source.broken = RecordError(error.message, reason="unreadable", hint=error.hint, where=source.name)
+            raise unreadable_sources([(source.name, found) for source, found in problems], num_sources)
+        for source, found in problems:
+            source.broken = RecordError(found.message, reason="unreadable", hint=found.hint, where=source.name)
             source.num_pieces = 0
             self._pass(source, source.num_left)
 
@@ -138,7 +141,7 @@ class IntakeRun:
         for piece in cut(file, index, self._spool):
             if source.layout is None:
                 records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
-                source.layout = find_layout(source, records, self._options, self._options.columns)
+                source.layout = find_layout(source, records, self._options)
             source.num_cut += 1
             source.reader = piece.reader
             share = min(piece.share, source.num_left)
@@ -221,10 +224,10 @@ class _Opened:
     origins: list[int]
 
 
-def _open(file: SourceFile, options: IntakeOptions) -> _Opened | None:
-    path = Path(file.path)
-    if file.num_bytes is None or not path.is_file():
+def _open(source: Source, options: IntakeOptions) -> _Opened | None:
+    path = Path(source.file.path)
+    if source.file.num_bytes is None or not path.is_file():
         return None
     looked = now_ns()
-    wanted = json.dumps([options.schema, sorted(options.columns.items())])
+    wanted = json.dumps([options.schema, sorted(source.asked_columns.items())])
     return _Opened(path, describe(path), looked, wanted, [])

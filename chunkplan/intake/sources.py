@@ -3,8 +3,8 @@
 The same arguments give the same list on every machine: what a folder or a pattern stands for is sorted by path.
 
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
-and datasets that are known by name (`config.json`, `tokenizer.json`, ...), and folders in which an analysis, a shard, a
-plan or a cache of ours is. What is named itself is read, whatever it is called.
+and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
+analysis, a shard, a plan or a cache of ours is. What is named itself is read, whatever it is called.
 
 Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
 others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
@@ -69,6 +69,8 @@ _NO_DATA = {
     "package-lock.json",
 }
 _NO_DATA_ENDS = ".index.json"
+#: Texts about data, in upper or lower case.
+_ABOUT_DATA = {"readme.txt", "license.txt", "licence.txt", "copying.txt", "notice.txt", "citation.txt"}
 
 #: The kind of a link to a folder.
 LINK = "link"
@@ -109,8 +111,10 @@ def describe(path: str) -> tuple[str, str | None] | None:
     return kind, compression
 
 
-def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
+def find_sources(paths: Sequence[str | Path], beside: list[str] | None = None) -> list[SourceFile]:
     """The sources that `paths` name, in order; a file that is named twice is two of them.
+
+    Files that folders and patterns have beside data, and that are none, are added to `beside`.
 
     A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
     pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
@@ -121,7 +125,8 @@ def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
         UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access.
         DataError: a folder of `save_to_disk` does not say what its files are.
     """
-    found = [source for path in map(str, paths) for source in _find(path)]
+    others: list[str] = [] if beside is None else beside
+    found = [source for path in map(str, paths) for source in _find(path, others)]
     sources = sorted(found, key=lambda source: source.kind == LINK)
     if not sources:
         raise UsageError("no data", hint="give files, folders, patterns or URLs of data, or - for the standard input")
@@ -130,17 +135,17 @@ def find_sources(paths: Sequence[str | Path]) -> list[SourceFile]:
     return sources
 
 
-def _find(path: str) -> list[SourceFile]:
+def _find(path: str, beside: list[str]) -> list[SourceFile]:
     if path == STDIN:
         return [SourceFile(STDIN, "jsonl", None, None)]
     with reading(path):
         files = files_of(path)
         if files.is_folder(path):
-            return _in_folder(files, path)
+            return _in_folder(files, path, beside)
         if files.exists(path):
             return [_source(files, path)]
         if any(sign in path for sign in "*?["):
-            return _of_pattern(files, path)
+            return _of_pattern(files, path, beside)
     raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
 
 
@@ -169,12 +174,12 @@ def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
     return found
 
 
-def _in_folder(files: Files, folder: str) -> list[SourceFile]:
-    found = [_found(files, path) for path in _below(files, folder)]
+def _in_folder(files: Files, folder: str, beside: list[str]) -> list[SourceFile]:
+    found = [_found(files, path) for path in _below(files, folder, beside)]
     return _check_any(found, f"{folder} has no data in it or below")
 
 
-def _of_pattern(files: Files, pattern: str) -> list[SourceFile]:
+def _of_pattern(files: Files, pattern: str, beside: list[str]) -> list[SourceFile]:
     found: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
@@ -184,9 +189,10 @@ def _of_pattern(files: Files, pattern: str) -> list[SourceFile]:
         if "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
             found[links[-1]] = None  # the outermost
         elif not files.is_folder(path):
-            found |= {path: None} if _is_source(files, path) and not any(map(is_ours, folders)) else {}
+            if not any(map(is_ours, folders)):
+                found |= {path: None} if _is_source(files, path, beside) else {}
         elif "**" not in pattern:
-            found |= dict.fromkeys(_below(files, path))
+            found |= dict.fromkeys(_below(files, path, beside))
     return _check_any([_found(files, path) for path in found], f"no data matches {pattern}")
 
 
@@ -198,16 +204,16 @@ def _folders_of(path: str, named: int) -> Iterator[str]:
         folder = folder.rpartition("/")[0]
 
 
-def _below(files: Files, folder: str) -> list[str]:
+def _below(files: Files, folder: str, beside: list[str]) -> list[str]:
     """The data in and below `folder`, and links to folders, sorted.
 
     A folder of `save_to_disk` stands where its path does, and is a whole.
     """
-    found = sorted(_walk(files, folder))
+    found = sorted(_walk(files, folder, beside))
     return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
 
 
-def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
+def _walk(files: Files, folder: str, beside: list[str]) -> Iterator[tuple[str, bool]]:
     """(data file or link, False) and (folder of `save_to_disk`, True)."""
     with reading(folder):
         inside, folders = files.children(folder)
@@ -217,23 +223,28 @@ def _walk(files: Files, folder: str) -> Iterator[tuple[str, bool]]:
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
-    yield from ((file, False) for file in inside if _is_source(files, file))
+    yield from ((file, False) for file in inside if _is_source(files, file, beside))
     for child in folders:
         if files.is_folder_link(child):
             yield child, False
         else:
-            yield from _walk(files, child)
+            yield from _walk(files, child, beside)
 
 
-def _is_source(files: Files, path: str) -> bool:
-    """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare."""
-    return _is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
+def _is_source(files: Files, path: str, beside: list[str]) -> bool:
+    """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare.
+
+    What is neither is added to `beside`.
+    """
+    found = _is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
+    beside += [] if found else [path]
+    return found
 
 
 def _is_data(path: str) -> bool:
     name = name_of(path)
-    is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS)
-    return "." in name and not is_beside and describe(path) is not None
+    is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS) or name.lower() in _ABOUT_DATA
+    return "." in name[1:] and not name.startswith(".") and not is_beside and describe(path) is not None
 
 
 def _is_ours(files: Files, folder: str) -> bool:

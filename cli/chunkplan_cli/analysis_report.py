@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
 from chunkplan.config.intake import CONVERSATIONS
@@ -22,6 +24,9 @@ _LISTED = 20
 
 #: Keys that are named of those that were not read, and sources or links of those that there is a warning for.
 _KEYS, _NAMED = 8, 5
+
+#: Letters of why a source cannot be read; all of it is in rejected.jsonl.
+_LETTERS = 120
 
 #: The path of what was read from the standard input.
 _STDIN = "-"
@@ -41,9 +46,13 @@ _KEPT = (
 )
 
 
-def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, gain: bool = False) -> None:
-    """Print the length report and, if asked for, what chunks would gain; then what was read, and where the analysis
-    is."""
+def print_analysis(
+    analysis: Analysis, *, as_json: bool, replaced: str | None, gain: bool = False, beside: Sequence[str] = ()
+) -> None:
+    """Print the length report and, if asked for, what chunks would gain; then what was read, and where the analysis is.
+
+    `beside` are the files that lie beside the data and are none.
+    """
     from chunkplan.lengths import length_report
     from chunkplan_cli.length_report import print_length_report
 
@@ -56,6 +65,7 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, g
         if gain:
             _print_gain(analysis)
     _say_what_was_read(analysis)
+    say_what_lies_beside(beside)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
 
@@ -65,6 +75,18 @@ def print_next(output: Path | None, workspace: Path | None) -> None:
     where = [*([str(output)] if output else []), *(["--workspace", str(workspace)] if workspace else [])]
     note("next: " + shlex.join(["chunkplan", "tune", *where, "--gpus", "8", "--output", "tune.json"]))
     note(f"{_INDENT}(for Qwen2.5-7B on H100s, unless --model-config and --hardware name yours)")
+
+
+def say_what_lies_beside(files: Sequence[str]) -> None:
+    """Print how many files of folders are no data, and which, by suffix, or by name where the suffix is one of data."""
+    from chunkplan.intake.files import name_of
+    from chunkplan.intake.sources import describe
+
+    names = [name_of(file) for file in files]
+    kinds = Counter(name if name.startswith(".") or describe(name) else f".{name.rpartition('.')[2]}" for name in names)
+    named = [f"{count:,} {kind}" for kind, count in kinds.most_common(_KEYS)]
+    if names:
+        note(*_beside(f"not read, no data: {counted(len(names), 'file')}", f"({_several(named, len(kinds))})"))
 
 
 def _print_gain(analysis: Analysis) -> None:
@@ -97,7 +119,8 @@ def describe_old(target: Path) -> str | None:
 
 def _say_what_was_read(analysis: Analysis) -> None:
     all_sources: list[SourceEntry] = analysis.manifest["sources"]
-    sources = [source for source in all_sources if source["format"] != "link"]
+    lost = [source for source in all_sources if _is_lost(source)]
+    sources = [source for source in all_sources if source["format"] != "link" and not _is_lost(source)]
     for source in sources[:_LISTED]:
         counts = counted(source["records"], "record")
         if source["rejected"]:
@@ -107,10 +130,10 @@ def _say_what_was_read(analysis: Analysis) -> None:
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
         _say_what_was_not_read(sources[_LISTED:], "not read of them")
-    records = sum(source["records"] for source in sources)
-    rejected = sum(source["rejected"] for source in sources)
-    left_out = sum(source["not_sampled"] for source in sources)
-    more = sum(source.get("more_sequences", 0) for source in sources)
+    records = sum(source["records"] for source in all_sources)
+    rejected = sum(source["rejected"] for source in all_sources)
+    left_out = sum(source["not_sampled"] for source in all_sources)
+    more = sum(source.get("more_sequences", 0) for source in all_sources)
     _say_which_turns(analysis, sources)
     if rejected or left_out or more:
         made = counted(records, "record") + (f" + {more:,} more turns" if more else "")
@@ -120,7 +143,24 @@ def _say_what_was_read(analysis: Analysis) -> None:
         note(f"{made} = {' + '.join(parts)}")
     if rejected:
         note(f"rejected records are listed in {analysis.path / 'rejected.jsonl'}")
-    _warn_of_sources(all_sources)
+    _warn_of_lost(lost)
+    _warn_of_sources([source for source in all_sources if not _is_lost(source)])
+
+
+def _is_lost(source: SourceEntry) -> bool:
+    """Whether nothing of a source could be read."""
+    return source["schema"] is None and source["reasons"].get("unreadable", 0) == source["records"] > 0
+
+
+def _warn_of_lost(sources: list[SourceEntry]) -> None:
+    """Name the sources of which nothing could be read, a line each."""
+    if not sources:
+        return
+    warn(f"{counted(len(sources), 'source')} cannot be read and {'is' if len(sources) == 1 else 'are'} left out:")
+    for source in sources[:_LISTED]:
+        note(*_indented(f"{_name(source)}: {shorten(source['evidence'] or '', _LETTERS, placeholder=' ...')}"))
+    if len(sources) > _LISTED:
+        note(f"{_INDENT}and {len(sources) - _LISTED:,} more")
 
 
 #: What of conversations is trained, by `--turns`.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,15 +17,20 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
-from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next
+from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
 if TYPE_CHECKING:
+    from chunkplan.intake.reading import IntakeRequest
     from chunkplan.workspace import Workspace
 
 _TOKENS, _WORK = "Records and tokens", "How the work is done"
+
+#: What leaves out sources that cannot be read; a longer command is not repeated with it.
+_SKIP = ("--on-error", "skip")
+_LONGEST_COMMAND = 400
 
 
 def _read_shard(typed: str) -> tuple[int, int]:
@@ -110,7 +118,7 @@ def analyze(
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
-    from chunkplan.intake.analyze import analyze as run
+    from chunkplan.intake.analyze import write_analysis
     from chunkplan.workspace import Workspace, find_tokenizer
 
     how = AnalyzeOptions(**work)
@@ -123,49 +131,61 @@ def analyze(
     place = Workspace.find(workspace)
     options = IntakeOptions(**_with_length_column(intake, how.length_column))
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
+    beside: list[str] = []
     if how.shard is not None:
         target = output or place.root / f"shard-{how.shard[0]}-of-{how.shard[1]}"
-        _write_shard(data, target, options, how, place)
+        with _reading(data, options, how, place, beside) as request:
+            _write_shard(request, target, how.shard)
+        say_what_lies_beside(beside)
         merge = shlex.join(["chunkplan", "merge", *(["--workspace", str(workspace)] if workspace else [])])
         folders = "the folders of all shards" if output else f"{shlex.quote(str(place.root))}/shard-*-of-{how.shard[1]}"
         note(f"next, once all {how.shard[1]} are done: {merge} {folders}")
         return
     target = output or place.analysis
     replaced = describe_old(target)
-    with reading_progress() as progress:
-        analysis = run(data, target, options, cache=place.cache, progress=progress, **_run_options(how))
-    print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline)
+    with _reading(data, options, how, place, beside) as request:
+        analysis = write_analysis(request, target)
+    print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline, beside=beside)
     print_next(output, workspace)
 
 
-class _RunOptions(TypedDict):
-    tokenizer: str | None
-    chat_template: Path | None
-    workers: int | None
-    ray: str | None
-    use_cache: bool
+@contextmanager
+def _reading(
+    data: list[str], options: IntakeOptions, how: AnalyzeOptions, place: Workspace, beside: list[str]
+) -> Iterator[IntakeRequest]:
+    """Yield what is asked for, with its progress shown until the block ends; files that are no data go to `beside`.
 
-
-def _run_options(how: AnalyzeOptions) -> _RunOptions:
-    """Return what a run takes beside data and the options of the intake."""
-    return {
-        "tokenizer": how.tokenizer,
-        "chat_template": how.chat_template,
-        "workers": how.workers,
-        "ray": how.ray,
-        "use_cache": how.use_cache,
-    }
-
-
-def _write_shard(data: list[str], target: Path, options: IntakeOptions, how: AnalyzeOptions, place: Workspace) -> None:
+    An error of sources that cannot be read gets the command that leaves them out.
+    """
+    from chunkplan.intake.probe import UnreadableSourcesError
     from chunkplan.intake.reading import IntakeRequest
+
+    try:
+        with reading_progress() as progress:
+            yield IntakeRequest(
+                paths=data,
+                cache=place.cache,
+                options=options,
+                tokenizer=how.tokenizer,
+                chat_template=how.chat_template,
+                workers=how.workers,
+                ray=how.ray,
+                use_cache=how.use_cache,
+                progress=progress,
+                beside=beside.extend,
+            )
+    except UnreadableSourcesError as error:
+        command = shlex.join(["chunkplan", *sys.argv[1:], *_SKIP])
+        if len(command) <= _LONGEST_COMMAND:
+            error.hint = error.hint.replace(" ".join(_SKIP), f"`{command}`")
+        raise
+
+
+def _write_shard(request: IntakeRequest, target: Path, shard: tuple[int, int]) -> None:
     from chunkplan.intake.shard import write_shard
 
-    assert how.shard is not None
-    with reading_progress() as progress:
-        request = IntakeRequest(paths=data, cache=place.cache, options=options, progress=progress, **_run_options(how))
-        write_shard(request, target, how.shard)
-    note(f"shard {how.shard[0]} of {how.shard[1]} in {target}")
+    write_shard(request, target, shard)
+    note(f"shard {shard[0]} of {shard[1]} in {target}")
 
 
 def _with_length_column(intake: Given, key: str | None) -> Given:

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from chunkplan.config.intake import MAX_RECORD_BYTES, IntakeOptions
+from chunkplan.intake.reading import IntakeRequest
 from chunkplan.lengths import length_report
 from chunkplan.planfile.load import load_analysis
 from chunkplan_cli import progress
@@ -105,11 +106,11 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     """...and without any, they are those of Python."""
     asked: list[IntakeOptions] = []
 
-    def note_options(paths: object, output: object, options: IntakeOptions, **rest: object) -> None:
-        asked.append(options)
+    def note_options(request: IntakeRequest, output: object) -> None:
+        asked.append(request.options)
         raise SystemExit(0)
 
-    monkeypatch.setattr("chunkplan.intake.analyze.analyze", note_options)
+    monkeypatch.setattr("chunkplan.intake.analyze.write_analysis", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
     named = {"schema", "columns", "turns", "max_length", "long", "on_error", "undesirable"}

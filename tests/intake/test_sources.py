@@ -129,7 +129,9 @@ def test_a_link_that_leads_nowhere_stops_the_run_or_is_counted(tmp_path: Path) -
     ):
         with pytest.raises(DataError, match="a link that leads nowhere") as caught:
             analyze(argument, tmp_path / "out", tokenizer=tokenizer)
-        assert caught.value.where == str(tmp_path / "d" / "a.jsonl")
+        assert [line.partition(": ")[0] for line in caught.value.lines] == [
+            str(tmp_path / "d" / name) for name in names
+        ]
         assert "--on-error skip" in caught.value.hint
         analysis = analyze(argument, tmp_path / "out", skip, tokenizer=tokenizer)
         assert analysis.num_sequences == 20
