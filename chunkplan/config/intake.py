@@ -70,9 +70,9 @@ _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 class IntakeOptions(Options):
     """Options of `analyze`; the help of each is in its field.
 
-    `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key for
-    the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all. Of a `sample`
-    nothing can be trained: no tokens are stored.
+    `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
+    for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all. Of a
+    `sample` nothing can be trained: no tokens are stored.
 
     Raises:
         UsageError: one makes no sense.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,21 +44,29 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
             f"the analysis {analysis.path} does not say which tokenizer its tokens are of",
             hint="give one with --tokenizer",
         )
-    if not Path(made_by["path"]).exists() and not made_by["path"].startswith(TIKTOKEN):
-        # It may be a name on the hub, or a path from another folder; the network is only asked when somebody says so.
+    path, content_hash = made_by["path"], made_by["content_hash"]
+    if path.startswith(TIKTOKEN):
+        places = [path]
+    else:  # relative to where the analysis was made: here, or in a folder above it
+        folders: list[str | Path] = ["", analysis.path.resolve(), *analysis.path.resolve().parents]
+        places = [str(place) for folder in folders if (place := Path(folder, path)).exists()]
+    if not places:
+        # It may be a name on the hub, or be gone; the network is only asked when somebody says so.
         raise UsageError(
-            f"the tokenizer that the analysis was made with, {made_by['path']}, is not a path here",
+            f"the tokenizer that the analysis was made with, {path}, is not a path here",
             hint="say with --tokenizer where it is, or which one on the hub",
         )
-    found = load_tokenizer(made_by["path"])
-    if found.content_hash != made_by["content_hash"]:
-        raise DataError(
-            "not the tokenizer that the analysis was made with: content hash "
-            f"{found.content_hash[:12]}, the analysis has {made_by['content_hash'][:12]}",
-            where=made_by["path"],
-            hint="say with --tokenizer where that one is, or which one to use",
-        )
-    return found
+    tokenizers = map(load_tokenizer, places)
+    first = next(tokenizers)
+    for found in chain([first], tokenizers):
+        if found.content_hash == content_hash:
+            return found
+    raise DataError(
+        "not the tokenizer that the analysis was made with: content hash "
+        f"{first.content_hash[:12]}, the analysis has {content_hash[:12]}",
+        where=places[0],
+        hint="say with --tokenizer where that one is, or which one to use",
+    )
 
 
 def decode_pieces(

@@ -64,8 +64,7 @@ def print_analysis(
         print_length_report(stdout(), report, analysis)
         if gain:
             _print_gain(analysis)
-    _say_what_was_read(analysis)
-    say_what_lies_beside(beside)
+    _say_what_was_read(analysis, beside)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
 
@@ -117,7 +116,7 @@ def describe_old(target: Path) -> str | None:
         return "something that is no analysis this version can read"
 
 
-def _say_what_was_read(analysis: Analysis) -> None:
+def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     all_sources: list[SourceEntry] = analysis.manifest["sources"]
     lost = [source for source in all_sources if _is_lost(source)]
     sources = [source for source in all_sources if source["format"] != "link" and not _is_lost(source)]
@@ -130,6 +129,7 @@ def _say_what_was_read(analysis: Analysis) -> None:
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
         _say_what_was_not_read(sources[_LISTED:], "not read of them")
+    say_what_lies_beside(beside)
     records = sum(source["records"] for source in all_sources)
     rejected = sum(source["rejected"] for source in all_sources)
     left_out = sum(source["not_sampled"] for source in all_sources)

@@ -13,6 +13,9 @@ from chunkplan.intake.backends.chat_templates import TemplateChoice, choose_temp
 from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.tokenizer import RecordTokenizer
 
+#: How long the hub has to answer before what was fetched from it earlier is all there is.
+_SECONDS_TO_ANSWER = 5.0
+
 
 def takes(name: str) -> bool:
     """Whether there is a name at all: it is asked last."""
@@ -35,10 +38,13 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
             f"there is no tokenizer at {name}, and a name on the hub needs transformers",
             hint="pip install 'chunkplan[hub]'",
         ) from error
+    silent = _silent_hub()
     try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=silent is not None)
     except Exception as error:  # it raises whatever came of the network, the cache and the files
         reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if silent is not None:
+            reason = f"{silent} does not answer, and it was not fetched before"
         raise UsageError(
             f"there is no tokenizer at {name}, and transformers cannot load one of that name: {reason}",
             hint="check the name, the network and HF_HOME, or give a tokenizer.json or a folder with one",
@@ -62,3 +68,19 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         template=choice.make(choose_template(loaded.chat_template, name), special_tokens, library.special_tokens),
         library=library,
     )
+
+
+def _silent_hub() -> str | None:
+    """The address of the hub if it does not answer: transformers would try again for a minute, for each of its files.
+
+    None also where HF_HUB_OFFLINE says that it is not to be asked.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER)
+    except Exception:  # of whichever library makes the connection
+        return str(constants.ENDPOINT)
+    return None
