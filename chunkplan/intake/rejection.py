@@ -20,7 +20,7 @@ REASONS = {
     "too-large": "more bytes than a record may have",
     "template": "the chat template cannot render it",
     "too-long": "more tokens than --max-length",
-    "unreadable": "a file, or the rest of one, that cannot be read",
+    "unreadable": "a whole source, or the rest of one, that cannot be read",
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.tiktoken_name import PREFIX as TIKTOKEN
 from chunkplan.intake.tokenizer import RecordTokenizer, TokenizerLibrary
@@ -48,7 +48,7 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
     if path.startswith(TIKTOKEN):
         places = [path]
     else:  # relative to where the analysis was made: here, or in a folder above it
-        folders: list[str | Path] = ["", analysis.path.resolve(), *analysis.path.resolve().parents]
+        folders: list[str | Path] = ["", *analysis.path.resolve().parents]
         places = [str(place) for folder in folders if (place := Path(folder, path)).exists()]
     if not places:
         # It may be a name on the hub, or be gone; the network is only asked when somebody says so.
@@ -56,17 +56,24 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
             f"the tokenizer that the analysis was made with, {path}, is not a path here",
             hint="say with --tokenizer where it is, or which one on the hub",
         )
-    tokenizers = map(load_tokenizer, places)
-    first = next(tokenizers)
-    for found in chain([first], tokenizers):
+    errors: list[ChunkplanError] = []
+    for place in places:
+        try:
+            found = load_tokenizer(place)
+        except ChunkplanError as error:
+            errors.append(error)
+            continue
         if found.content_hash == content_hash:
             return found
-    raise DataError(
-        "not the tokenizer that the analysis was made with: content hash "
-        f"{first.content_hash[:12]}, the analysis has {content_hash[:12]}",
-        where=places[0],
-        hint="say with --tokenizer where that one is, or which one to use",
-    )
+        message = f"content hash {found.content_hash[:12]}, the analysis has {content_hash[:12]}"
+        errors.append(
+            DataError(
+                f"not the tokenizer that the analysis was made with: {message}",
+                where=place,
+                hint="say with --tokenizer where that one is, or which one to use",
+            )
+        )
+    raise errors[0]
 
 
 def decode_pieces(

@@ -83,9 +83,9 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
 
     names = [name_of(file) for file in files]
     kinds = Counter(name if name.startswith(".") or describe(name) else f".{name.rpartition('.')[2]}" for name in names)
-    named = [f"{count:,} {kind}" for kind, count in kinds.most_common(_KEYS)]
+    named = [f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda one: (-one[1], one[0]))]
     if names:
-        note(*_beside(f"not read, no data: {counted(len(names), 'file')}", f"({_several(named, len(kinds))})"))
+        note(*_beside(f"not read, no data: {counted(len(names), 'file')}", f"({_several(named[:_KEYS], len(kinds))})"))
 
 
 def _print_gain(analysis: Analysis) -> None:

@@ -270,6 +270,31 @@ def test_a_tokenizer_that_moved_or_changed_is_named(command: Command, made: Path
         moved.rename(kept)
 
 
+@pytest.mark.parametrize("output", ["work/chunkplan-out/analysis", "elsewhere/analysis"])
+def test_a_tokenizer_is_found_from_another_folder_than_its_relative_path_is_for(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str
+) -> None:
+    """Also where the other folder has another tokenizer of that name."""
+    (tmp_path / "work").mkdir()
+    shutil.copytree(TOKENIZER, tmp_path / "work" / "tokens")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "A fox, and a dog."}) + "\n")
+    monkeypatch.chdir(tmp_path / "work")
+    assert command("analyze", "../texts.jsonl", "--tokenizer", "tokens", "--output", tmp_path / output).code == 0
+    command(
+        "build", tmp_path / output, "--chunk-size", 64, "--k", 1, "--global-batch", 1, "--output", tmp_path / "plan"
+    )
+    words = ("inspect", tmp_path / "plan", "--step", 0, "--chunk", 0, "--text")
+    right = command(*words)
+    assert "fox" in right.out, right.err
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert (command(*words).out, command(*words).err) == (right.out, "")
+    shutil.copytree(TOKENIZER, tmp_path / "other" / "tokens")
+    with (tmp_path / "other" / "tokens" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    assert (command(*words).out, command(*words).err) == (right.out, "")
+
+
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "unknown step": (("--step", 9), "the plan has steps 0 to 1"),
     "step below 0": (("--step", -1), "the plan has steps 0 to 1"),

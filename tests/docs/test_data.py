@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from itertools import groupby
@@ -27,20 +28,27 @@ SCRIPTS = Path(sys.executable).parent
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the sample data and the document's `bad.jsonl`."""
+    """A folder with the sample data, the document's `bad.jsonl`, and its folder `data` with files that are none."""
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     [bad] = re.findall(r"Take this `bad.jsonl`:\n\n```text\n(.*?)```", DATA, re.S)
     (tmp_path / "bad.jsonl").write_text(bad, encoding="utf-8")
+    (tmp_path / "data").mkdir()
+    for name in ("code.jsonl", "math.jsonl"):
+        shutil.copy(ROOT / "sample_data" / name, tmp_path / "data")
+    for name, content in (("empty.jsonl", ""), ("stats.json", '{"records": 7, "mean": 3}'), ("torn.parquet", "PAR1")):
+        (tmp_path / "data" / name).write_text(content, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("needing", ["bad.jsonl|rejected.jsonl", pytest.param("", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "needing", ["bad.jsonl|rejected.jsonl|analyze data ", pytest.param("", marks=pytest.mark.soak)]
+)
 def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
-    """Commands in order, in one folder, those of `bad.jsonl` or all; a line `...` stands for any lines."""
+    """Commands in order, in one folder, those of `bad.jsonl` and `data`, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
-    assert len(commands) == 9
+    assert len(commands) == 10
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
         if not re.search(needing, command):

@@ -99,6 +99,23 @@ def test_a_name_on_the_hub_is_the_same_tokenizer_as_its_files(tmp_path: Path) ->
     assert "HF_HOME" in missing["hint"]
 
 
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HTTPS_PROXY"])
+def test_a_hub_that_does_not_answer_is_given_up_at_once_and_what_was_fetched_is_found(
+    tmp_path: Path, variable: str
+) -> None:
+    """Nothing listens there; transformers alone tries again for a minute."""
+    files = {name: (SAMPLE / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    files["config.json"] = (SAMPLE.parent / "model" / "config.json").read_bytes()
+    _cache(tmp_path, "some/one", dict(files))
+    found, missing = _load_apart(
+        ["some/one", "some/missing"], HF_HOME=str(tmp_path), **{variable: "http://127.0.0.1:9", "NO_PROXY": ""}
+    )
+    assert found["size"] == load_tokenizer(SAMPLE).vocab_size
+    address = "http://127.0.0.1:9" if variable == "HF_ENDPOINT" else "https://huggingface.co"
+    assert f"{address} does not answer, and it was not fetched before" in missing["error"]
+    assert "the network and HF_HOME" in missing["hint"]
+
+
 def test_a_slip_in_a_path_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)

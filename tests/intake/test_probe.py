@@ -1,0 +1,160 @@
+"""All sources are looked at before any is read: what cannot be read is reported at once, or left out and counted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from chunkplan import IntakeOptions, analyze, validate
+from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.reading import IntakeRequest
+from chunkplan.intake.shard import merge, write_shard
+from tests.support.intake_checks import write_lines
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+SKIP = IntakeOptions(on_error="skip")
+
+#: Files that cannot be read, and what is said of each.
+BAD = {
+    "b.jsonl": (b"", "the file is empty (0 bytes)"),
+    "c.json": (b'{"records": 7}', "no schema fits the keys of the records: `records`"),
+    "d.parquet": (b"PAR1 and no more", "not a parquet file, or it is torn"),
+    "e.arrow": (b"ARROW1 and no more", "not a arrow file, or it is torn"),
+    "f.npy": (b"\x93NUMPY and no more", "not a file of numpy, or it is torn"),
+    "g.jsonl": (b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n', "a preference pair"),
+    "h.jsonl.gz": (b"\x1f\x8b", "cut short after 0 bytes"),
+    "i.txt.gz": (b"no gzip", "damaged, or not gzip"),
+}
+#: Those of which every record is a bad one.
+BAD_RECORDS = {
+    "j.jsonl": (b"<html>\n<body>\n", "not JSON"),
+    "k.json": (b"[1, 2, 3]", "found a number"),
+    "l.jsonl": (b'{"text": 5}\n{"text": 6}\n', "`text` is a number"),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with `a.jsonl` and `z.jsonl`, which can be read, and all that is `BAD` between them."""
+    (tmp_path / "data").mkdir()
+    for name in ("a.jsonl", "z.jsonl"):
+        write_lines(tmp_path / "data" / name, [{"text": f"number {number} of {name}"} for number in range(20)])
+    for name, (content, _) in BAD.items():
+        (tmp_path / "data" / name).write_bytes(content)
+    return tmp_path / "data"
+
+
+def test_all_that_cannot_be_read_is_reported_at_once_and_nothing_is_done(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{len(BAD)} of {len(BAD) + 2} sources cannot be read") as caught:
+        analyze(data, tmp_path / "out", tokenizer=TOKENIZER, workers=1)
+    assert [line.partition(": ")[0] for line in caught.value.lines] == [str(data / name) for name in BAD]
+    for line, (_, message) in zip(caught.value.lines, BAD.values(), strict=True):
+        assert message in line
+        assert line in str(caught.value)
+        assert len(line) < 121 + len(str(data)) + len("/h.jsonl.gz: ")
+    assert "--on-error skip" in caught.value.hint
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "pieces" in path.parts]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_whose_first_records_are_all_bad_is_one_of_them(data: Path, tmp_path: Path) -> None:
+    """With the place of the first; where bad records are counted, they are counted each."""
+    for name in BAD:
+        (data / name).unlink()
+    for name, (content, _) in BAD_RECORDS.items():
+        (data / name).write_bytes(content)
+    with pytest.raises(DataError, match="3 of 5 sources") as caught:
+        analyze(data, tmp_path / "out", tokenizer=TOKENIZER)
+    for line, (_, message) in zip(caught.value.lines, BAD_RECORDS.values(), strict=True):
+        assert message in line
+    places = [line.partition(": ")[0].removeprefix(f"{data}/") for line in caught.value.lines]
+    assert places == ["j.jsonl:1", "k.json, record 0", "l.jsonl:1"]
+    analysis = analyze(data, tmp_path / "out", SKIP, tokenizer=TOKENIZER)
+    assert [source["rejected"] for source in analysis.manifest["sources"]] == [0, 2, 3, 2, 0]
+    (data / "j.jsonl").write_text('<html>\n{"text": "this one is good"}\n')
+    with pytest.raises(DataError) as caught:
+        analyze(data / "j.jsonl", tmp_path / "out", tokenizer=TOKENIZER)  # of a record, found when it is read
+    assert caught.value.where == f"{data / 'j.jsonl'}:1"
+
+
+def test_many_are_a_screenful(data: Path, tmp_path: Path) -> None:
+    for number in range(20):
+        (data / f"empty-{number:02}.jsonl").touch()
+    with pytest.raises(DataError) as caught:
+        analyze(data, tmp_path / "out", tokenizer=TOKENIZER)
+    assert len(caught.value.lines) == 9
+    assert caught.value.lines[-1] == f"and {20 + len(BAD) - 8} more"
+
+
+def test_one_is_reported_as_it_is_with_a_way_on_if_there_is_another(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no schema fits") as caught:
+        analyze([data / "a.jsonl", data / "c.json"], tmp_path / "out", tokenizer=TOKENIZER)
+    assert caught.value.where == str(data / "c.json")
+    assert "--format NAME" in caught.value.hint and "--on-error skip" in caught.value.hint
+    with pytest.raises(DataError, match="no schema fits") as caught:
+        analyze(data / "c.json", tmp_path / "out", SKIP, tokenizer=TOKENIZER)
+    assert "--on-error skip" not in caught.value.hint
+    with pytest.raises(UsageError, match="there is no such schema"):
+        analyze(data, tmp_path / "out", IntakeOptions(schema="chat"), tokenizer=TOKENIZER)
+
+
+def test_sources_that_cannot_be_read_are_left_out_and_counted_where_errors_are_skipped(
+    data: Path, tmp_path: Path
+) -> None:
+    analysis = analyze(data, tmp_path / "out", SKIP, tokenizer=TOKENIZER)
+    assert analysis.num_sequences == 40
+    assert analysis.manifest["rejected"] == {"unreadable": len(BAD)}
+    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    for one, (name, (_, message)) in zip(rejected, BAD.items(), strict=True):
+        assert one["file"] == str(data / name)
+        assert message in one["message"]
+        assert (one["reason"], one.get("line"), one.get("record")) == ("unreadable", None, None)
+    sources = analysis.manifest["sources"]
+    assert [source["schema"] for source in sources] == ["text", *[None] * len(BAD), "text"]
+    assert all(source["records"] == source["num_sequences"] + source["rejected"] for source in sources)
+    assert validate(tmp_path / "out").ok
+    assert analyze(data, tmp_path / "out", SKIP, tokenizer=TOKENIZER).manifest == analysis.manifest  # from the cache
+    for index in (1, 2):
+        request = IntakeRequest(paths=data, tokenizer=TOKENIZER, options=SKIP, cache=tmp_path / f"cache-{index}")
+        write_shard(request, tmp_path / f"shard-{index}", (index, 2))
+    assert merge([tmp_path / "shard-1", tmp_path / "shard-2"], tmp_path / "merged").manifest == analysis.manifest
+
+
+def test_what_is_damaged_behind_its_first_records_keeps_these(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"number {number}"}) + "\n" for number in range(2000)).encode()
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    good = write_lines(tmp_path / "good.jsonl", [{"text": "good"}])
+    analysis = analyze([tmp_path / "x.jsonl.gz", good], tmp_path / "out", SKIP, tokenizer=TOKENIZER)
+    first = analysis.manifest["sources"][0]
+    assert first["schema"] == "text"
+    assert (first["rejected"], first["num_sequences"] > 1000) == (1, True)
+
+
+def test_no_large_file_is_read_whole_to_look_at_it_and_no_stream_at_all(tmp_path: Path) -> None:
+    """Nobody ever writes into the pipe: who opens it waits."""
+    records = [{"text": f"{number} " * 100} for number in range(30_000)]
+    write_lines(tmp_path / "a.jsonl", records)
+    (tmp_path / "c.json").write_text(json.dumps(records))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes(), 0))
+    os.mkfifo(tmp_path / "pipe")
+    names = [tmp_path / name for name in ("pipe", "a.jsonl", "c.json", "d.jsonl.gz")]
+    sizes = [path.stat().st_size for path in names[1:]]
+    assert min(sizes) > 10_000_000
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+
+    def read_bytes() -> int:
+        [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar")]
+        return int(line.split()[1])
+
+    with pytest.raises(DataError):
+        analyze([names[2], empty], tmp_path / "out", workers=1)  # what it needs is loaded now
+    before = read_bytes()
+    with pytest.raises(DataError, match="the file is empty"):
+        analyze([*names, empty], tmp_path / "out", workers=1)
+    assert read_bytes() - before < 8_000_000
