@@ -32,6 +32,8 @@ class TextPiece:
 def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> RecordTokenizer:
     """Load the tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
 
+    A relative path is looked for here, and from each folder above the analysis, until what is there has its hash.
+
     Raises:
         UsageError: there is none.
         DataError: what is where it was is another one now, or damaged.
@@ -49,7 +51,8 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
         places = [path]
     else:  # relative to where the analysis was made: here, or in a folder above it
         folders: list[str | Path] = ["", *analysis.path.resolve().parents]
-        places = [str(place) for folder in folders if (place := Path(folder, path)).exists()]
+        found_at = (Path(folder, path) for folder in folders)
+        places = list(dict.fromkeys(str(place) for place in found_at if place.exists()))
     if not places:
         # It may be a name on the hub, or be gone; the network is only asked when somebody says so.
         raise UsageError(

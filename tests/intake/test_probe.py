@@ -136,15 +136,16 @@ def test_what_is_damaged_behind_its_first_records_keeps_these(tmp_path: Path) ->
 
 
 def test_no_large_file_is_read_whole_to_look_at_it_and_no_stream_at_all(tmp_path: Path) -> None:
-    """Nobody ever writes into the pipe: who opens it waits."""
+    """What is in the pipe stays in it."""
     records = [{"text": f"{number} " * 100} for number in range(30_000)]
     write_lines(tmp_path / "a.jsonl", records)
     (tmp_path / "c.json").write_text(json.dumps(records))
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes(), 0))
     os.mkfifo(tmp_path / "pipe")
-    names = [tmp_path / name for name in ("pipe", "a.jsonl", "c.json", "d.jsonl.gz")]
-    sizes = [path.stat().st_size for path in names[1:]]
-    assert min(sizes) > 10_000_000
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.write(pipe, b'{"text": "a"}\n')
+    names = [tmp_path / name for name in ("a.jsonl", "c.json", "d.jsonl.gz")]
+    assert min(path.stat().st_size for path in names) > 10_000_000
     empty = tmp_path / "empty.jsonl"
     empty.touch()
 
@@ -153,8 +154,10 @@ def test_no_large_file_is_read_whole_to_look_at_it_and_no_stream_at_all(tmp_path
         return int(line.split()[1])
 
     with pytest.raises(DataError):
-        analyze([names[2], empty], tmp_path / "out", workers=1)  # what it needs is loaded now
+        analyze([names[-1], empty], tmp_path / "out", workers=1)  # what it needs is loaded now
     before = read_bytes()
     with pytest.raises(DataError, match="the file is empty"):
-        analyze([*names, empty], tmp_path / "out", workers=1)
+        analyze([*names, empty, tmp_path / "pipe"], tmp_path / "out", workers=1)
     assert read_bytes() - before < 8_000_000
+    assert os.read(pipe, 100) == b'{"text": "a"}\n'
+    os.close(pipe)
