@@ -257,9 +257,6 @@ def test_lines_under_a_json_name_are_lines(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "a"\n{"text": "b"}\n')  # the first line is cut, and only that
     records, rejected = rows_of(batches_of(path, TEXT, tmp_path / "spool"))
     assert (list(records), list(rejected)) == ([1], [0])
-    for indent in (0, 4):
-        path.write_text(json.dumps({"text": "a", "more": [1]}, indent=indent))
-        assert "over several lines" in _until_error(_cut(path, tmp_path / "spool"))[1].message
     assert is_stream(find_sources([path])[0])
 
 

@@ -40,7 +40,7 @@ _TABLE = _Reader(table.read, table.first_records, table.digest)
 #: By `Piece.reader`.
 _READERS = {
     "lines": _Reader(lines.read, lines.first_records, lines.digest),
-    "elements": _Reader(lines.read, lines.first_records, lines.digest),  # of an array, spooled as lines
+    "elements": _Reader(lines.read, lines.first_records, lines.digest),  # of JSON, spooled as lines
     "parquet": _TABLE,
     "arrow": _TABLE,
     "text": _Reader(text.read, text.first_records, text.digest),

@@ -1,10 +1,13 @@
-"""JSON lines -> objects: the fast way where all is well, line by line with precise reasons where it is not."""
+"""JSON lines -> objects: the fast way where all is well, line by line with precise reasons where it is not.
+
+A line that is a list of messages is the object that has this list as its `messages`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -19,7 +22,16 @@ _HINT = "JSONL has one JSON object a line; an array is read from files named .js
 
 _BOM = b"\xef\xbb\xbf"
 
+#: The key under which the messages of a line are that is nothing but a list of them.
+BARE = "messages"
+
+#: One of these is in every message.
+_SPEAKERS = ("role", "from")
+
 _DECODER = msgspec.json.Decoder()
+
+#: A line, decoded: an object, or a list of messages.
+_Value = JsonObject | list[JsonObject]
 
 _TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this record out")
 
@@ -30,13 +42,14 @@ _FAR = 64
 def decode_lines(lines: Sequence[bytes]) -> list[Row]:
     """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank."""
     block = b"\n".join(lines)
-    return _check_keys(lines, block, _decode_block(lines, block) or [_decode_line(line) for line in lines])
+    rows = _check_keys(lines, block, _decode_block(lines, block) or [_decode_line(line) for line in lines])
+    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in rows]
 
 
-def _decode_block(lines: Sequence[bytes], block: bytes) -> list[Row] | None:
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[_Value | RecordError] | None:
     """The objects on all lines together, or None where one of them is none."""
     try:
-        records: list[Row] = _DECODER.decode_lines(block)
+        records: list[_Value | RecordError] = _DECODER.decode_lines(block)
     except (ValueError, RecursionError):
         return None
     # `decode_lines` takes an LF for any other space: a line may hold two values, and a value several lines. A value
@@ -45,7 +58,7 @@ def _decode_block(lines: Sequence[bytes], block: bytes) -> list[Row] | None:
     return records if are_objects and len(records) == len(lines) else None
 
 
-def _decode_line(line: bytes) -> Row:
+def _decode_line(line: bytes) -> _Value | RecordError:
     try:
         record = _DECODER.decode(line)
     except RecursionError:
@@ -58,10 +71,21 @@ def _decode_line(line: bytes) -> Row:
             return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
         not_json = RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
         return _not_taken(line) or _not_our_text(line) or not_json
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) and not _are_messages(record):
         message = f"found {json_type(record)}, expected one JSON object a line"
         return RecordError(message, reason="not-an-object", hint=_HINT)
-    return record
+    return cast(_Value, record)
+
+
+def _are_messages(value: object) -> bool:
+    """Whether it is a list of objects that all say who speaks."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and any(isinstance(entry.get(key), str) for key in _SPEAKERS) for entry in value
+        )
+    )
 
 
 def _not_taken(line: bytes) -> RecordError | None:
@@ -94,16 +118,16 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _check_keys(lines: Sequence[bytes], block: bytes, rows: list[Row]) -> list[Row]:
+def _check_keys(lines: Sequence[bytes], block: bytes, rows: list[_Value | RecordError]) -> list[_Value | RecordError]:
     """`rows`, but errors for lines that have a key twice in one object: the decoder keeps the last of them silently."""
     ends = _ends_of_keys(block)
-    records = [row for row in rows if isinstance(row, dict)]
+    records = [row for row in rows if not isinstance(row, RecordError)]
     if len(records) == len(rows) and len(ends) == _num_keys(records):
         return rows
     starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
     most = np.bincount(np.searchsorted(starts, ends, side="right") - 1, minlength=len(lines)).tolist()
     return [
-        _find_duplicate(line) or row if isinstance(row, dict) and num_keys != _num_keys([row]) else row
+        _find_duplicate(line) or row if not isinstance(row, RecordError) and num_keys != _num_keys([row]) else row
         for line, row, num_keys in zip(lines, rows, most, strict=True)
     ]
 
@@ -154,7 +178,7 @@ def _ends_of_keys(text: bytes) -> Int64Array:
     return found
 
 
-def _num_keys(records: Sequence[JsonObject]) -> int:
+def _num_keys(records: Sequence[_Value]) -> int:
     """How many keys all objects in `records` have together."""
     num_keys = 0
     values: list[Any] = list(records)

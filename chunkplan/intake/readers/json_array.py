@@ -1,4 +1,6 @@
-"""A JSON array of any size -> its elements, one a line, in bounded memory: an element may be larger than a block.
+"""A JSON array of any size -> its elements, or objects one after another, one a line and in bounded memory.
+
+An element may be larger than a block.
 
 What is in an element is not looked into, only where it ends: whether it is JSON is for who reads the lines.
 """
@@ -47,12 +49,55 @@ def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
     array.check_end()
 
 
+def objects(data: Iterator[bytes], path: str) -> Iterator[bytes]:
+    """The objects in `data`, each over as many lines as it likes: each on a line that ends with LF, in parts.
+
+    Raises:
+        RecordError: unreadable: something is between them, or the last has no end; or as `data`.
+    """
+    marks = _Marks(0)
+    num_done, is_open = 0, False
+    for block in data:
+        lines: list[bytes] = []
+        at = 0
+        for position in [*marks.find(block).tolist(), len(block)]:
+            mark = block[position : position + 1]
+            if is_open:
+                lines.append(block[at : position + len(mark)].translate(_LINE_END))
+                if mark and mark != b"}":
+                    yield b"".join(lines)
+                    raise _misplaced(f"expected `}}` at the end of object {num_done}", mark[0], path, "objects")
+                is_open = not mark
+                if mark:
+                    lines.append(b"\n")
+                    num_done += 1
+                    at = position + 1
+            else:
+                found = block[at:position].strip(_SPACES) or (b"" if mark == b"{" else mark)
+                if found:
+                    yield b"".join(lines)
+                    raise _misplaced(f"expected `{{` of object {num_done}", found[0], path, "objects")
+                is_open, at = bool(mark), position
+        yield b"".join(lines)
+    if is_open:
+        raise _misplaced(f"expected `}}` at the end of object {num_done}", None, path, "objects")
+
+
+def _misplaced(message: str, found: int | None, path: str, counted: str) -> RecordError:
+    what = "the end of the file" if found is None else f"`{chr(found)}`" if found < 0x80 else f"byte {found:#04x}"
+    return unreadable(
+        f"{message}, found {what}; {counted} are counted from 0",
+        path,
+        hint="fix the file, or write it as JSONL: one object a line",
+    )
+
+
 class _Array:
     """A position in an array that is read block by block."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._marks = _Marks()
+        self._marks = _Marks(1)
         self._depth = 0
         self._num_done = 0
         self._has_ended = False
@@ -115,24 +160,23 @@ class _Array:
         self._has_begun = self._is_whole = self._is_due = False
 
     def _error(self, message: str, found: int | None) -> RecordError:
-        what = "the end of the file" if found is None else f"`{chr(found)}`" if found < 0x80 else f"byte {found:#04x}"
-        return unreadable(
-            f"{message}, found {what}; elements are counted from 0",
-            self._path,
-            hint="fix the file, or write it as JSONL: one object a line",
-        )
+        return _misplaced(message, found, self._path, "elements")
 
 
 class _Marks:
-    """Finds brackets, and commas between elements, that are not in strings."""
+    """Finds brackets, and commas between them, that are not in strings and down to some depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, deepest: int) -> None:
+        self._deepest = deepest
         self._depth = 0
         self._in_string = 0
         self._is_escaped = False  # the first byte of the next block
 
     def find(self, block: bytes) -> Int64Array:
-        """Where in `block`, which follows the last, brackets of the array and of its elements are, and its commas."""
+        """Where in `block`, which follows the last, brackets up to the depth are that begin or end there, and commas.
+
+        Of an array, 1 is the depth of its elements; of objects one after another, 0.
+        """
         if self._is_escaped:
             block = b"_" + block[1:]
         if b"\\" in block:  # blank out what is escaped: of a run of backslashes, pairs from its begin
@@ -146,5 +190,5 @@ class _Marks:
         after = self._depth + np.cumsum(steps)
         self._depth += int(steps.sum())
         self._in_string = (self._in_string + len(quotes)) % 2
-        found: Int64Array = marks[np.minimum(after, after - steps) <= 1]
+        found: Int64Array = marks[np.minimum(after, after - steps) <= self._deepest]
         return found

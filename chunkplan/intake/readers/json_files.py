@@ -11,8 +11,8 @@ import msgspec
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
-from chunkplan.intake.readers.json_array import elements
-from chunkplan.intake.readers.stream import Taken, chunks, spool, unreadable
+from chunkplan.intake.readers.json_array import elements, objects
+from chunkplan.intake.readers.stream import Taken, chunks, spool
 from chunkplan.intake.sources import SourceFile
 
 _BOM = b"\xef\xbb\xbf"
@@ -39,7 +39,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 
 
 def contents(file: SourceFile, taken: Taken) -> tuple[Iterator[bytes], str]:
-    """The bytes of a source as lines, an array as one line an element, and the reader of these; `taken` as in `chunks`.
+    """The bytes of a source as lines, one for each element of an array or object over several, and their reader; `taken` as in `chunks`.
 
     Raises:
         RecordError: unreadable; also while the bytes are taken, after all that can be read.
@@ -52,7 +52,8 @@ def contents(file: SourceFile, taken: Taken) -> tuple[Iterator[bytes], str]:
         text = start.removeprefix(_BOM).lstrip(_SPACES)
         if text.startswith(b"["):
             return elements(chain([text], data), file.path), "elements"
-        _check_lines(text, file.path)
+        if _is_spread(text):
+            return objects(chain([text], data), file.path), "elements"
     elif not is_spooled(file):
         start = next(data)  # refuses what is no data at all
     return chain([start], data), "lines"
@@ -74,22 +75,17 @@ def _start(data: Iterator[bytes]) -> bytes:
     return start
 
 
-def _check_lines(text: bytes, path: str) -> None:
-    """Refuse one object that is written over several lines.
+def _is_spread(text: bytes) -> bool:
+    """Whether a file that begins with `text` has objects over several lines: the first line goes on in the next.
 
-    Raises:
-        RecordError: unreadable.
+    Where the next one begins with `{`, these are lines of which the first is cut short.
     """
     first, _, rest = text.partition(b"\n")
     rest = rest.lstrip(_SPACES)
-    if not rest or rest.startswith(b"{"):
-        return
+    if not rest or rest.startswith(b"{") or not first.startswith(b"{"):
+        return False
     try:
         msgspec.json.decode(first)
     except (ValueError, RecursionError) as error:
-        if "truncated" in str(error):
-            raise unreadable(
-                "one object over several lines, expected an array of records, or one object a line",
-                path,
-                hint="write the records as JSONL, or as an array",
-            ) from error
+        return "truncated" in str(error)
+    return False
