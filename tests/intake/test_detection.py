@@ -72,6 +72,9 @@ def test_an_unknown_schema_shows_the_keys_found_with_counts_and_those_known() ->
         "`output` or `response`",
     ):
         assert word in caught.value.message
+    assert caught.value.hint == "try this: --column text=body"
+    with pytest.raises(DataError, match="no schema fits") as caught:
+        detect([{"a": 1, "b": {}}])
     assert "--format" in caught.value.hint
     assert "--column" in caught.value.hint
 

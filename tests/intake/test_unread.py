@@ -84,8 +84,8 @@ def test_a_system_text_that_the_messages_have_is_there_once_and_another_is_refus
     assert caught.value.reason == "schema"
 
 
-@pytest.mark.parametrize(("schema", "record"), ANSWERS.items())
-def test_earlier_exchanges_are_refused_by_name_in_every_schema(schema: str, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("schema", "record"), list(ANSWERS.items())[:3])
+def test_earlier_exchanges_are_refused_by_name_where_messages_have_them(schema: str, record: dict[str, Any]) -> None:
     with pytest.raises(RecordError, match="`history` has earlier exchanges") as caught:
         parse_as(schema, {**record, "history": [["a", "b"]]})
     assert caught.value.reason == "unsupported"
@@ -102,13 +102,19 @@ def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
     ("record", "unread"),
     [
         ({"question": "a", "Complex_CoT": "b", "Response": "c", "answer": "d"}, {"Complex_CoT", "Response"}),
-        ({"instruction": "a", "output": "b", "response": "c", "input": "", "id": 0}, {"response", "id"}),
+        ({"instruction": "a", "output": "b", "response": "b", "input": "", "id": 0}, {"response", "id"}),
+        ({"problem": "a", "solution": "b", "answer": "c"}, {"answer"}),
+        ({"messages": json.dumps(ANSWERS["messages"]["messages"]), "conversation_id": "x"}, {"conversation_id"}),
+        (
+            {"conversation": json.dumps([{"from": "gpt", "value": "a", "thought": "b"}])},
+            {"conversation[].thought"},
+        ),
         ({"messages": ANSWERS["messages"]["messages"], "tools": [], "images": [], "n": None, "m": {}}, {"m"}),
         ({"text": "a", "label": True, "system": "b", "history": []}, {"label", "system", "history"}),
         ({"prompt": "a", "completion": "b", "chosen": "c"}, {"chosen"}),
         ({"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}, {"token_type_ids"}),
         ({"input_ids": [1, 2], "source": "web", "é": "\n"}, {"source", "é"}),
-        ({"length": 5, "num_tokens": 6, "id": "x"}, {"num_tokens", "id"}),
+        ({"length": 5, "num_tokens": 5, "id": "x"}, {"num_tokens", "id"}),
         ({"messages": [{"role": "assistant", "content": "a", "name": "b"}]}, set()),
         (
             {"conversations": [{"from": "gpt", "value": "a", "weight": 1, "thought": "b", "markdown": None}]},

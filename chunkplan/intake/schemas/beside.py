@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from chunkplan.intake.records import JsonObject, Message
+from chunkplan.intake.records import Conversation, Exchange, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsupported, wrong
 
-#: Optional roles of these schemas.
+#: Optional roles of these schemas, and of those that are conversations as well.
 BESIDE = {"system": ("system",), "history": ("history",), "label": ("label", "kto_tag")}
+BESIDE_MESSAGES = {"tools": ("tools",), "functions": ("functions",), **BESIDE}
 
 #: Keys that other programs use for other labels too, such as numbers of classes.
 _LABELS = BESIDE["label"]
 
 
 def refuse_answer(record: JsonObject, columns: dict[str, str]) -> None:
-    """Raises RecordError where the answer of `record` is labelled as a bad one, or exchanges come before it."""
+    """Raises RecordError where the answer of `record` is labelled as a bad one."""
     named = columns["label"]
     for key in _LABELS if named in _LABELS else (named,):
         label = record.get(key)
@@ -26,12 +27,41 @@ def refuse_answer(record: JsonObject, columns: dict[str, str]) -> None:
             )
         if label is not None and key not in _LABELS:  # a key that the user has named
             typed(label, bool, key)
+
+
+def refuse_history(record: JsonObject, columns: dict[str, str]) -> None:
+    """Raises RecordError where `record` has earlier exchanges beside what has a place of its own for them."""
     key = columns["history"]
     if record.get(key):
         unsupported(
             f"`{key}` has earlier exchanges, which are not planned in this layout",
             hint=f"write the whole conversation as `messages`; remove `{key}` if it means another thing",
         )
+
+
+def exchange_after(
+    record: JsonObject, columns: dict[str, str], prompt: str, completion: str
+) -> Exchange | Conversation:
+    """A question and its answer, behind the system text and the `history` that `record` has beside them, if any.
+
+    Answers in the history count in the loss like the last one.
+
+    Raises:
+        RecordError: the system is no text, or the history no list of pairs of texts.
+    """
+    exchange = Exchange(optional_text(record, columns["system"]), prompt, completion)
+    key = columns["history"]
+    if not record.get(key):
+        return exchange
+    earlier: list[Message] = []
+    for index, pair in enumerate(typed(record[key], list, key)):
+        path = f"{key}[{index}]"
+        if len(typed(pair, list, path)) != 2:
+            wrong(f"`{path}` has {len(pair)} entries, expected a question and its answer")
+        for place, role in enumerate(("user", "assistant")):
+            earlier.append(Message(role, typed(pair[place], str, f"{path}[{place}]")))
+    *system, question, answer = exchange.conversation.messages
+    return Conversation((*system, *earlier, question, answer))
 
 
 def is_label(value: object, key: str) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.beside import is_label
-from chunkplan.intake.schemas.fields import quoted
-from chunkplan.intake.schemas.layout import RecordLayout, Schema
+from chunkplan.intake.schemas.fields import MOST_LISTED, listed, messages_in, quoted, shortened
+from chunkplan.intake.schemas.layout import RecordLayout, has_all
+from chunkplan.intake.schemas.readings import Reading, choose_reading
 from chunkplan.intake.schemas.refused import refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
+from chunkplan.intake.schemas.suggestion import suggest
 
 _HINT = "say which with --format NAME, or name the keys with --column ROLE=KEY"
 
@@ -33,7 +36,8 @@ def detect(
 
     Raises:
         UsageError: there is no such schema or role.
-        DataError: no schema fits, records want different ones, or no record has a key that the user named.
+        DataError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
+            has a key that the user named.
     """
     columns = columns or {}
     candidates = _candidates(schema, columns)
@@ -44,12 +48,10 @@ def detect(
                 f"no record has the key `{key}` of --column {role}={key}; found: {_found(readable)}",
                 hint="name a key that the records have",
             )
-    resolved = {name: _resolve(SCHEMAS[name], columns, readable) for name in candidates}
     is_chosen = schema is not None or bool(columns)
-    wanted = Counter(
-        next((name for name in candidates if _fits(name, resolved[name], record, is_chosen=is_chosen)), None)
-        for record in readable
-    )
+    chosen = [choose_reading(record, candidates, columns, is_chosen=is_chosen) for record in readable]
+    wanted = Counter(None if reading is None else reading.schema for reading in chosen)
+    resolved = {name: _resolve(name, columns, readable, chosen) for name in candidates}
     num_unfit = wanted.pop(None, 0)
     if schema is not None and (wanted or not readable):
         evidence = f"--format {schema}{_evidence(schema, resolved[schema], readable)}"
@@ -68,7 +70,8 @@ def detect(
         raise DataError("no record can be read", hint="give files with at least one record")
     expected = f"--format {schema} expects" if schema else "known are"
     raise DataError(
-        f"no schema fits the keys of the records: {_found(readable)}; {expected}: {_known(candidates)}", hint=_HINT
+        f"no schema fits the keys of the records: {_found(readable)}; {expected}: {_known(candidates)}",
+        hint=suggest(readable, candidates, columns) or _HINT,
     )
 
 
@@ -106,26 +109,19 @@ def _readable(records: Sequence[JsonObject]) -> list[JsonObject]:
     return readable
 
 
-def _resolve(schema: Schema, columns: Mapping[str, str], records: list[JsonObject]) -> dict[str, str]:
-    """Role -> key: as the user says, else of its usual keys the one that most records have."""
+def _resolve(
+    name: str, columns: Mapping[str, str], records: list[JsonObject], chosen: list[Reading | None]
+) -> dict[str, str]:
+    """Role -> key: as the user says, else of its usual keys those that most records have."""
+    schema = SCHEMAS[name]
     found = Counter(key for record in records for key, value in record.items() if value is not None)
-    return {
+    resolved = {
         role: columns.get(role) or max(keys, key=lambda key: found[key])  # the first of equals
         for role, keys in schema.roles.items()
     }
-
-
-def _fits(name: str, columns: dict[str, str], record: JsonObject, *, is_chosen: bool) -> bool:
-    """Whether `record` has what a schema requires; for a length, that nothing beside it looks like text or tokens."""
-    keys = SCHEMAS[name].keys_of(record, columns)
-    if any(record.get(keys[role]) is None for role in SCHEMAS[name].required):
-        return False
-    if name != "length" or is_chosen:
-        return True
-    return not any(
-        isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
-        for value in record.values()
-    )
+    read = Counter(tuple(reading.keys.items()) for reading in chosen if reading is not None and reading.schema == name)
+    required = dict(read.most_common(1)[0][0]) if read else schema.choices(columns)[0]
+    return resolved | required
 
 
 def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> str:
@@ -133,15 +129,33 @@ def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> 
     if not records:
         return ""
     required, optional = SCHEMAS[name].required, SCHEMAS[name].optional
-    number = sum(_fits(name, columns, record, is_chosen=True) for record in records)
+    number = sum(has_all(record, _required(name, columns, record)) for record in records)
     where = "the first record" if len(records) == 1 else f"{number} of the first {len(records)} records"
     keys = [f"`{columns[role]}`{'' if columns[role] in usual else f' ({role})'}" for role, usual in required.items()]
     text = f": {' and '.join(keys)} in {where}"
     others = [columns[role] for role in optional if any(_is_said(role, columns[role], record) for record in records)]
     if others:
         text += f", some with {quoted(others)}"
-    roles = _roles([record.get(columns[role]) for record in records for role in required])
-    return text + (f"; roles {', '.join(roles)}" if roles else "")
+    roles = _roles([value for record in records for value in _values(name, columns, record)])
+    return text + (f"; roles {listed(roles[:MOST_LISTED], len(roles))}" if roles else "")
+
+
+def _required(name: str, columns: dict[str, str], record: JsonObject) -> dict[str, str]:
+    """The keys that `record` itself has for the required roles."""
+    keys = SCHEMAS[name].keys_of(record, columns)
+    return {role: keys[role] for role in SCHEMAS[name].required}
+
+
+def _values(name: str, columns: dict[str, str], record: JsonObject) -> list[Any]:
+    """What `record` has for the required roles; messages that are written as JSON, decoded."""
+    values = []
+    for role, key in _required(name, columns, record).items():
+        value = record.get(key)
+        if type(value) is str and role in ("messages", "conversations"):
+            with suppress(RecordError):
+                value = messages_in(record, key)
+        values.append(value)
+    return values
 
 
 def _is_said(role: str, key: str, record: JsonObject) -> bool:
@@ -155,7 +169,7 @@ def _roles(values: list[Any]) -> list[str]:
     messages = [message for value in values if isinstance(value, list) for message in value[:100]]
     return list(
         dict.fromkeys(
-            str(message.get("role") or message.get("from"))
+            shortened(str(message.get("role") or message.get("from")))
             for message in messages
             if isinstance(message, dict) and (message.get("role") or message.get("from"))
         )
@@ -164,11 +178,17 @@ def _roles(values: list[Any]) -> list[str]:
 
 def _found(records: list[JsonObject]) -> str:
     counts = Counter(key for record in records for key in record)
-    return ", ".join(f"`{key}` in {count} of {len(records)}" for key, count in counts.items()) or "no keys"
+    most = [f"`{shortened(key)}` in {count} of {len(records)}" for key, count in counts.most_common(MOST_LISTED)]
+    return listed(most, len(counts)) or "no keys"
 
 
 def _known(names: list[str]) -> str:
-    return "; ".join(
-        f"{name} ({' and '.join(' or '.join(f'`{key}`' for key in keys) for keys in SCHEMAS[name].required.values())})"
-        for name in names
-    )
+    return "; ".join(f"{name} ({_needs(name)})" for name in names)
+
+
+def _needs(name: str) -> str:
+    """The keys that a schema requires: "`prompt` and `completion`"; one of several has "or" between."""
+    schema = SCHEMAS[name]
+    if schema.is_paired:
+        return " or ".join(" and ".join(f"`{key}`" for key in keys.values()) for keys in schema.choices({}))
+    return " and ".join(" or ".join(f"`{key}`" for key in keys) for keys in schema.required.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -12,6 +14,10 @@ from chunkplan.intake.rejection import RecordError
 T = TypeVar("T", bool, str, list[Any], JsonObject)
 
 HINT = "fix this record, or leave it out"
+
+#: The most keys that a message lists, and the most characters of each.
+MOST_LISTED = 10
+_LONGEST = 60
 
 _TYPES = {
     type(None): "null",
@@ -72,9 +78,20 @@ def typed(value: Any, kind: type[T], path: str) -> T:
     return value
 
 
-def quoted(keys: Any) -> str:
-    """Keys in backquotes with commas between, for a message."""
-    return ", ".join(f"`{key}`" for key in keys) or "none"
+def quoted(keys: Collection[str]) -> str:
+    """Keys in backquotes with commas between, for a message: as many, and as much of each, as a screen has room for."""
+    return listed([f"`{shortened(key)}`" for key in islice(keys, MOST_LISTED)], len(keys)) or "none"
+
+
+def listed(words: Sequence[str], number: int) -> str:
+    """`words` with commas between, which are the first of `number`: "a, b and 298 more"."""
+    rest = number - len(words)
+    return ", ".join(words) + (f" and {rest:,} more" if rest else "")
+
+
+def shortened(text: str) -> str:
+    """A key or a role from data, for a message: long ones are cut."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def optional_text(record: JsonObject, key: str) -> str | None:
@@ -95,16 +112,47 @@ def is_blank(text: str | None) -> bool:
     return not text or text.isspace()
 
 
-def tools(record: JsonObject, key: str) -> list[JsonObject] | None:
-    """The tools that a chat template may describe to the model: a list, or one written as JSON; None if it is empty.
+def messages_in(record: JsonObject, key: str) -> list[Any]:
+    """The list in `record[key]`, or the one that is written there as JSON.
 
     Raises:
-        RecordError: it is neither, or a tool is no object.
+        RecordError: it is missing, or neither.
     """
+    value = record.get(key)
+    if type(value) is str:
+        try:
+            value = msgspec.json.decode(value)
+        except (ValueError, RecursionError) as error:
+            wrong(f"`{key}` is a string, expected a list, or one written as JSON ({error})")
+        if type(value) is not list:
+            wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
+        return value
+    return field(record, key, list)
+
+
+def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | None:
+    """The tools that a chat template may describe to the model: `tools`, or `functions` as OpenAI had them before.
+
+    Each is a list, or one written as JSON. None if there are none.
+
+    Raises:
+        RecordError: they are something else, a tool is no object, or both are there.
+    """
+    key, functions_key = columns["tools"], columns["functions"]
+    found, functions = _objects(record, key), _objects(record, functions_key)
+    if not functions:
+        return found or None
+    if found:
+        wrong(f"`{key}` and `{functions_key}` are both there", hint="leave one of the two out")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
+
+
+def _objects(record: JsonObject, key: str) -> list[JsonObject]:
+    """The objects of the list in `record[key]`, which may be written as JSON, null or blank."""
     value = record.get(key)
     if isinstance(value, str):
         if not value.strip():
-            return None
+            return []
         try:
             value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
@@ -112,5 +160,5 @@ def tools(record: JsonObject, key: str) -> list[JsonObject] | None:
         if not isinstance(value, list):
             wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
     if value is None:
-        return None
-    return [typed(tool, dict, f"{key}[{index}]") for index, tool in enumerate(typed(value, list, key))] or None
+        return []
+    return [typed(entry, dict, f"{key}[{index}]") for index, entry in enumerate(typed(value, list, key))]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 from chunkplan.intake.records import JsonObject, Record
+
+
+def has_all(record: JsonObject, keys: Mapping[str, str]) -> bool:
+    """Whether `record` says something for every role of `keys`, role -> key."""
+    return all(record.get(key) is not None for key in keys.values())
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,15 @@ class Schema:
 
     `required` and `optional` are roles, each with the keys that usually have it, the first being the role's own name;
     `parse(record, columns)` gives a record's neutral form or raises RecordError.
+
+    Where `is_paired`, the usual keys of the required roles belong together, in their order: a `problem` has a
+    `solution`, and no `answer`.
     """
 
     required: Mapping[str, tuple[str, ...]]
     parse: Callable[[JsonObject, dict[str, str]], Record]
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_paired: bool = False
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
@@ -39,12 +49,25 @@ class Schema:
 
     def keys_of(self, record: JsonObject, columns: dict[str, str]) -> dict[str, str]:
         """The keys that `record` itself has for the roles: those of `columns`, or others that are usual as well."""
-        return {
+        keys = {
             role: key
             if record.get(key) is not None
             else next((usual for usual in self._usual(role, key) if record.get(usual) is not None), key)
             for role, key in columns.items()
         }
+        if self.is_paired:
+            own = {role: columns[role] for role in self.required}
+            pairs = [] if has_all(record, own) else self.choices({})
+            others = pairs if own in pairs else []  # the user has not named another
+            keys |= next((pair for pair in others if has_all(record, pair)), own)
+        return keys
+
+    def choices(self, named: Mapping[str, str]) -> list[dict[str, str]]:
+        """The keys that the required roles may have together: role -> key, where the user has `named` some."""
+        usual = [[named[role]] if role in named else dict.fromkeys(keys) for role, keys in self.required.items()]
+        if self.is_paired and named.keys().isdisjoint(self.required):
+            return [dict(zip(self.required, keys, strict=True)) for keys in zip(*self.required.values(), strict=True)]
+        return [dict(zip(self.required, keys, strict=True)) for keys in product(*usual)]
 
     def all_keys(self, columns: dict[str, str]) -> set[str]:
         """The keys that records of this layout may have for their roles."""

@@ -10,23 +10,7 @@ import msgspec
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, typed, unsupported, wrong
 from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
-
-#: Roles as ShareGPT names them -> as chat templates do.
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
-#: Roles of programs: what they write may be a JSON value instead of a string.
-_PROGRAM_ROLES = ("function_call", "observation", "tool")
+from chunkplan.intake.schemas.roles import PROGRAM_ROLES, ROLES, role_of, with_system
 
 #: Keys of a message that are meant for the training and not for a chat template.
 _LOSS_KEYS = ("loss", "loss_weight", "weight")
@@ -48,19 +32,19 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
     for index, value in enumerate(values):
         if type(value) is dict:
             content, role = value.get("content"), value.get("role")
-            if type(content) is str and len(value) == 2 and type(role) is str:
-                messages.append(Message(role, content))  # what most messages are
+            if type(content) is str and len(value) == 2 and type(role) is str and role in ROLES:
+                messages.append(Message(ROLES[role], content))  # what most messages are
                 continue
             said, speaker = value.get("value"), value.get("from")
-            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _ROLES:
-                messages.append(Message(_ROLES[speaker], said))
+            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in ROLES:
+                messages.append(Message(ROLES[speaker], said))
                 continue
         value = typed(value, dict, f"{path}[{index}]")
         if "role" in value or not ("from" in value or is_sharegpt):
             messages.append(_message(value, f"{path}[{index}]"))
         else:
             messages.append(_turn(value, f"{path}[{index}]"))
-    return messages
+    return with_system(messages)
 
 
 def make_conversation(messages: list[Message], tools: list[JsonObject] | None, path: str) -> Conversation:
@@ -77,11 +61,14 @@ def unread_of_turn(turn: JsonObject) -> list[str]:
 
 
 def _message(message: JsonObject, path: str) -> Message:
-    role = field(message, "role", str, path)
+    loss = _stated_loss(message, path)
+    role = role_of(field(message, "role", str, path), f"{path}.role", says_if_it_counts=loss is not None)
     # Rows of a table have every key of every row: null says nothing.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
     if not SUSPECT.isdisjoint(fields):
         refuse_media(fields, path)
+    if "function_call" in fields:
+        _take_function_call(fields, path)
     content = message.get("content")
     parts: tuple[str, ...] = ()
     if isinstance(content, list):
@@ -92,20 +79,19 @@ def _message(message: JsonObject, path: str) -> Message:
         wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string")
     elif content is not None:
         content = field(message, "content", str, path)
-    return Message(role, content, _stated_loss(message, path), fields, parts)
+    return Message(role, content, loss, fields, parts)
 
 
 def _turn(message: JsonObject, path: str) -> Message:
     speaker = field(message, "from", str, path)
-    role = _ROLES.get(speaker.lower())
-    if role is None:
-        wrong(f'`{path}.from` is "{speaker}", expected one of {", ".join(_ROLES)}')
+    loss = _stated_loss(message, path)
+    role = role_of(speaker, f"{path}.from", says_if_it_counts=loss is not None)
     value = message.get("value")
-    if isinstance(value, (list, dict)) and speaker.lower() in _PROGRAM_ROLES:
+    if isinstance(value, (list, dict)) and speaker.lower() in PROGRAM_ROLES:
         value = json.dumps(value, ensure_ascii=False)
     elif type(value) is not str:
         value = field(message, "value", str, path)
-    return Message(role, value, _stated_loss(message, path))
+    return Message(role, value, loss)
 
 
 def _stated_loss(message: JsonObject, path: str) -> bool | None:
@@ -143,7 +129,7 @@ def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, .
         if kind not in ("text", "reasoning", "tool_call"):
             unsupported(f'`{inside}` is a part of type "{kind}": only text, reasoning and tool calls are planned')
         if kind == "tool_call":
-            calls.append(_call(part, inside))
+            calls.append(_call(part.get("value"), f"{inside}.value"))
         else:
             (texts if kind == "text" else reasoning).append(
                 field(part, "text" if "text" in part else "value", str, inside)
@@ -155,14 +141,23 @@ def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, .
     return tuple(texts)
 
 
-def _call(part: JsonObject, path: str) -> JsonObject:
+def _take_function_call(fields: JsonObject, path: str) -> None:
+    """Put the `function_call` of a message, OpenAI's way to write a call before there were tools, into `tool_calls`."""
+    value = fields.pop("function_call")
+    if value in ({}, ""):
+        return
+    if fields.get("tool_calls"):
+        wrong(f"`{path}` has both `function_call` and `tool_calls`", hint="leave one of the two out")
+    fields["tool_calls"] = [_call(value, f"{path}.function_call")]
+
+
+def _call(value: Any, path: str) -> JsonObject:
     """A call of a tool as chat templates expect it, from a JSON string or object with `name` and `arguments`."""
-    value = part.get("value")
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
-            wrong(f"`{path}.value` is a string that is not JSON ({error})")
+            wrong(f"`{path}` is a string that is not JSON ({error})")
     if not isinstance(value, dict) or type(value.get("name")) is not str:
-        wrong(f"`{path}.value` is {json_type(value)}, expected an object with `name` and `arguments`")
+        wrong(f"`{path}` is {json_type(value)}, expected an object with `name` and `arguments`")
     return {"type": "function", "function": {"name": value["name"], "arguments": value.get("arguments", {})}}

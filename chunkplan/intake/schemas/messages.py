@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from chunkplan.intake.records import Conversation, JsonObject
-from chunkplan.intake.schemas.beside import BESIDE, begin_with_system
-from chunkplan.intake.schemas.fields import field, tools
+from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history
+from chunkplan.intake.schemas.fields import messages_in, tools
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
@@ -15,10 +15,11 @@ def parse(record: JsonObject, columns: dict[str, str]) -> Conversation:
     Raises:
         RecordError: a message is not one that chat templates take, all are blank, or `system` contradicts them.
     """
+    refuse_history(record, columns)
     key = columns["messages"]
-    messages = parse_messages(field(record, key, list), key)
-    conversation = make_conversation(messages, tools(record, columns["tools"]), key)
+    messages = parse_messages(messages_in(record, key), key)
+    conversation = make_conversation(messages, tools(record, columns), key)
     return Conversation(begin_with_system(conversation.messages, record, columns, key), conversation.tools)
 
 
-SCHEMA = Schema({"messages": ("messages",)}, parse, {"tools": ("tools",), **BESIDE})
+SCHEMA = Schema({"messages": ("messages",)}, parse, BESIDE_MESSAGES)

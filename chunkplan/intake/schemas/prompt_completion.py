@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from chunkplan.intake.records import Conversation, JsonObject, PromptRecord
-from chunkplan.intake.schemas.beside import BESIDE, begin_with_system
+from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
@@ -18,6 +18,7 @@ def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Convers
         RecordError: the two are neither strings nor lists of messages, or both blank; strings have a `system` or
             `tools` beside them, which only chat templates know the place of; or `system` contradicts the messages.
     """
+    refuse_history(record, columns)
     prompt_key, completion_key = columns["prompt"], columns["completion"]
     if type(record.get(prompt_key)) is list or type(record.get(completion_key)) is list:
         return _conversation(record, columns)
@@ -27,8 +28,9 @@ def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Convers
     if optional_text(record, columns["system"]) is not None:
         hint = f"--column question={prompt_key} --column answer={completion_key} reads all three as a conversation"
         _misplaced(columns["system"], hint)
-    if tools(record, columns["tools"]):
-        _misplaced(columns["tools"], "write the record as `messages`")
+    if tools(record, columns):
+        key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))
+        _misplaced(key, "write the record as `messages`")
     return PromptRecord(prompt, completion)
 
 
@@ -49,8 +51,8 @@ def _conversation(record: JsonObject, columns: dict[str, str]) -> Conversation:
         )
     asked = [message._replace(loss=False) for message in parse_messages(prompt, prompt_key)]
     messages = [*asked, *parse_messages(completion, completion_key)]
-    conversation = make_conversation(messages, tools(record, columns["tools"]), completion_key)
+    conversation = make_conversation(messages, tools(record, columns), completion_key)
     return Conversation(begin_with_system(conversation.messages, record, columns, prompt_key), conversation.tools)
 
 
-SCHEMA = Schema({"prompt": ("prompt",), "completion": ("completion",)}, parse, {"tools": ("tools",), **BESIDE})
+SCHEMA = Schema({"prompt": ("prompt",), "completion": ("completion",)}, parse, BESIDE_MESSAGES)

@@ -1,19 +1,28 @@
-"""`question` and `answer`: two strings, perhaps a `system` before them."""
+"""`question` and `answer`, or other pairs of names: two strings, perhaps a `system` and a `history` before them."""
 
 from __future__ import annotations
 
-from chunkplan.intake.records import Exchange, JsonObject
-from chunkplan.intake.schemas.beside import BESIDE
-from chunkplan.intake.schemas.fields import empty, field, is_blank, optional_text
+from chunkplan.intake.records import Conversation, Exchange, JsonObject
+from chunkplan.intake.schemas.beside import BESIDE, exchange_after
+from chunkplan.intake.schemas.fields import empty, field, is_blank
 from chunkplan.intake.schemas.layout import Schema
 
 
-def parse(record: JsonObject, columns: dict[str, str]) -> Exchange:
-    """Raises RecordError where one of the two is not a string, or both are blank."""
+def parse(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversation:
+    """Raises RecordError where one of the two is not a string, both are blank, or `history` has no exchanges."""
+    columns = SCHEMA.keys_of(record, columns)
     question, answer = field(record, columns["question"], str), field(record, columns["answer"], str)
     if is_blank(question) and is_blank(answer):
         empty(f"`{columns['question']}` and `{columns['answer']}` are blank")
-    return Exchange(optional_text(record, columns["system"]), question, answer)
+    return exchange_after(record, columns, question, answer)
 
 
-SCHEMA = Schema({"question": ("question",), "answer": ("answer",)}, parse, BESIDE)
+SCHEMA = Schema(
+    {
+        "question": ("question", "problem", "query", "prompt", "input"),
+        "answer": ("answer", "solution", "response", "response", "output"),
+    },
+    parse,
+    BESIDE,
+    is_paired=True,
+)

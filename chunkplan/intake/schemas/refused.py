@@ -7,11 +7,14 @@ from chunkplan.intake.schemas.fields import unsupported
 
 _PREFERENCE = ("chosen", "rejected")
 
+#: The worse answer of a pair, as swift has it beside the better one.
+_WORSE = ("rejected_response", "rejected_messages")
+
 #: A record in which one of these says something is refused.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values", "input_features")
 
 #: A record without these keys is not refused.
-SUSPECT = frozenset(_PREFERENCE) | frozenset(MEDIA)
+SUSPECT = frozenset((*_PREFERENCE, *_WORSE, *MEDIA))
 
 
 def refuse(record: JsonObject) -> None:
@@ -24,6 +27,12 @@ def refuse(record: JsonObject) -> None:
             "a preference pair (`chosen` and `rejected`); one record has to be one sequence",
             hint="keep the chosen answer as a record with `messages` or `prompt` and `completion`",
         )
+    for key in _WORSE:
+        if record.get(key):
+            unsupported(
+                f"a preference pair (`{key}` beside the better one); one record has to be one sequence",
+                hint=f"remove `{key}`: what is left is a record of its own",
+            )
     refuse_media(record)
 
 

@@ -15,6 +15,7 @@ from chunkplan.intake.schemas import (
 from chunkplan.intake.schemas.layout import Schema
 
 #: The more a schema says about the record, the earlier it is asked; a length only where there is nothing to train on.
+#: Those of one group of `GROUPS` say as much: where a record fits two of them, what it says has to be the same.
 SCHEMAS: dict[str, Schema] = {
     "messages": messages.SCHEMA,
     "conversations": conversations.SCHEMA,
@@ -25,3 +26,10 @@ SCHEMAS: dict[str, Schema] = {
     "text": text.SCHEMA,
     "length": length.SCHEMA,
 }
+GROUPS = (
+    ("messages", "conversations"),
+    ("prompt+completion", "instruction", "question+answer"),
+    ("input_ids",),
+    ("text",),
+    ("length",),
+)

@@ -9,10 +9,13 @@ from chunkplan.intake.schemas.layout import Schema
 
 def parse(record: JsonObject, columns: dict[str, str]) -> TextRecord:
     """Raises RecordError where the text is not a string, or blank."""
-    text = field(record, columns["text"], str)
+    key = columns["text"]
+    if key not in record:
+        key = SCHEMA.keys_of(record, columns)["text"]
+    text = field(record, key, str)
     if not text or text.isspace():
-        empty(f"`{columns['text']}` is blank")
+        empty(f"`{key}` is blank")
     return TextRecord(text)
 
 
-SCHEMA = Schema({"text": ("text",)}, parse)
+SCHEMA = Schema({"text": ("text", "content")}, parse)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.beside import is_label
+from chunkplan.intake.schemas.fields import messages_in
 from chunkplan.intake.schemas.layout import RecordLayout, Schema
 from chunkplan.intake.schemas.message_list import unread_of_turn
 from chunkplan.intake.schemas.refused import MEDIA
@@ -25,16 +26,22 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     schema, columns = SCHEMAS[layout.schema], layout.columns
     always_read = {key for role, key in columns.items() if role != "label"}.union(MEDIA)  # media there are none
     perhaps_read = schema.all_keys(columns) - always_read
-    lists = [columns[role] for role in schema.required]
+    lists = {role: columns[role] for role in schema.required}
+    are_messages = not lists.keys().isdisjoint(("messages", "conversations"))
     counts: dict[str, int] = {}
     for record in records:
         found: set[str] = set()
         if not always_read.issuperset(record):
             found = {key for key in record.keys() - always_read if record[key] is not None}
             if not found.isdisjoint(perhaps_read):
+                found = {key for key in record.keys() - set(MEDIA) if record[key] is not None}
                 found -= _read(schema, columns, record)
-        for key in lists:
+        for role, key in lists.items():
+            if key not in record:
+                key = schema.keys_of(record, columns)[role]
             values = record.get(key)
+            if type(values) is str and are_messages:
+                values = messages_in(record, key)
             if type(values) is list and values and type(values[0]) is dict:
                 for turn in values:
                     if len(turn) > 2 and "role" not in turn:
