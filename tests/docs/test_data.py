@@ -7,18 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 import chunkplan
 from chunkplan.intake.backends import BACKENDS
 from chunkplan.intake.rejection import REASONS
 from chunkplan.intake.schemas import SCHEMAS
 from chunkplan.intake.sources import COMPRESSIONS, describe
+from tests.support.intake_checks import marked_texts
 from tests.support.places import ROOT
 
 DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -70,7 +69,6 @@ def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> No
 def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
     [block] = re.findall(r"⏎ is a line end:\n\n```text\n(.*?)```", DATA, re.S)
     shown: dict[str, str] = {}
-    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     for record, line in (example.split("\n") for example in block.strip().split("\n\n")):
         json.loads(record)
         (tmp_path / "data.jsonl").write_text(record + "\n", encoding="utf-8")
@@ -81,9 +79,7 @@ def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
         if not analysis.has_tokens:
             assert sequence == f"{analysis.num_tokens[0]:,} tokens"
             continue
-        parts = groupby(zip(*map(list, analysis.tokens()(0)), strict=True), key=lambda pair: pair[1])
-        texts = [(counts, tokenizer.decode([int(token) for token, _ in run], False)) for counts, run in parts]
-        assert sequence == "".join(f"⟦{text}⟧" if counts else text for counts, text in texts).replace("\n", "⏎")
+        assert [sequence] == marked_texts(analysis)
     assert shown.keys() == SCHEMAS.keys()
     for name in SCHEMAS:
         assert f"**{name}**" in DATA

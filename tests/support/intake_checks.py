@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import cut, read
@@ -14,6 +16,8 @@ from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout, parse
 from chunkplan.intake.sources import find_sources
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
+from chunkplan.planfile.analysis import Analysis
+from tests.support.places import ROOT
 
 TEXT = RecordLayout("text", {"text": "text"}, "")
 LENGTH = RecordLayout("length", {"length": "length"}, "")
@@ -80,6 +84,17 @@ def pieces_of(path: Path | str, spool: Path) -> list[Piece]:
     """All pieces of one source."""
     (file,) = find_sources([path])
     return list(cut(file, 0, spool))
+
+
+def marked_texts(analysis: Analysis, tokenizer: Path = ROOT / "sample_data" / "tokenizer") -> list[str]:
+    """The sequences as docs/data.md shows them: what counts in the loss is in ⟦ ⟧, ⏎ is a line end."""
+    model = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    tokens, found = analysis.tokens(), []
+    for index in range(len(analysis.num_tokens)):
+        runs = groupby(zip(*map(list, tokens(index)), strict=True), key=lambda pair: pair[1])
+        texts = [(counts, model.decode([int(token) for token, _ in run], False)) for counts, run in runs]
+        found.append("".join(f"⟦{text}⟧" if counts else text for counts, text in texts).replace("\n", "⏎"))
+    return found
 
 
 def batches_of(

@@ -26,8 +26,11 @@ _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"},
 #: What has one of these in its name says something about a text.
 _ABOUT = {
     *("id", "ids", "type", "source", "lang", "language", "category", "name", "url", "date", "time", "length", "len"),
-    *("num", "number", "count", "index", "hash", "model", "score", "path", "file", "title", "format", "rejected"),
+    *("num", "number", "count", "index", "hash", "model", "score", "path", "title", "format", "rejected"),
 }
+
+#: Words that say that a key is something else.
+_BARRED = {"ask": _ABOUT | _SYSTEM, "answer": _ABOUT | _SYSTEM, "text": _ABOUT | _ASKS | _ANSWERS | _SYSTEM}
 
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
@@ -53,7 +56,7 @@ def suggest(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[
     """
     if not named and all("role" in record and "content" in record for record in records):
         return "a record is one message: write all messages of a conversation as one record with `messages`"
-    found = {kind: _only(records, named, *how) for kind, how in _KINDS.items()}
+    found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
     for name, needs in _NEEDS:
         columns = {**named, **{role: named.get(role) or found[kind] for role, kind in needs.items()}}
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
@@ -67,23 +70,25 @@ def suggest(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[
 
 
 def _only(
-    records: Sequence[JsonObject], named: Mapping[str, str], words: set[str], is_value: Callable[[Any], bool]
+    records: Sequence[JsonObject],
+    named: Mapping[str, str],
+    kind: str,
+    words: set[str],
+    is_value: Callable[[Any], bool],
 ) -> str | None:
-    """The key with one of `words` in its name that has such values, if one is closest; else the only key with them.
+    """The key with one of `words` in its name that has such values, if one is closest: has fewest other words.
 
-    Closest is what has fewest other words in its name.
+    Of messages, and of texts where no name says that they are, it is the only key that has some.
     """
     keys = [key for key in dict.fromkeys(key for record in records for key in record) if _is_plain(key)]
     fitting = [key for key in keys if key not in named.values() and _mostly(records, key, is_value)]
+    barred = _BARRED.get(kind, set())
+    fitting = [key for key in fitting if barred.isdisjoint(_words(key))]
     distances = {key: len(_words(key)) for key in fitting if words.intersection(_words(key))}
-    if words in (_ASKS, _ANSWERS):
-        distances = {
-            key: far for key, far in distances.items() if _ABOUT.isdisjoint(_words(key)) and not _is_system(key)
-        }
-    closest = [key for key, far in distances.items() if far == min(distances.values())]
-    if not distances and words is _TEXTS:
+    closest = [key for key, distance in distances.items() if distance == min(distances.values())]
+    if not distances and kind == "text":
         closest = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
-    if not distances and not words:
+    if kind == "messages":
         closest = fitting
     return closest[0] if len(closest) == 1 else None
 
@@ -96,10 +101,6 @@ def _words(key: str) -> list[str]:
     """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
     return [word if word == "ids" else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)]
-
-
-def _is_system(key: str) -> bool:
-    return not _SYSTEM.isdisjoint(_words(key))
 
 
 def _mostly(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:

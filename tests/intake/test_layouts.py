@@ -1,0 +1,326 @@
+"""Layouts that real data come in: other names for the same, bare lists, JSON in strings; and none is guessed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkplan import analyze
+from chunkplan.errors import DataError
+from chunkplan.intake.readers.json_array import objects
+from chunkplan.intake.records import Conversation, Exchange, Message, TextRecord
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import detect, parse
+from tests.support.command_line import Run
+from tests.support.intake_checks import chat, marked_texts, parse_as, question_and_answer
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+
+MESSAGES = question_and_answer("Hi!", "Hello.")
+TURNS = question_and_answer("Hi!", "Hello.", who="from", what="value")
+SEQUENCE = "<|im_start|>user⏎Hi!<|im_end|>⏎<|im_start|>assistant⏎⟦Hello.<|im_end|>⏎⟧"
+
+
+def _read(record: dict[str, Any]) -> Any:
+    return parse(detect([record]), record)
+
+
+def _roles(*names: str) -> list[str]:
+    parsed = parse_as("messages", chat(*({"role": name, "content": "a"} for name in names)))
+    assert isinstance(parsed, Conversation)
+    return [message.role for message in parsed.messages]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("question", "answer"),
+        ("problem", "solution"),
+        ("query", "response"),
+        ("prompt", "response"),
+        ("input", "output"),
+    ],
+)
+def test_pairs_of_names_are_a_question_and_its_answer(question: str, answer: str) -> None:
+    record = {question: "Hi!", answer: "Hello.", "id": "x", "system": "S"}
+    layout = detect([record])
+    assert (layout.schema, layout.columns["question"], layout.columns["answer"]) == (
+        "question+answer",
+        question,
+        answer,
+    )
+    assert layout.evidence == f"`{question}` and `{answer}` in the first record, some with `system`"
+    assert parse(layout, record) == Exchange("S", "Hi!", "Hello.")
+
+
+def test_the_names_of_a_pair_belong_together() -> None:
+    assert _read({"problem": "a", "solution": "b", "answer": "c"}) == Exchange(None, "a", "b")
+    with pytest.raises(DataError, match="no schema fits"):
+        detect([{"problem": "a", "answer": "c"}])
+    layout = detect([{"problem": "a", "answer": "c"}], columns={"question": "problem"})
+    assert parse(layout, {"problem": "a", "answer": "c"}) == Exchange(None, "a", "c")
+    layout = detect([{"problem": "a", "solution": "b"}, {"question": "a", "answer": "b", "solution": "c"}])
+    assert parse(layout, {"question": "a", "answer": "b", "solution": "c"}) == Exchange(None, "a", "b")
+    assert parse(layout, {"problem": "c", "solution": "d"}) == Exchange(None, "c", "d")
+
+
+def test_a_conversation_under_either_name_in_either_layout_also_as_json() -> None:
+    expected = Conversation((Message("user", "Hi!"), Message("assistant", "Hello.")))
+    for key in ("messages", "conversations", "conversation"):
+        for value in (MESSAGES, TURNS):
+            assert _read({key: value}) == _read({key: json.dumps(value)}) == expected
+    evidence = detect([{"messages": json.dumps(MESSAGES)}]).evidence
+    assert evidence == "`messages` in the first record; roles user, assistant"
+
+
+def test_content_is_text_unless_it_is_a_message() -> None:
+    assert _read({"content": "a b", "path": "x"}) == TextRecord("a b")
+    for record in ({"content": "a b", "role": "user"}, {"content": ["a"]}):
+        with pytest.raises(DataError, match="no schema fits"):
+            detect([record])
+
+
+def test_names_that_mean_other_things_too_are_taken_for_texts_only() -> None:
+    assert _read({"text": "a b", "input": 1, "output": [2]}) == TextRecord("a b")
+    assert _read({"text": "a b", "conversation": "17"}) == TextRecord("a b")
+    assert _read({"text": "a b", "content": {"html": "c"}}) == TextRecord("a b")
+
+
+@pytest.mark.parametrize(
+    ("record", "flags"),
+    [
+        (
+            {"question": "a", "answer": "b", "problem": "a", "solution": "c"},
+            ["--column question=question --column answer=answer", "--column question=problem --column answer=solution"],
+        ),
+        ({"text": "a b", "content": "c d"}, ["--column text=text", "--column text=content"]),
+        ({"messages": MESSAGES, "conversations": TURNS[1:]}, ["--format messages", "--format conversations"]),
+        (
+            {"conversations": TURNS, "conversation": MESSAGES[1:]},
+            ["--column conversations=conversations", "--column conversations=conversation"],
+        ),
+        (
+            {"instruction": "a", "output": "b", "response": "c"},
+            [
+                "--column instruction=instruction --column output=output",
+                "--column instruction=instruction --column output=response",
+            ],
+        ),
+        (
+            {"prompt": "a", "completion": "b", "response": "c"},
+            ["--format prompt+completion", "--format question+answer"],
+        ),
+        ({"length": 5, "num_tokens": 6}, ["--column length=length", "--column length=num_tokens"]),
+    ],
+)
+def test_two_readings_that_differ_are_an_error_whose_flags_decide(
+    record: dict[str, Any], flags: list[str], command: Run
+) -> None:
+    Path("x.jsonl").write_text(json.dumps(record) + "\n")
+    ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER)
+    assert ran.code == 3
+    assert ran.err.startswith("error: x.jsonl: a record can be read in two ways that differ: ")
+    assert ran.err.endswith(f"\nhint: say which: {flags[0]}, or {flags[1]}\n")
+    read = set()
+    for line in flags:
+        ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, "--json", *shlex.split(line))
+        assert ran.code == 0, ran.err
+        read.add(json.dumps(json.loads(ran.out)["sources"][0]["columns"]))
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "schema"),
+    [
+        ({"messages": MESSAGES, "conversations": TURNS}, "messages"),
+        ({"messages": MESSAGES, "conversations": []}, "messages"),
+        ({"messages": "3", "conversations": TURNS}, "conversations"),
+        ({"instruction": "a", "input": "", "output": "b"}, "instruction"),
+        ({"instruction": "a", "input": "b", "output": "c", "text": "d"}, "instruction"),
+        ({"prompt": "a", "response": "b", "text": "c", "messages": MESSAGES}, "messages"),
+        ({"problem": "a", "solution": "b", "question": "a", "answer": "b"}, "question+answer"),
+        ({"text": "a b", "content": "a b"}, "text"),
+        ({"text": "a b", "content": " "}, "text"),
+    ],
+)
+def test_readings_that_are_the_same_or_that_say_less_are_no_error(record: dict[str, Any], schema: str) -> None:
+    assert detect([record]).schema == schema
+
+
+def test_a_function_call_of_openai_and_its_functions_are_a_tool_call_and_tools() -> None:
+    functions = [{"name": "f", "parameters": {}}]
+    record = chat(
+        {"role": "user", "content": "a", "function_call": None},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "f", "content": "3"},
+        {"role": "assistant", "content": "b", "function_call": {}},
+        functions=functions,
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    assert parse_as("messages", record) == Conversation(
+        (
+            Message("user", "a"),
+            Message("assistant", None, None, {"tool_calls": [call]}),
+            Message("tool", "3", None, {"name": "f"}),
+            Message("assistant", "b"),
+        ),
+        [{"type": "function", "function": functions[0]}],
+    )
+    for changed, said in (
+        ({**record, "tools": functions}, "`tools` and `functions` are both there"),
+        (
+            chat({"role": "assistant", "content": "", "function_call": {"name": "f"}, "tool_calls": [call]}),
+            "`messages[0]` has both `function_call` and `tool_calls`",
+        ),
+        (
+            chat({"role": "assistant", "function_call": {"arguments": "{}"}}),
+            "`messages[0].function_call` is an object, expected an object with `name`",
+        ),
+    ):
+        with pytest.raises(RecordError) as caught:
+            parse_as("messages", changed)
+        assert said in caught.value.message
+    assert parse_as("messages", {**record, "tools": [], "functions": json.dumps(functions)}) == parse_as(
+        "messages", record
+    )
+
+
+def test_roles_are_known_by_the_names_that_data_have_for_them() -> None:
+    assert _roles("user", "human", "Human", "prompter") == ["user"] * 4
+    assert _roles("assistant", "gpt", "model", "bot", "chatbot", "CHATBOT", "ai") == ["assistant"] * 7
+    assert _roles("tool", "function", "ipython", "observation", "tool_response") == ["tool"] * 5
+    assert _roles("developer", "user") == ["system", "user"]
+    assert _roles("system", "developer") == ["system", "developer"]
+
+
+def test_an_unknown_role_is_named_with_its_place_and_passed_on_if_it_says_whether_it_counts() -> None:
+    for record, place in (
+        (chat(*MESSAGES, {"role": "critic", "content": "a"}), "`messages[2].role`"),
+        ({"conversations": [{"from": "critic", "value": "a"}]}, "`conversations[0].from`"),
+    ):
+        with pytest.raises(RecordError) as caught:
+            _read(record)
+        assert caught.value.message.startswith(f'{place} is "critic", expected one of system, developer, user, human')
+        assert "`loss`" in caught.value.hint
+    with pytest.raises(RecordError) as caught:
+        _read(chat({"role": "x" * 10_000, "content": "a"}))
+    assert len(caught.value.message) < 400
+    record = chat(*MESSAGES, {"role": "critic", "content": "a", "loss": False})
+    assert parse_as("messages", record) == Conversation(
+        (Message("user", "Hi!"), Message("assistant", "Hello."), Message("critic", "a", False))
+    )
+
+
+def test_what_a_chat_template_says_of_a_role_is_there(command: Run) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no ' ~ m.role) }}{% endif %}{% endfor %}"
+    )
+    Path("t.jinja").write_text(template)
+    Path("x.jsonl").write_text(json.dumps(chat(*MESSAGES, {"role": "critic", "content": "a", "loss": True})) + "\n")
+    ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, "--chat-template", "t.jinja")
+    assert ran.err.startswith("error: x.jsonl:1: the chat template raised on this conversation: no critic\n")
+
+
+@pytest.mark.parametrize("schema", ["instruction", "question+answer"])
+def test_a_history_is_the_turns_before(schema: str) -> None:
+    one, other = ("instruction", "output") if schema == "instruction" else ("query", "response")
+    record = {one: "c", other: "d", "system": "S", "history": [["a", "b"]]}
+    parsed = parse(detect([record]), record)
+    assert parsed == Conversation(
+        (
+            Message("system", "S"),
+            *(Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")),
+        )
+    )
+    for wrong, said in (
+        ("a", "`history` is a string, expected a list"),
+        ([["a"]], "`history[0]` has 1 entries, expected a question and its answer"),
+        ([["a", "b"], ["c", 1]], "`history[1][1]` is a number, expected a string"),
+        ([{"role": "user"}], "`history[0]` is an object, expected a list"),
+    ):
+        with pytest.raises(RecordError) as caught:
+            parse_as(schema, {one: "c", other: "d", "history": wrong}, **_named(schema, one, other))
+        assert caught.value.message == said
+
+
+def _named(schema: str, one: str, other: str) -> dict[str, str]:
+    return {} if schema == "instruction" else {"question": one, "answer": other}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", "".join(json.dumps(some) + "\n" for some in (MESSAGES, TURNS))),
+        ("x.jsonl", "".join(json.dumps(some) + "\n" for some in (chat(*MESSAGES), TURNS))),
+        ("x.json", json.dumps([MESSAGES, TURNS])),
+        ("x.json", json.dumps([MESSAGES, chat(*TURNS)], indent=2)),
+        ("x.json", "\n".join(json.dumps(chat(*some), indent=2) for some in (MESSAGES, TURNS))),
+        ("x.json", "\ufeff" + "".join(json.dumps({"messages": some}, indent=0) for some in (MESSAGES, TURNS)) + "\r\n"),
+    ],
+)
+def test_bare_lists_of_messages_and_objects_over_several_lines_are_records(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert marked_texts(analyze(tmp_path / name, tmp_path / "out", tokenizer=TOKENIZER)) == [SEQUENCE, SEQUENCE]
+
+
+def test_one_object_over_several_lines_is_one_record(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for indent in (0, 4):
+        path.write_text(json.dumps({"more": {"brackets": '{"}[\\"'}, "text": "a b"}, indent=indent))
+        assert marked_texts(analyze(path, tmp_path / "out", tokenizer=TOKENIZER)) == ["a⟦ b⟧"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[]", "found a list"),
+        ('[{"text": "a"}]', "found a list"),
+        (json.dumps([*MESSAGES, {"content": "a"}]), "found a list"),
+        (json.dumps([*MESSAGES, 1]), "found a list"),
+        ('[{"role": "user", "content": "a", "content": "b"}]', 'the key "content" is there twice'),
+        (json.dumps([{"role": "user", "content": 1}]), "`messages[0].content` is a number"),
+    ],
+)
+def test_a_list_that_is_no_list_of_messages_is_refused(line: str, message: str, command: Run) -> None:
+    Path("x.jsonl").write_text(f"{json.dumps(chat(*MESSAGES))}\n{line}\n")
+    assert f"error: x.jsonl:2: {message}" in command("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err
+
+
+def _in_blocks(data: bytes, size: int) -> Iterator[bytes]:
+    yield from (data[start : start + size] for start in range(0, len(data), size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_objects_are_told_apart_wherever_a_block_ends(size: int) -> None:
+    values = [{"a": '}{"\\', "b": [1, {"c": "\n"}]}, {}, {"d": {"e": [[]]}}]
+    data = b"".join(json.dumps(value, indent=2).encode() + b"\n \r\n" for value in values)
+    lines = b"".join(objects(_in_blocks(data, size), "x.json")).splitlines(keepends=True)
+    assert [json.loads(line) for line in b"".join(lines).split(b"\n") if line] == values
+    for broken, message in (
+        (b'{"a": 1}, {"b": 2}', "expected `{` of object 1, found `,`"),
+        (b'{"a": 1} 7', "expected `{` of object 1, found `7`"),
+        (b'{"a": 1} {"b": [2', "expected `}` at the end of object 1, found the end of the file"),
+        (b'{"a": 1]', "expected `}` at the end of object 0, found `]`"),
+        (b'{"a": 1}}', "expected `{` of object 1, found `}`"),
+    ):
+        with pytest.raises(RecordError) as caught:
+            list(objects(_in_blocks(broken, size), "x.json"))
+        assert caught.value.message.startswith(message)
+        assert caught.value.reason == "unreadable"
+
+
+def test_objects_before_damage_are_read(command: Run) -> None:
+    whole = json.dumps({"text": "a b c"}, indent=1)
+    Path("x.json").write_text(f"{whole}\n{whole},\n{whole}")
+    ran = command("analyze", "x.json", "--tokenizer", TOKENIZER)
+    assert ran.err.startswith("error: x.json: expected `{` of object 2, found `,`; objects are counted from 0\n")
+    ran = command("analyze", "x.json", "--tokenizer", TOKENIZER, "--on-error", "skip")
+    assert (ran.code, "3 records = 2 sequences + 1 rejected" in ran.err) == (0, True)

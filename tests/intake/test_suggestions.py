@@ -1,0 +1,140 @@
+"""Where no schema fits, the message has the line to type: taken out of it, it works; and it never fills a screen."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkplan.errors import DataError
+from chunkplan.intake.schemas import detect
+from tests.support.command_line import Run
+from tests.support.intake_checks import question_and_answer
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+
+MESSAGES = question_and_answer("Hi!", "Hello.")
+
+
+def _hint(*records: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(DataError, match="no schema fits") as caught:
+        detect(records, **options)
+    return caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (
+            {"instruction_text": "a", "answer_text": "b"},
+            "--column prompt=instruction_text --column completion=answer_text",
+        ),
+        (
+            {"question": "a", "response": "b", "system_prompt": "S", "id": "niv.1"},
+            "--column system=system_prompt --column question=question --column answer=response",
+        ),
+        ({"Problem": "a", "gold_answer": "b"}, "--column prompt=Problem --column completion=gold_answer"),
+        ({"userQuery": "a", "botReply": "b"}, "--column prompt=userQuery --column completion=botReply"),
+        (
+            {"question": "a", "question_id": "q7", "question_type": "x", "final_answer": "b", "answers": "c"},
+            "--column prompt=question --column completion=answers",
+        ),
+        ({"prompt": MESSAGES[:1], "response": MESSAGES[1:]}, "--column prompt=prompt --column completion=response"),
+        ({"my chat": MESSAGES, "id": "3"}, "--column 'messages=my chat'"),
+        ({"dialogue": json.dumps(MESSAGES)}, "--column messages=dialogue"),
+        ({"dialogue": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "--column messages=dialogue"),
+        ({"body": "some words", "url": "x"}, "--column text=body"),
+        ({"article_text": "words", "title": "some words"}, "--column text=article_text"),
+        ({"it's": "the only words", "id": "x"}, """--column 'text=it'"'"'s'"""),
+        ({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, "--column input_ids=token_ids"),
+        ({"prompt_len": 512, "source": "web"}, "--column length=prompt_len"),
+    ],
+)
+def test_the_line_that_is_suggested_works_when_it_is_pasted(record: dict[str, Any], line: str, command: Run) -> None:
+    Path("x.jsonl").write_text(3 * (json.dumps(record) + "\n"))
+    ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER)
+    assert (ran.code, ran.err.splitlines()[-1]) == (3, f"hint: try this: {line}")
+    pasted = shlex.split(ran.err.partition("try this: ")[2])
+    ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *pasted, "--json")
+    assert ran.code == 0, ran.err
+    read = json.loads(ran.out)["sources"][0]["columns"]
+    named = dict(word.split("=", 1) for word in pasted if word != "--column")
+    assert read | named == read
+
+
+def test_a_line_repeats_what_the_user_has_said() -> None:
+    record = {"q": "a", "the_answer": "b"}
+    assert _hint(record, columns={"question": "q"}) == "try this: --column question=q --column answer=the_answer"
+    assert _hint(record, columns={"prompt": "q"}) == "try this: --column prompt=q --column completion=the_answer"
+    asked = {"my_question": "a", "the_answer": "b"}
+    line = "try this: --column instruction=my_question --column output=the_answer"
+    assert _hint(asked, schema="instruction") == line
+    assert _hint({"dialogue": MESSAGES}, schema="conversations") == "try this: --column conversations=dialogue"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"a": "some words", "b": "other words"},
+        {"input_en": "a", "input_fr": "b", "output_en": "c"},
+        {"answer_id": "x", "prompt_id": "y"},
+        {"question": "a"},
+        {"score": 3, "meta": {}},
+        {"question\n\x1b[31m": "a", "answer": "b"},
+        {"question" + "x" * 200: "a", "answer": "b"},
+        {"": "some words"},
+        {"answer": 3, "question_text": "b"},
+    ],
+)
+def test_without_a_good_suggestion_what_the_schemas_need_is_said(record: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        detect([record, record])
+    assert "question+answer (`question` and `answer` or `problem` and `solution` or" in caught.value.message
+    assert "try this" not in caught.value.hint
+    assert "--format NAME" in caught.value.hint
+    assert "--column ROLE=KEY" in caught.value.hint
+
+
+def test_what_is_suggested_fits_most_of_the_records() -> None:
+    good, bad = {"ask_text": "a", "user_text": "a", "reply_text": "b"}, {"user_text": 1, "reply_text": 2}
+    assert _hint(good, good, bad) == "try this: --column prompt=user_text --column completion=reply_text"
+    assert "try this" not in _hint(good, bad, bad)
+
+
+def test_records_that_are_no_records_are_named() -> None:
+    assert "`messages`" in _hint(*MESSAGES)
+    assert "one message" in _hint(*MESSAGES)
+    assert _hint({"version": 1, "data": [{"text": "a"}] * 5}) == (
+        "`data` is a list of 5 objects: write these as the records"
+    )
+
+
+def test_records_of_many_keys_and_long_ones_do_not_fill_the_screen(command: Run) -> None:
+    keys = {f"key {number}": "a" for number in range(300)}
+    for record in (keys, {"k" * 10_000: "a", "l" * 10_000: "b"}, {**keys, "answer_" + "x" * 10_000: "a"}):
+        for options in ([], ["--format", "text"], ["--column", "text=none"]):
+            Path("x.jsonl").write_text(json.dumps(record) + "\n")
+            ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *options)
+            assert ran.code == 3
+            assert len(ran.err) < 1600
+    Path("x.jsonl").write_text('{"text": "a b"}\n' + json.dumps(keys) + "\n")
+    assert len(command("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) < 600
+    assert "`key 0`" in _found(keys)
+    assert " and 290 more; " in _found(keys)
+
+
+def _found(record: dict[str, Any]) -> str:
+    with pytest.raises(DataError) as caught:
+        detect([record])
+    return caught.value.message
+
+
+def test_roles_of_many_names_do_not_fill_the_evidence() -> None:
+    messages = [{"role": f"name {number}" + "x" * 1000, "content": "a", "loss": True} for number in range(50)]
+    evidence = detect([{"messages": messages}]).evidence
+    assert evidence.endswith(" and 40 more")
+    assert len(evidence) < 900
