@@ -16,6 +16,7 @@ import chunkplan
 from chunkplan.intake.backends import BACKENDS
 from chunkplan.intake.rejection import REASONS
 from chunkplan.intake.schemas import SCHEMAS
+from chunkplan.intake.schemas.roles import ROLES
 from chunkplan.intake.sources import COMPRESSIONS, describe
 from tests.support.intake_checks import marked_texts
 from tests.support.places import ROOT
@@ -97,6 +98,9 @@ def test_the_tables_are_complete() -> None:
             assert re.findall(r"`(\.\w+)`", compressed) == with_compression
     known = ("jsonl", "ndjson", "json", "txt", "parquet", "arrow", "npy")
     assert re.findall(r"`\.(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:])) == list(known)
+    roles = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DATA.split("| role | names")[1].split("\n\n")[0], re.M))
+    named = {name: role for role, names in roles.items() for name in re.findall(r"`(\w+)`", names)}
+    assert named == {**ROLES, "developer": "system"}
     backends = DATA.split("| `--tokenizer` |")[1].split("\n\n")[0].splitlines()[2:]
     assert len(backends) == len(BACKENDS)
 

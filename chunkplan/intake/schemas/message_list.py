@@ -1,4 +1,4 @@
-"""Lists of messages, in both layouts that there are: `role` and `content`, and ShareGPT's `from` and `value`."""
+"""Lists of messages: with `role` and `content`, with ShareGPT's `from` and `value`, or as `human` and `assistant`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 from chunkplan.intake.schemas.roles import PROGRAM_ROLES, ROLES, role_of, with_system
 
 #: Keys of a message that are meant for the training and not for a chat template.
-_LOSS_KEYS = ("loss", "loss_weight", "weight")
+_LOSS_KEYS = ("loss", "loss_weight", "weight", "train", "training")
+
+#: What axolotl reads for parts of a message.
+_LOSS_OF_PARTS = "train_detail"
 
 _OWN_KEYS = {*_LOSS_KEYS, "role", "content"}
 _TURN_KEYS = {*_LOSS_KEYS, "from", "value"}
@@ -40,11 +43,25 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 messages.append(Message(ROLES[speaker], said))
                 continue
         value = typed(value, dict, f"{path}[{index}]")
-        if "role" in value or not ("from" in value or is_sharegpt):
+        if _is_exchange(value):
+            messages += [Message(role, text) for role, text in sorted(_by_role(value), reverse=True)]
+        elif "role" in value or not ("from" in value or is_sharegpt):
             messages.append(_message(value, f"{path}[{index}]"))
         else:
             messages.append(_turn(value, f"{path}[{index}]"))
     return with_system(messages)
+
+
+def _is_exchange(value: JsonObject) -> bool:
+    """Whether it is what a user asked and the assistant answered, as swift has both in one object."""
+    if len(value) != 2 or not all(type(text) is str for text in value.values()):
+        return False
+    return sorted(role for role, _ in _by_role(value)) == ["assistant", "user"]
+
+
+def _by_role(value: JsonObject) -> list[tuple[str, Any]]:
+    """(role, text) of an object whose keys may be names of roles."""
+    return [(ROLES.get(key, key), text) for key, text in value.items()]
 
 
 def make_conversation(messages: list[Message], tools: list[JsonObject] | None, path: str) -> Conversation:
@@ -95,11 +112,13 @@ def _turn(message: JsonObject, path: str) -> Message:
 
 
 def _stated_loss(message: JsonObject, path: str) -> bool | None:
-    """Whether a message counts in the loss, as its `loss`, `loss_weight` or `weight` says; None where they say nothing.
+    """Whether a message counts in the loss, as its `loss`, `weight` or the like says; None where they say nothing.
 
     Raises:
         RecordError: what they say is neither yes nor no, or they disagree.
     """
+    if message.get(_LOSS_OF_PARTS):
+        unsupported(f"`{path}.{_LOSS_OF_PARTS}` has parts of a message, which counts in the loss as a whole or not")
     stated: dict[str, bool] = {}
     for key in _LOSS_KEYS:
         value = message.get(key)

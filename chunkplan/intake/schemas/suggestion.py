@@ -19,7 +19,19 @@ from chunkplan.intake.schemas.registry import SCHEMAS
 
 #: Words in the names of keys, and what has such names.
 _ASKS = {"instruction", "question", "prompt", "query", "problem", "input", "user", "human", "request", "task"}
-_ANSWERS = {"answer", "response", "output", "completion", "solution", "reply", "assistant", "target", "gpt", "bot"}
+_ANSWERS = {
+    "answer",
+    "response",
+    "output",
+    "completion",
+    "solution",
+    "reply",
+    "assistant",
+    "target",
+    "gpt",
+    "bot",
+    "generation",
+}
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
 _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
 
@@ -86,8 +98,9 @@ def _only(
     fitting = [key for key in fitting if barred.isdisjoint(_words(key))]
     distances = {key: len(_words(key)) for key in fitting if words.intersection(_words(key))}
     closest = [key for key, distance in distances.items() if distance == min(distances.values())]
-    if not distances and kind == "text":
-        closest = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
+    if kind == "text":
+        several = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
+        closest = several if not distances or not {*several} <= {*closest} else closest
     if kind == "messages":
         closest = fitting
     return closest[0] if len(closest) == 1 else None

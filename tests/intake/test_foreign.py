@@ -1,0 +1,254 @@
+"""Data in the layouts of other programs, as their documents describe them: what is rendered, and what counts.
+
+The records are ours; the layouts are those of
+
+- axolotl: docs/rlhf.qmd, and inst_tune.qmd, conversation.qmd, pretraining.qmd and stepwise_supervised.qmd in
+  docs/dataset-formats (github.com/axolotl-ai-cloud/axolotl);
+- ms-swift: docs/source_en/Customization/Custom-dataset.md (github.com/modelscope/ms-swift);
+- LLaMA-Factory: data/README.md (github.com/hiyouga/LLaMA-Factory).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkplan import analyze
+from chunkplan.errors import DataError
+from tests.support.intake_checks import marked_texts
+from tests.support.places import ROOT
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
+
+_SYSTEM = "<|im_start|>system⏎Be brief.<|im_end|>⏎"
+_HEAD, _END = "<|im_start|>assistant⏎", "<|im_end|>⏎"
+
+
+def _turns(*said: str, system: str = "") -> str:
+    """What is rendered of questions and answers in turn; the answers count."""
+    asked = [f"<|im_start|>user⏎{text}{_END}" for text in said[::2]]
+    answered = [f"{_HEAD}⟦{text}{_END}⟧" for text in said[1::2]]
+    return system + "".join(one + other for one, other in zip(asked, answered, strict=True))
+
+
+def _chat(who: str, what: str, *said: tuple[str, str], **others: Any) -> list[dict[str, Any]]:
+    return [{who: name, what: text, **others} for name, text in said]
+
+
+_TWO = (("human", "Hi!"), ("gpt", "Hello."), ("human", "Bye!"), ("gpt", "See you."))
+_TWO_RENDERED = _turns("Hi!", "Hello.", "Bye!", "See you.")
+_CALL, _TOOLS = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '[{"name": "add", "parameters": {}}]'
+_CALLED = (("human", "1+2?"), ("function_call", _CALL), ("observation", "3"), ("gpt", "Three."))
+
+_READ: dict[str, tuple[str, dict[str, Any], str]] = {
+    "axolotl alpaca": (
+        "instruction",
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        _turns("Add.⏎1 2", "3"),
+    ),
+    "axolotl gpteacher": (
+        "instruction",
+        {"instruction": "Add one to two.", "input": "", "response": "3"},
+        _turns("Add one to two.", "3"),
+    ),
+    "axolotl jeopardy": (
+        "question+answer",
+        {"question": "Which is odd?", "category": "numbers", "answer": "Three."},
+        _turns("Which is odd?", "Three."),
+    ),
+    "axolotl sharegpt": ("conversations", {"conversations": _chat("from", "value", *_TWO)}, _TWO_RENDERED),
+    "axolotl chat_template": (
+        "conversations",
+        {"conversations": _chat("role", "content", ("user", "Hi!"), ("assistant", "Hello."))},
+        _turns("Hi!", "Hello."),
+    ),
+    "axolotl chat_template, messages": (
+        "messages",
+        {"messages": _chat("role", "content", ("system", "Be brief."), ("user", "Hi!"), ("assistant", "Hello."))},
+        _turns("Hi!", "Hello.", system=_SYSTEM),
+    ),
+    "axolotl message_field_training": (
+        "conversations",
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi!", "train": False},
+                {"from": "gpt", "value": "Hm.", "train": False},
+                {"from": "human", "value": "Hi?", "train": False},
+                {"from": "gpt", "value": "Hello.", "train": True},
+            ]
+        },
+        f"<|im_start|>user⏎Hi!{_END}{_HEAD}Hm.{_END}" + _turns("Hi?", "Hello."),
+    ),
+    "axolotl pretraining": ("text", {"text": "Once upon"}, "On⟦ce upon⟧"),
+    "swift messages": (
+        "messages",
+        {"messages": _chat("role", "content", ("user", "Hi!"), ("assistant", "Hello."))},
+        _turns("Hi!", "Hello."),
+    ),
+    "swift loss": (
+        "messages",
+        {
+            "messages": [
+                *_chat("role", "content", ("user", "Hi!")),
+                *_chat("role", "content", ("assistant", "Hm."), loss=False),
+                *_chat("role", "content", ("user", "Hi?")),
+                *_chat("role", "content", ("assistant", "Hello."), loss=True),
+            ]
+        },
+        f"<|im_start|>user⏎Hi!{_END}{_HEAD}Hm.{_END}" + _turns("Hi?", "Hello."),
+    ),
+    "swift pre-training": (
+        "messages",
+        {"messages": _chat("role", "content", ("assistant", "Once upon a time."))},
+        f"{_HEAD}⟦Once upon a time.{_END}⟧",
+    ),
+    "swift sharegpt": (
+        "conversations",
+        {
+            "system": "Be brief.",
+            "conversation": [{"human": "Hi!", "assistant": "Hello."}, {"human": "Bye!", "assistant": "See you."}],
+        },
+        _SYSTEM + _TWO_RENDERED,
+    ),
+    "swift alpaca": (
+        "instruction",
+        {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"},
+        _turns("Add.⏎1 2", "3", system=_SYSTEM),
+    ),
+    "swift query and response": (
+        "question+answer",
+        {"system": "Be brief.", "query": "Bye!", "response": "See you.", "history": [["Hi!", "Hello."]]},
+        _SYSTEM + _TWO_RENDERED,
+    ),
+    "swift agent": (
+        "messages",
+        {
+            "tools": _TOOLS,
+            "messages": _chat(
+                "role",
+                "content",
+                *(("user", "1+2?"), ("tool_call", _CALL), ("tool_response", "3"), ("assistant", "Three.")),
+            ),
+        },
+        _turns("1+2?", _CALL) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.{_END}⟧",
+    ),
+    "swift KTO": (
+        "messages",
+        {"messages": _chat("role", "content", ("user", "Hi!"), ("assistant", "Hello.")), "label": True},
+        _turns("Hi!", "Hello."),
+    ),
+    "LLaMA-Factory alpaca": (
+        "instruction",
+        {
+            "instruction": "Bye!",
+            "input": "",
+            "output": "See you.",
+            "system": "Be brief.",
+            "history": [["Hi!", "Hello."]],
+        },
+        _SYSTEM + _TWO_RENDERED,
+    ),
+    "LLaMA-Factory sharegpt": (
+        "conversations",
+        {"conversations": _chat("from", "value", *_CALLED), "system": "Be brief.", "tools": _TOOLS},
+        _turns("1+2?", _CALL, system=_SYSTEM) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.{_END}⟧",
+    ),
+    "LLaMA-Factory openai": (
+        "messages",
+        {"messages": _chat("role", "content", ("system", "Be brief."), ("user", "Hi!"), ("assistant", "Hello."))},
+        _turns("Hi!", "Hello.", system=_SYSTEM),
+    ),
+    "LLaMA-Factory pre-training": ("text", {"text": "Once upon"}, "On⟦ce upon⟧"),
+    "LLaMA-Factory KTO": (
+        "instruction",
+        {"instruction": "Hi!", "input": "", "output": "Hello.", "kto_tag": True},
+        _turns("Hi!", "Hello."),
+    ),
+}
+
+_MESSAGES = _chat("role", "content", ("user", "Hi!"), ("assistant", "Hello."))
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "axolotl DPO": (
+        {"system": "S", "question": "a", "chosen": "b", "rejected": "c"},
+        "a preference pair (`chosen` and `rejected`)",
+    ),
+    "axolotl train_detail": (
+        {
+            "conversations": [
+                {
+                    "from": "gpt",
+                    "value": "Hello.",
+                    "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}],
+                }
+            ]
+        },
+        "`conversations[0].train_detail` has parts of a message",
+    ),
+    "axolotl pygmalion": (
+        {"conversations": [{"role": "assistant", "value": "Hello."}]},
+        "`conversations[0].content` is missing",
+    ),
+    "axolotl stepwise": (
+        {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]},
+        "no schema fits the keys of the records",
+    ),
+    "axolotl open_orca": (
+        {"system_prompt": "Be brief.", "question": "Hi!", "response": "Hello."},
+        "no schema fits the keys of the records",
+    ),
+    "swift DPO": ({"messages": _MESSAGES, "rejected_response": "No."}, "a preference pair (`rejected_response` beside"),
+    "swift DPO of messages": (
+        {"messages": _MESSAGES, "rejected_messages": _MESSAGES},
+        "a preference pair (`rejected_messages` beside",
+    ),
+    "swift KTO": ({"messages": _MESSAGES, "label": False}, "`label` is false: a bad answer"),
+    "swift classification": ({"messages": _MESSAGES[:1], "label": 1}, "no token of its 1 sequence counts in the loss"),
+    "swift multimodal": ({"messages": _MESSAGES, "images": ["x.jpg"]}, "`images` beside the text"),
+    "LLaMA-Factory preference": (
+        {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+        "a preference pair (`chosen` and `rejected`)",
+    ),
+    "LLaMA-Factory preference, sharegpt": (
+        {
+            "conversations": _chat("from", "value", ("human", "Hi!")),
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        },
+        "a preference pair (`chosen` and `rejected`)",
+    ),
+    "LLaMA-Factory KTO": ({"instruction": "a", "output": "b", "kto_tag": False}, "`kto_tag` is false: a bad answer"),
+}
+
+
+@pytest.mark.parametrize("name", _READ)
+def test_a_layout_of_another_program_is_rendered_and_its_answers_count(name: str, tmp_path: Path) -> None:
+    schema, record, expected = _READ[name]
+    for file, content in (
+        (tmp_path / "x.jsonl", json.dumps(record) + "\n"),
+        (tmp_path / "x.json", json.dumps([record], indent=2)),
+    ):
+        file.write_text(content)
+        analysis = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
+        assert analysis.manifest["sources"][0]["schema"] == schema
+        assert marked_texts(analysis) == [expected]
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_what_is_no_answer_to_learn_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    record, message = _REFUSED[name]
+    (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError) as caught:
+        analyze(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=TOKENIZER)
+    assert message in caught.value.message
+
+
+def test_nothing_of_these_layouts_is_left_unread_but_what_says_nothing_of_the_answer(tmp_path: Path) -> None:
+    unread = {}
+    for name, (_, record, _) in _READ.items():
+        (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n")
+        source = analyze(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=TOKENIZER).manifest["sources"][0]
+        unread |= {name: list(source["unread_keys"])} if source["unread_keys"] else {}
+    assert unread == {"axolotl jeopardy": ["category"]}
