@@ -123,7 +123,7 @@ def test_lines_under_a_json_name_have_their_line_and_elements_their_index(tmp_pa
 
 
 def test_a_source_without_any_target_fails_loudly(tmp_path: Path) -> None:
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]}
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "critic", "content": "b", "loss": 0}]}
     file = write_lines(tmp_path / "x.jsonl", [record] * 3)
     with pytest.raises(DataError, match="no token of its 3 sequences counts in the loss") as caught:
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)

@@ -197,6 +197,8 @@ def test_roles_are_known_by_the_names_that_data_have_for_them() -> None:
     assert _roles("tool", "function", "ipython", "observation", "tool_response") == ["tool"] * 5
     assert _roles("developer", "user") == ["system", "user"]
     assert _roles("system", "developer") == ["system", "developer"]
+    assert _roles("developer", "system") == ["developer", "system"]
+    assert _roles("user", "developer") == ["user", "developer"]
 
 
 def test_an_unknown_role_is_named_with_its_place_and_passed_on_if_it_says_whether_it_counts() -> None:

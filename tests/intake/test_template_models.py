@@ -19,9 +19,9 @@ from chunkplan import load_analysis
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import SCHEMAS
 from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Ran, Run
+from tests.support.intake_checks import parse_as
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
@@ -52,7 +52,7 @@ def _transformers(name: str, messages: list[dict[str, Any]], tools: Any = None) 
 
 
 def _parse(record: dict[str, Any]) -> Conversation:
-    parsed = SCHEMAS["messages"].parse(record, {"messages": "messages", "tools": "tools", "system": "system"})
+    parsed = parse_as("messages", record)
     assert isinstance(parsed, Conversation)
     return parsed
 

@@ -7,7 +7,8 @@ A name is here if everybody who writes it means the same by it, and no chat temp
 - `function` is OpenAI's name, before there were tools, for what a function returned; `ipython` Llama's, whose templates
   take `tool` for the same; `observation` is ShareGPT's and GLM's, `tool_response` swift's.
 - `function_call` and `tool_call` are calls that the assistant wrote, as text.
-- `developer` is OpenAI's newer name for `system`. Beside a system message it is something else, and stays as it is.
+- `developer` is OpenAI's newer name for `system`. Beside a system message, or later in a conversation, it is something
+  else, which some templates know, and stays as it is.
 
 What is not here may be an answer or not, and so may count in the loss or not: it is refused, unless the message says
 itself with `loss` or a weight whether it counts. The chat template then gets the role as it is.
@@ -50,8 +51,7 @@ def role_of(name: str, path: str, *, says_if_it_counts: bool) -> str:
 
 
 def with_system(messages: list[Message]) -> list[Message]:
-    """`messages` with those of the developer as the system's, unless there is one of the system."""
-    roles = {message.role for message in messages}
-    if "developer" not in roles or "system" in roles:
+    """`messages` with a first one of the developer as the system's, unless there is one of the system."""
+    if not messages or messages[0].role != "developer" or any(message.role == "system" for message in messages):
         return messages
-    return [message._replace(role="system") if message.role == "developer" else message for message in messages]
+    return [messages[0]._replace(role="system"), *messages[1:]]
