@@ -148,8 +148,8 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
     assert stopped.code == 3
     assert stopped.err == (
         "error: bad.jsonl:3: found a list, expected one JSON object a line\n"
-        "hint: JSONL has one JSON object a line; an array is read from files named .json; --on-error skip counts such "
-        "records and goes on\n"
+        "hint: JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named "
+        ".json; --on-error skip counts such records and goes on\n"
     )
     assert not Path("chunkplan-out/analysis").exists()
     ran = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip")

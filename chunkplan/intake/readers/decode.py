@@ -18,7 +18,7 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import json_type
 
-_HINT = "JSONL has one JSON object a line; an array is read from files named .json"
+_HINT = "JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named .json"
 
 _BOM = b"\xef\xbb\xbf"
 

@@ -16,7 +16,9 @@ def parse(record: JsonObject, columns: dict[str, str]) -> Conversation:
         RecordError: a message has an unknown speaker or is not text, all are blank, or `system` contradicts them.
     """
     refuse_history(record, columns)
-    key = SCHEMA.keys_of(record, columns)["conversations"]
+    key = columns["conversations"]
+    if record.get(key) is None:
+        key = SCHEMA.keys_of(record, columns)["conversations"]
     messages = parse_messages(messages_in(record, key), key, is_sharegpt=True)
     conversation = make_conversation(messages, tools(record, columns), key)
     return Conversation(begin_with_system(conversation.messages, record, columns, key), conversation.tools)

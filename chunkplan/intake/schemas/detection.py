@@ -48,8 +48,7 @@ def detect(
                 f"no record has the key `{key}` of --column {role}={key}; found: {_found(readable)}",
                 hint="name a key that the records have",
             )
-    is_chosen = schema is not None or bool(columns)
-    chosen = [choose_reading(record, candidates, columns, is_chosen=is_chosen) for record in readable]
+    chosen = [choose_reading(record, candidates, columns, is_chosen=schema is not None) for record in readable]
     wanted = Counter(None if reading is None else reading.schema for reading in chosen)
     resolved = {name: _resolve(name, columns, readable, chosen) for name in candidates}
     num_unfit = wanted.pop(None, 0)

@@ -10,7 +10,8 @@ from chunkplan.intake.schemas.layout import Schema
 
 def parse(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversation:
     """Raises RecordError where one of the two is not a string, both are blank, or `history` has no exchanges."""
-    columns = SCHEMA.keys_of(record, columns)
+    if record.get(columns["question"]) is None or record.get(columns["answer"]) is None:
+        columns = SCHEMA.keys_of(record, columns)
     question, answer = field(record, columns["question"], str), field(record, columns["answer"], str)
     if is_blank(question) and is_blank(answer):
         empty(f"`{columns['question']}` and `{columns['answer']}` are blank")

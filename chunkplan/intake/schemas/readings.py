@@ -33,8 +33,7 @@ def choose_reading(
     """How `record` is read by one of the schemas `names`, where the user has `named` the keys of some roles, or None.
 
     Of the schemas that say most about the record, the first that it fits. Another that says as much has to make the
-    same of it, or to read only a part of what the first reads. `is_chosen` says that the user has named a schema or a
-    key.
+    same of it, or to read only a part of what the first reads. `is_chosen` says that the user has named the schema.
 
     Raises:
         DataError: two schemas, or two keys, make different things of it.
@@ -45,7 +44,7 @@ def choose_reading(
             for name in group
             if name in names
             for keys in SCHEMAS[name].choices(named)
-            if has_all(record, keys) and (is_chosen or _may_be(name, keys, record))
+            if has_all(record, keys) and (is_chosen or named.keys() & keys or _may_be(name, keys, record))
         ]
         if len(found) > 1:
             return _only(record, found, named)

@@ -155,7 +155,7 @@ def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, st
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]
     for record in records:
         with suppress(DataError, RecursionError):
-            reading = choose_reading(record, names, columns, is_chosen=True)
+            reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
                 usual = {role: keys[0] for role, keys in schema.roles.items()}
                 schema.parse(record, {**usual, **columns, **reading.keys})
