@@ -38,6 +38,10 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
             "--column system=system_prompt --column question=question --column answer=response",
         ),
         ({"Problem": "a", "gold_answer": "b"}, "--column prompt=Problem --column completion=gold_answer"),
+        (
+            {"task": "some task", "request": "a", "model_response": "b"},
+            "--column prompt=request --column completion=model_response",
+        ),
         ({"userQuery": "a", "botReply": "b"}, "--column prompt=userQuery --column completion=botReply"),
         (
             {"question": "a", "question_id": "q7", "question_type": "x", "final_answer": "b", "answers": "c"},
@@ -84,6 +88,8 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
         {"answer_id": "x", "prompt_id": "y"},
         {"question": "a"},
         {"score": 3, "meta": {}},
+        {"article": "some words", "summary": "few words"},
+        {"user": "ann", "title": "some words"},
         {"question\n\x1b[31m": "a", "answer": "b"},
         {"question" + "x" * 200: "a", "answer": "b"},
         {"": "some words"},

@@ -41,7 +41,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "question+answer": {"question": "Hi!", "answer": "Hello."},
 }
 
-#: What becomes of each with the sample tokenizer where there is a chat template, as docs/data.md shows it.
+#: What becomes of those that are conversations with the sample tokenizer, as docs/data.md shows it.
 ANSWERED = "<|im_start|>user⏎Hi!<|im_end|>⏎<|im_start|>assistant⏎⟦Hello.<|im_end|>⏎⟧"
 
 #: Records of four layouts, with blank ones among them.

@@ -18,19 +18,10 @@ from chunkplan.intake.schemas.readings import choose_reading, column_flags
 from chunkplan.intake.schemas.registry import SCHEMAS
 
 #: Words in the names of keys, and what has such names.
-_ASKS = {"instruction", "question", "prompt", "query", "problem", "input", "user", "human", "request", "task"}
+_ASKS = {"instruction", "question", "prompt", "query", "problem", "input", "user", "human", "request"}
 _ANSWERS = {
-    "answer",
-    "response",
-    "output",
-    "completion",
-    "solution",
-    "reply",
-    "assistant",
-    "target",
-    "gpt",
-    "bot",
-    "generation",
+    *("answer", "response", "output", "completion", "solution", "reply", "generation"),
+    *("assistant", "target", "gpt", "bot"),
 }
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
 _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
@@ -38,7 +29,7 @@ _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"},
 #: What has one of these in its name says something about a text.
 _ABOUT = {
     *("id", "ids", "type", "source", "lang", "language", "category", "name", "url", "date", "time", "length", "len"),
-    *("num", "number", "count", "index", "hash", "model", "score", "path", "title", "format", "rejected"),
+    *("num", "number", "count", "index", "hash", "score", "path", "title", "format", "rejected"),
 }
 
 #: Words that say that a key is something else.
