@@ -30,7 +30,7 @@ _HEAD, _END = "<|im_start|>assistant⏎", "<|im_end|>⏎"
 def _turns(*said: str, system: str = "") -> str:
     """What is rendered of questions and answers in turn; the answers count."""
     asked = [f"<|im_start|>user⏎{text}{_END}" for text in said[::2]]
-    answered = [f"{_HEAD}⟦{text}{_END}⟧" for text in said[1::2]]
+    answered = [f"{_HEAD}⟦{text}<|im_end|>⟧⏎" for text in said[1::2]]
     return system + "".join(one + other for one, other in zip(asked, answered, strict=True))
 
 
@@ -103,7 +103,7 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
     "swift pre-training": (
         "messages",
         {"messages": _chat("role", "content", ("assistant", "Once upon a time."))},
-        f"{_HEAD}⟦Once upon a time.{_END}⟧",
+        f"{_HEAD}⟦Once upon a time.<|im_end|>⟧⏎",
     ),
     "swift sharegpt": (
         "conversations",
@@ -133,7 +133,7 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
                 *(("user", "1+2?"), ("tool_call", _CALL), ("tool_response", "3"), ("assistant", "Three.")),
             ),
         },
-        _turns("1+2?", _CALL) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.{_END}⟧",
+        _turns("1+2?", _CALL) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.<|im_end|>⟧⏎",
     ),
     "swift KTO": (
         "messages",
@@ -154,7 +154,7 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
     "LLaMA-Factory sharegpt": (
         "conversations",
         {"conversations": _chat("from", "value", *_CALLED), "system": "Be brief.", "tools": _TOOLS},
-        _turns("1+2?", _CALL, system=_SYSTEM) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.{_END}⟧",
+        _turns("1+2?", _CALL, system=_SYSTEM) + f"<|im_start|>tool⏎3{_END}{_HEAD}⟦Three.<|im_end|>⟧⏎",
     ),
     "LLaMA-Factory openai": (
         "messages",

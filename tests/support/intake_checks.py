@@ -42,7 +42,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 #: What becomes of those that are conversations with the sample tokenizer, as docs/data.md shows it.
-ANSWERED = "<|im_start|>user⏎Hi!<|im_end|>⏎<|im_start|>assistant⏎⟦Hello.<|im_end|>⏎⟧"
+ANSWERED = "<|im_start|>user⏎Hi!<|im_end|>⏎<|im_start|>assistant⏎⟦Hello.<|im_end|>⟧⏎"
 
 #: Records of four layouts, with blank ones among them.
 TEXTS = [{"text": text} for text in ("one", "", "two two two two", " \n", "日本語 😀", "three")]

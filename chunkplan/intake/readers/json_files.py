@@ -39,7 +39,9 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 
 
 def contents(file: SourceFile, taken: Taken) -> tuple[Iterator[bytes], str]:
-    """The bytes of a source as lines, one for each element of an array or object over several, and their reader; `taken` as in `chunks`.
+    """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
+
+    `taken` is as in `chunks`.
 
     Raises:
         RecordError: unreadable; also while the bytes are taken, after all that can be read.
