@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -202,23 +201,22 @@ class _Task:
         return owners, made
 
     def _sequences(self, owners: list[int], records: list[Record]) -> None:
-        """Add what `records` become; of a record of which a part cannot be encoded nothing is kept."""
+        """Add what `records` become; those of one record are kept or rejected each by itself."""
         self._result.num_more += len(owners) - len(set(owners))
         if self._encoder is None:
             self._result.is_estimated = True
             lengths = [min(estimate_tokens(record), _LONGEST) for record in records]
             self._lengths(np.array(owners, np.int64), np.array(lengths, np.int32))
             return
-        encoded: list[tuple[int, tuple[Int32Array, BoolArray]]] = []
+        encoded: list[tuple[Int32Array, BoolArray]] = []
+        kept: list[int] = []
         for owner, one in zip(owners, self._encoder.encode(records), strict=True):
-            if not isinstance(one, RecordError):
-                encoded.append((owner, one))
-            elif not self._rejected or self._rejected[-1].number != owner:
+            if isinstance(one, RecordError):
                 self._rejected.append(Rejected(owner, one.reason, one.message, one.hint))
-        refused = {rejected.number for rejected in self._rejected}
-        kept = [(owner, one) for owner, one in encoded if owner not in refused]
-        self._result.num_more -= sum(count - 1 for owner, count in Counter(owners).items() if owner in refused)
-        self._encoded(np.array([owner for owner, _ in kept], np.int64), [one for _, one in kept])
+            else:
+                encoded.append(one)
+                kept.append(owner)
+        self._encoded(np.array(kept, np.int64), encoded)
 
     def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> None:
         if not encoded:

@@ -2,8 +2,9 @@
 
 A template is a program somebody else wrote: it runs in Jinja's immutable sandbox, and whatever it raises is reported as
 a record that cannot be rendered. What the assistant says is what stands in `{% generation %}` blocks where the template
-has them. Elsewhere spans are found by rendering the conversation up to each message, and are trusted only where each
-such rendering is how the whole one begins.
+has them, else what the template puts out for its messages (see `template_turns`). Where that cannot be told apart,
+spans are found by rendering the conversation up to each message, and trusted only where each such rendering is how the
+whole one begins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jinja2 import nodes
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_fragments import Rendered, WatchedTemplate
+from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
 from chunkplan.intake.template_parts import other_arguments, reads_parts
 from chunkplan.intake.template_sandbox import (
@@ -77,8 +78,6 @@ class ChatTemplate:
         #: The day that renderings depend on, if they depend on it.
         self.today = today if "strftime_now" in source + (for_tools or "") else None
         self._special_tokens = special_tokens
-        others = {*ends, special_tokens.get("eos_token", "")} - {special_tokens.get("bos_token", "")}
-        self._turns = TurnFinder(lambda messages, prompt: self._render_watched(messages, None, prompt), others)
         self._reads_parts: dict[tuple[str, int], bool] = {}
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
@@ -87,6 +86,11 @@ class ChatTemplate:
             self._marks_are_direct = len(marks) == _num_direct_marks(tree)
             self._marked = compile_tree(environment, tree) if marks else None
             self._watched = WatchedTemplate(environment, _without_marks(environment.parse(source)))
+            bos, eos = special_tokens.get("bos_token", ""), special_tokens.get("eos_token", "")
+            has_fixed_prompt = self._watched.has_fixed_prompt
+            self._turns = TurnFinder(
+                self._render_watched, {*ends, eos} - ({bos} - {eos}), eos, has_fixed_prompt=has_fixed_prompt
+            )
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template is not Jinja: {error}{line}"
@@ -105,8 +109,8 @@ class ChatTemplate:
         arguments of calls that are objects are written as JSON, and those that are JSON read.
 
         Raises:
-            RecordError: the template raises, renders a message otherwise when others follow it, leaves out calls of
-                tools that count, or makes the word None of a null that counts.
+            RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
+                where in the rendering a message begins is not known.
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation)
@@ -177,13 +181,19 @@ class ChatTemplate:
 
         It is known from their fragments where these are proved, else from the renderings of beginnings.
         """
-        if self._turns.is_proved(messages):
-            return self._turns.spans(messages, rendered, counting)
+        if self._turns.is_proved(messages, tools):
+            return self._turns.spans(messages, tools, rendered, counting)
 
         def render(count: int, prompt: bool) -> str:
             return self._render_watched(messages[:count], tools, prompt).text
 
-        return [beginning_span(messages, rendered.text, render, index) for index in counting]
+        spans = []
+        for index in counting:
+            start, stop = beginning_span(messages, rendered.text, render, index)
+            if messages[index]["role"] == "assistant":
+                stop = self._turns.stop(rendered.text, start, stop, tools)
+            spans.append((start, stop))
+        return spans
 
     def _render_watched(
         self, messages: list[JsonObject], tools: list[JsonObject] | None, prompt: bool = False
@@ -211,15 +221,19 @@ class ChatTemplate:
             )
         if by_role:
             return full, _merged(spans)
-        assistant = [message for message in conversation.messages if message.role == "assistant"]
-        if len(assistant) != len(spans):
-            raise RecordError(
-                f"the chat template has {len(spans)} generation blocks for the {len(assistant)} messages of the "
-                "assistant, so which of them are left out of the loss is not known",
-                reason="template",
-                hint="use a template with one generation block a message, or leave `loss` and weights out",
-            )
-        kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
+        if self._turns.is_proved(messages, tools):
+            kept = [span for span in spans if conversation.messages[_message_at(rendered, span)].counts_in_loss]
+        else:
+            assistant = [message for message in conversation.messages if message.role == "assistant"]
+            if len(assistant) != len(spans):
+                raise RecordError(
+                    f"the chat template has {len(spans)} generation blocks for the {len(assistant)} messages of the "
+                    "assistant, so which of them are left out of the loss is not known",
+                    reason="template",
+                    hint="use a template with one generation block a message, or train all of the conversation: leave "
+                    "`loss` and weights out, and --turns rendered",
+                )
+            kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
         others = [
             index
             for index, message in enumerate(conversation.messages)
@@ -238,6 +252,11 @@ def _render(template: Pieces, variables: Variables, several: str) -> str:
 def _raised(error: Exception, several: str) -> TemplateRaisedError:
     message = f"the chat template raised on {several}: {error or type(error).__name__}"
     return TemplateRaisedError(message, reason="template", hint=_HINT)
+
+
+def _message_at(rendered: Rendered, span: Span) -> int:
+    """The message in whose fragments a span begins."""
+    return next((each.message for each in rendered.fragments if each.start <= span[0] < each.stop), NOBODY)
 
 
 def _num_direct_marks(node: nodes.Node) -> int:

@@ -13,7 +13,7 @@ where output goes straight into the rendering, not where a macro, a filter or a 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import nodes, pass_context
@@ -56,7 +56,8 @@ class Rendered(NamedTuple):
 class WatchedTemplate:
     """A template whose loops over messages are watched. It takes `tree` for itself.
 
-    `num_loops` is how many loops may be over messages: with none, there are no fragments of messages.
+    `has_fixed_prompt`: nothing before the end of its last loop asks for the generation prompt, and nothing behind it
+    reads what the template has set or what a conversation can reach: what is put out behind it is always the same.
     """
 
     def __init__(self, environment: TemplateEnvironment, tree: nodes.Template) -> None:
@@ -74,7 +75,8 @@ class WatchedTemplate:
             return nothing
 
         environment.filters |= {_ENTER: enter, _AT: watch.at, _LEAVE: leave}
-        self.num_loops, tree.body = _watch_loops(tree.body)
+        self.has_fixed_prompt = _has_fixed_prompt(tree)
+        _, tree.body = _watch_loops(tree.body)
         self._pieces = compile_tree(environment, tree)
 
     def render(self, messages: Sequence[JsonObject], variables: Variables) -> Rendered:
@@ -97,6 +99,25 @@ class WatchedTemplate:
         if length > start:
             fragments.append(Fragment(message, start, length))
         return Rendered("".join(texts), fragments)
+
+
+def _has_fixed_prompt(tree: nodes.Template) -> bool:
+    names = list(tree.find_all(nodes.Name))
+    changing = {name.name for name in names if name.ctx != "load"} | {"messages", "tools"}
+    changing |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    loops = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
+    behind = loops[-1] + 1 if loops else 0
+
+    def used(body: list[nodes.Node]) -> set[str]:
+        return {name.name for node in body for name in _names(node)}
+
+    return not changing & used(tree.body[behind:]) and "add_generation_prompt" not in used(tree.body[:behind])
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    if isinstance(node, nodes.Name):
+        yield node
+    yield from node.find_all(nodes.Name)
 
 
 class _Watch:

@@ -4,25 +4,30 @@ A message's fragments (see `template_fragments`) are all that the template put o
 *header* is not what the model writes: it is the generation prompt, or as much of it as the template puts before a
 message that others follow. What is left runs to the token that ends the turn; a line end behind it is nobody's.
 
-That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls) before
-one of that shape is read: the same shape is rendered with a word of its own as the text of each message, and the words
-have to be in the fragments of their messages.
+That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls, tools or
+none) before one of that shape is read: the same shape is rendered with a word of its own as the text of each message,
+and the words have to be in the fragments of their messages. In every rendering, no text of the messages beside it may
+stand in what counts of a message.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered
 from chunkplan.intake.template_spans import Span
 
-#: (messages, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
-Render = Callable[[list[JsonObject], bool], Rendered]
+#: What tools a conversation has.
+Tools = list[JsonObject] | None
+
+#: (messages, tools, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
+Render = Callable[[list[JsonObject], Tools, bool], Rendered]
 
 #: Keys of a message that templates may read text of the message from.
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
@@ -34,90 +39,139 @@ _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 _MOST_SHAPES = 1 << 12
 
 
+#: Texts of neighbours that are shorter may stand anywhere by chance.
+_LEAST_TEXT = 6
+
+
+class _Frame(NamedTuple):
+    """What a template puts around messages of the assistant.
+
+    `headers`, the longest first, are what the model does not write; `beginnings` and `ends` are what messages begin and
+    end with, whatever they say.
+    """
+
+    headers: list[str]
+    beginnings: list[str]
+    ends: list[str]
+
+
+class _Proof(NamedTuple):
+    """What is known of a shape: whether fragments are told apart, and which message's text is put out nowhere."""
+
+    holds: bool
+    left_out: int | None
+
+
 class TurnFinder:
     """Finds the spans of messages in renderings of one template.
 
     Args:
-        render: renders messages, without tools where `shape` is asked for.
+        render: renders messages.
         ends: the tokens that end a turn or a text, among them those that begin a turn of somebody else.
+        end_of_text: the one that ends a text.
+        has_fixed_prompt: whether the generation prompt is the same behind every conversation.
     """
 
-    def __init__(self, render: Render, ends: Collection[str]) -> None:
+    def __init__(self, render: Render, ends: Collection[str], end_of_text: str, *, has_fixed_prompt: bool) -> None:
         self._render = render
+        self._end_of_texts = end_of_text
         self._ends = tuple(sorted(filter(None, ends), key=len, reverse=True))
-        self._headers: list[str] | None = None
-        self._beginnings: list[str] = []  # what messages of the assistant begin with, whatever they say
-        self._is_proved: dict[Any, bool] = {}
+        self._has_fixed_prompt = has_fixed_prompt
+        self._frames: dict[bool, _Frame] = {}  # by whether there are tools
+        self._proofs: dict[Any, _Proof] = {}
 
-    def is_proved(self, messages: list[JsonObject]) -> bool:
+    def is_proved(self, messages: list[JsonObject], tools: Tools) -> bool:
         """Whether fragments of conversations of the shape of `messages` are those of their messages."""
-        shape = tuple(map(_shape, messages))
-        found = self._is_proved.get(shape)
-        if found is None:
-            if len(self._is_proved) >= _MOST_SHAPES:
-                self._is_proved.clear()
-            found = self._is_proved[shape] = self._prove(messages)
-        return found
+        return self._proof(messages, tools).holds
 
-    def spans(self, messages: list[JsonObject], rendered: Rendered, counting: Sequence[int]) -> list[Span]:
+    def spans(
+        self, messages: list[JsonObject], tools: Tools, rendered: Rendered, counting: Sequence[int]
+    ) -> list[Span]:
         """The characters of messages that count, by their indices: of the assistant's what it wrote, of others' all.
 
         Raises:
-            RecordError: where the header of a message ends is not known.
+            RecordError: where the header of a message ends is not known, or the text of one is left out.
         """
+        left_out = self._proof(messages, tools).left_out
+        if left_out in counting:
+            raise RecordError(
+                f"the chat template leaves out what the assistant says in `messages[{left_out}]`",
+                reason="template",
+                hint="give its content as a list of text parts if the template reads these, or another template",
+            )
         fragments: dict[int, list[Span]] = {index: [] for index in counting}
         for message, start, stop in rendered.fragments:
             if message in fragments:
                 fragments[message].append((start, stop))
-        return [span for index in counting for span in self._spans(messages, rendered, index, fragments[index])]
+        found: list[Span] = []
+        for index in counting:
+            spans = fragments[index]
+            if spans and messages[index]["role"] == "assistant":
+                spans = self._written(messages, tools, rendered, index, spans)
+                _refuse_text_of_others(messages, index, "".join(rendered.text[start:stop] for start, stop in spans))
+            found += spans
+        return found
 
-    def _spans(self, messages: list[JsonObject], rendered: Rendered, index: int, spans: list[Span]) -> list[Span]:
-        """Of one message, whose fragments `spans` are."""
-        if not spans or messages[index]["role"] != "assistant":
-            return spans
-        for place, (start, stop) in enumerate(spans):
+    def stop(self, text: str, start: int, stop: int, tools: Tools) -> int:
+        """Where what the model writes of [start, stop) ends: behind the token that ends the turn, not a line end."""
+        written = text[start:stop]
+        for end in self._frame(tools).ends:
+            if written.endswith(end):
+                return stop - len(end) + len(end.rstrip())
+        stripped = written.rstrip()
+        return start + len(stripped) if stripped.endswith(self._ends) else stop
+
+    def _written(
+        self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, fragments: list[Span]
+    ) -> list[Span]:
+        """What the model writes of a message whose fragments these are."""
+        spans = []
+        for place, (start, stop) in enumerate(fragments):
             text = rendered.text[start:stop]
-            header = self._header(messages, text, index) if not place else self._known_header(text)
-            spans[place] = start + header, stop
+            header = self._known_header(text, tools) if place else self._header(messages, tools, text, index)
+            spans.append((start + header, stop))
         start, stop = spans[-1]
-        spans[-1] = start, self._stop(rendered.text, start, stop)
-        if index + 1 == len(messages) and stop == rendered.stop_of_messages:
-            spans += self._end_of_text(rendered.text, stop)
+        end = self.stop(rendered.text, start, stop, tools)
+        is_last = index + 1 == len(messages)
+        if end == stop and not is_last and messages[index + 1]["role"] != "assistant" and not self._frame(tools).ends:
+            end += len(self._end_at(rendered.text, stop))  # the token that begins the turn of somebody else
+        spans[-1] = start, end
+        if is_last and stop == rendered.stop_of_messages:
+            spans += self._end_of_text(rendered.text, stop, tools)
         return spans
 
-    def _stop(self, text: str, start: int, stop: int) -> int:
-        """Where what the model writes of [start, stop) ends: behind the token that ends the turn.
-
-        Where the message has none of its own, the token that begins the turn of somebody else ends this one.
-        """
-        written = text[start:stop].rstrip()
-        if written.endswith(self._ends):
-            return start + len(written)
-        return stop + len(self._end_at(text, stop))
-
-    def _end_of_text(self, text: str, stop: int) -> list[Span]:
-        """The token that a template puts out behind the last message, from `stop` on, where it does."""
-        stop += len(text[stop:]) - len(text[stop:].lstrip())
-        end = self._end_at(text, stop)
-        return [(stop, stop + len(end))] if end else []
+    def _end_of_text(self, text: str, stop: int, tools: Tools) -> list[Span]:
+        """The one token that a template puts out behind the last message, from `stop` on, where that is all."""
+        end = text[stop:].strip()
+        if end not in self._ends or any(header.strip() == end for header in self._frame(tools).headers):
+            return []
+        stop = text.index(end, stop)
+        return [(stop, stop + len(end))]
 
     def _end_at(self, text: str, place: int) -> str:
         return next((end for end in self._ends if text.startswith(end, place)), "")
 
-    def _header(self, messages: list[JsonObject], text: str, index: int) -> int:
+    def _header(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
         """How many characters of `text`, what was put out for a message of the assistant first, are its header."""
-        known = self._known_header(text)
+        prompt = None
+        if not self._has_fixed_prompt:
+            prompt = self._prompt(messages[: max(index, 1)], tools)
+            if prompt and prompt.strip() and text.startswith(prompt):
+                return len(prompt)
+        known = self._known_header(text, tools)
         if known:
             return known
-        prompt = self._prompt(messages[: max(index, 1)])
+        if self._has_fixed_prompt:
+            prompt = self._prompt(messages[: max(index, 1)], tools)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
-        headers = [header for header in (prompt, *(self._headers or ())) if header]
+        frame = self._frame(tools)
+        headers = [header for header in (prompt, *frame.headers) if header]
         if not index:
             for header in headers:
                 if header in text:  # behind what the template begins every conversation with
                     return text.index(header) + len(header)
-        beginnings = [beginning for beginning in (*headers, *self._beginnings) if beginning]
+        beginnings = [beginning for beginning in (*headers, *frame.beginnings) if beginning]
         if headers and not any(beginning in text or _common(beginning, text) for beginning in beginnings):
             return 0  # the template puts out no header for this message, nor anything like one
         raise RecordError(
@@ -127,57 +181,103 @@ class TurnFinder:
             hint="use a template with {% generation %} blocks",
         )
 
-    def _known_header(self, text: str) -> int:
+    def _known_header(self, text: str, tools: Tools) -> int:
         """How many characters of `text` are a header of the template; 0 if it begins with none."""
-        if self._headers is None:
-            self._headers = self._find_headers()
-        return next((len(header) for header in self._headers if text.startswith(header)), 0)
+        return next((len(header) for header in self._frame(tools).headers if text.startswith(header)), 0)
 
-    def _prompt(self, messages: list[JsonObject]) -> str | None:
+    def _prompt(self, messages: list[JsonObject], tools: Tools) -> str | None:
         """What follows `messages` where the model is to answer them; None where they are rendered otherwise then."""
-        without, with_prompt = self._render(messages, False), self._render(messages, True)
+        without, with_prompt = self._render(messages, tools, False), self._render(messages, tools, True)
         stop = without.stop_of_messages
-        return with_prompt.text[stop:] if with_prompt.text[:stop] == without.text[:stop] else None
+        if with_prompt.text[:stop] != without.text[:stop]:
+            return None
+        tail, prompt = without.text[stop:], with_prompt.text[stop:]
+        if tail != prompt:
+            return prompt.removesuffix(tail)
+        return "" if tail.strip() == self._end_of_texts else prompt  # which some put out whether asked for or not
 
-    def _find_headers(self) -> list[str]:
-        """The headers of the template, the longest first: found from two conversations that differ in the answers."""
-        ask = {"role": "user", "content": "ask"}
-        headers = set()
+    def _frame(self, tools: Tools) -> _Frame:
+        found = self._frames.get(bool(tools))
+        if found is None:
+            found = self._frames[bool(tools)] = self._find_frame(tools)
+        return found
+
+    def _find_frame(self, tools: Tools) -> _Frame:
+        """The frame of messages, found from two conversations that differ in the answers."""
+        ask: JsonObject = {"role": "user", "content": "ask"}
+        blocks: list[list[str]] = [[], []]
         try:
-            prompt = self._prompt([ask]) or ""
-            blocks: list[list[str]] = [[], []]
+            prompt = self._prompt([ask], tools) or ""
             for first, last in (("one", "two"), ("this", "any")):
-                answers = [{"role": "assistant", "content": text} for text in (first, last)]
-                rendered = self._render([ask, answers[0], ask | {}, answers[1]], False)
+                answers: list[JsonObject] = [{"role": "assistant", "content": text} for text in (first, last)]
+                rendered = self._render([ask, answers[0], ask | {}, answers[1]], tools, False)
                 for place, index in enumerate((1, 3)):
-                    fragments = rendered.of_message(index)
-                    blocks[place].append(rendered.text[fragments[0].start : fragments[0].stop] if fragments else "")
-            for block in blocks:
-                common = _common(*block)
-                self._beginnings.append(common)
-                header = _common(prompt, common) if prompt.strip() else common
-                rest = prompt.removeprefix(header)
-                if not rest.strip() or _THOUGHT.search(rest):
-                    headers.add(header)
-            headers.add(prompt)
+                    blocks[place].append("".join(rendered.text[f.start : f.stop] for f in rendered.of_message(index)))
         except RecordError:
-            return []
-        return sorted((header for header in headers if header.strip()), key=len, reverse=True)
+            return _Frame([], [], [])
+        headers, beginnings = {prompt}, []
+        for block in blocks:
+            common = _common(*block)
+            beginnings.append(common)
+            header = _common(prompt, common) if prompt.strip() else common
+            rest = prompt.removeprefix(header)
+            if not rest.strip() or _THOUGHT.search(rest):
+                headers.add(header)
+        ends = {_common(*(text[::-1] for text in block))[::-1] for block in blocks}
 
-    def _prove(self, messages: list[JsonObject]) -> bool:
+        def longest_first(texts: set[str]) -> list[str]:
+            return sorted((text for text in texts if text.strip()), key=len, reverse=True)
+
+        return _Frame(longest_first(headers), beginnings, longest_first(ends))
+
+    def _proof(self, messages: list[JsonObject], tools: Tools) -> _Proof:
+        shape = bool(tools), *map(_shape, messages)
+        found = self._proofs.get(shape)
+        if found is None:
+            if len(self._proofs) >= _MOST_SHAPES:
+                self._proofs.clear()
+            found = self._proofs[shape] = self._prove(messages, tools)
+        return found
+
+    def _prove(self, messages: list[JsonObject], tools: Tools) -> _Proof:
         words = [_word(index) for index in range(len(messages))]
         worded = [_with_text(message, word) for message, word in zip(messages, words, strict=True)]
         try:
-            rendered = self._render(worded, False)
+            rendered = self._render(worded, tools, False)
         except RecordError:
-            return False
+            return _Proof(False, None)
         texts: dict[int, str] = dict.fromkeys(range(NOBODY, len(messages)), "")
         for message, start, stop in rendered.fragments:
-            texts[message] += rendered.text[start:stop]
+            texts[message] += rendered.text[start:stop].lower()
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        return all(
+        said = [
+            index for index in assistants if messages[index].get("content") and not messages[index].get("tool_calls")
+        ]
+        left_out = next((index for index in said if words[index] not in rendered.text.lower()), None)
+        holds = all(
             (words[other] in texts[index]) <= (other == index) for index in assistants for other in range(len(messages))
         ) and all(words[index] not in texts[other] for index in assistants for other in texts if other != index)
+        return _Proof(holds, left_out)
+
+
+def _refuse_text_of_others(messages: list[JsonObject], index: int, written: str) -> None:
+    """Raises RecordError where the text of a message beside message `index` stands in what it wrote, but not in it."""
+    own: str | None = None
+    for other in range(max(index - 1, 0), min(index + 3, len(messages))):
+        text = messages[other].get("content")
+        if other == index or not isinstance(text, str):
+            continue
+        text = text.strip().lower()
+        if len(text) < _LEAST_TEXT or text not in written.lower():
+            continue
+        if own is None:
+            own = json.dumps(messages[index], ensure_ascii=False, default=str).lower()
+        if json.dumps(text, ensure_ascii=False)[1:-1] not in own and text not in own:
+            raise RecordError(
+                f"the chat template puts what `messages[{other}]` says into `messages[{index}]`",
+                reason="template",
+                hint="use a template with {% generation %} blocks",
+            )
 
 
 def _shape(message: JsonObject) -> Any:

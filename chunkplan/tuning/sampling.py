@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def attention_pairs_per_step(self) -> float:
-        """Attention pairs of a step, on average over all steps: squared lengths of its sequences, see `squares_of`."""
+        """Attention pairs of a step, on average over all steps: squared lengths, see `attention_pairs_of`."""
         return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64) ** 2, self.first_of_step[:-1]))
 
     @property

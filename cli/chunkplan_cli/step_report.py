@@ -83,10 +83,8 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
 
 def kind_words(chunk: Chunk) -> str:
     """Say what kind of chunk it is, and which part of a sequence it holds."""
-    if not chunk.segments:
-        return "zero-loss"
     if chunk.group_id is None:
-        return "standalone"
+        return chunk.kind
     return f"part {chunk.group_index + 1}/{chunk.group_size}" + ("" if chunk.keeps_activations else " kv")
 
 

@@ -20,7 +20,6 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan.planfile.plan import Chunk
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
@@ -167,7 +166,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         relative_errors=errors,
         loss=loss,
         reference_loss=reference_loss,
-        chunks=dict(Counter(_kind(chunk) for chunk in chunks)),
+        chunks=dict(Counter(chunk.kind.replace("-", "_") for chunk in chunks)),
         vanishing=vanishing,
         tolerance=TOLERANCE,
         passed=worst <= TOLERANCE,
@@ -222,11 +221,3 @@ def relative_errors(
         name: (gradients[name] - reference[name]).norm().item() / (overall if name in vanishing else norm)
         for name, norm in norms.items()
     }
-
-
-def _kind(chunk: Chunk) -> str:
-    if not chunk.segments:
-        return "zero_loss"
-    if chunk.group_id is None:
-        return "standalone"
-    return "dependent" if len(chunk.segments) == 1 else "mixed"

@@ -101,7 +101,7 @@ def test_a_template_that_fails_or_looks_ahead_is_an_error_at_the_record(
         assert one[0].tolist() == encode_all(loaded, good)[0][0].tolist()
 
 
-def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) -> None:
+def test_an_answer_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
     """Even where the generation prompt looks like the message that follows."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}{% endif %}{% endfor %}"
@@ -109,10 +109,10 @@ def test_a_message_that_the_template_leaves_out_has_no_target(tmp_path: Path) ->
     )
     loaded = load_tokenizer(save_tokenizer(tmp_path, byte_level(), chat_template=template))
     messages = ("user", "a"), ("assistant", "x"), ("user", "b")
-    [(_, target), (_, last)] = encode_all(
-        loaded, conversation(*messages), conversation(*messages, counts=(False, True, True))
-    )
-    assert target.tolist() == [False] * 4
+    [error] = loaded.encode([conversation(*messages)])
+    assert isinstance(error, RecordError)
+    assert "leaves out what the assistant says in `messages[1]`" in error.message
+    [(_, last)] = encode_all(loaded, conversation(*messages, counts=(False, False, True)))
     assert last.tolist() == [False, False, True, True]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chunkplan.intake.readers import cut, read
@@ -152,6 +152,8 @@ def test_the_elements_of_an_array_are_those_of_json(values: list[Any], indent: i
 
 
 @settings(max_examples=300, derandomize=True)
+@example(b"\\}", 1)
+@example(b"1,\\]", 1)
 @given(_files(), st.integers(1, 20))
 def test_anything_behind_a_bracket_is_elements_or_unreadable(data: bytes, size: int) -> None:
     lines, message = _split(b"[" + data, size)

@@ -65,13 +65,18 @@ def test_each_message_counts_as_it_says_where_there_is_one_generation_block_for_
     assert _counting(GENERATION["whole"], *said) == ["<|im_start|>user\na<|im_end|>\n", "c<|im_end|>\n"]
 
 
-def test_what_messages_say_against_their_role_needs_a_block_for_each_of_the_assistant() -> None:
+def test_what_messages_say_against_their_role_holds_for_all_their_blocks() -> None:
     twice = GENERATION["whole"].replace(
         "{{ m.content }}<|im_end|>\n{% endg", "{{ m.content }}{% endgeneration %}, {% generation %}<|im_end|>\n{% endg"
     )
     assert _counting(twice, Message("user", "a"), Message("assistant", "b")) == ["b", "<|im_end|>\n"]
+    said = Message("user", "a", True), Message("assistant", "b")
+    assert _counting(twice, *said) == ["<|im_start|>user\na<|im_end|>\n", "b", "<|im_end|>\n"]
+    hidden = (
+        "{% macro say(messages) %}" + twice + "{% endmacro %}{{ say(messages) }}"
+    )  # whose output nobody tells apart
     with pytest.raises(RecordError, match="2 generation blocks for the 1 messages") as caught:
-        _counting(twice, Message("user", "a", True), Message("assistant", "b"))
+        _counting(hidden, *said)
     assert caught.value.reason == "template"
 
 

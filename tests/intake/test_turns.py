@@ -33,9 +33,11 @@ ENDS = {
     *("<|user|>", "<|observation|>", "<|system|>"),
 }
 
-#: All that take texts; `llava_next` reads lists of parts alone.
+#: They take lists of parts alone.
+PARTS_ONLY = ("idefics3", "llava_next", "smolvlm")
+
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if not path.stem.endswith("_training"))
-NAMES.remove("llava_next")
+NAMES = [name for name in NAMES if name not in PARTS_ONLY]
 
 #: Templates whose twins for training render the same, with blocks around what the assistant wrote.
 TWINS = [name for name in NAMES if (TEMPLATES / f"{name}_training.jinja").exists()]
@@ -189,8 +191,7 @@ def test_every_conversation_is_kept(name: str, said: list[tuple[str, str]], reas
         return
     counted = "".join(counting(name, full))
     assert not re.search(r"ask\d", counted)
-    if name not in ("idefics3", "smolvlm"):  # which put out nothing of an answer that is a string
-        assert [f"answer{at}" in counted for at in range(len(said))] == [True] * len(said)
+    assert [f"answer{at}" in counted for at in range(len(said))] == [True] * len(said)
 
 
 def test_turns_are_trained_as_rendered_or_the_last_or_each_as_the_model_met_it() -> None:
@@ -262,13 +263,13 @@ def test_each_turn_is_a_sequence_of_its_record_and_all_are_counted(command: Run,
     assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
 
 
-def test_a_conversation_of_which_one_turn_cannot_be_rendered_is_rejected_once(command: Run, tmp_path: Path) -> None:
+def test_a_turn_that_cannot_be_rendered_is_rejected_by_itself(command: Run, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in (SAID, SAID[:2])))
     refusing = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + source_of("qwen3")
     (tmp_path / "t.jinja").write_text(refusing)
     options = ("--chat-template", "t.jinja", "--turns", "each", "--on-error", "skip")
     ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
-    assert "2 records = 1 sequences + 1 rejected" in ran.err
+    assert "2 records + 1 more turns = 2 sequences + 1 rejected" in ran.err
     assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
 
 
@@ -316,3 +317,99 @@ def test_a_message_without_a_header_counts_from_its_beginning() -> None:
     assert numbered != source_of("qwen2_5_vl")
     with pytest.raises(RecordError, match=r"begins `messages\[1\]` neither with its generation prompt nor"):
         ChatTemplate(numbered, SPECIAL, "x", ends=ENDS).render(PLAIN)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_template_that_leaves_out_what_is_said_is_named(name: str) -> None:
+    with pytest.raises(RecordError, match=r"leaves out what the assistant says in `messages\[1\]`"):
+        template(name).render(PLAIN)
+    parts = Conversation(tuple(message._replace(parts=(message.content or "",)) for message in PLAIN.messages))
+    text, spans = template(name).render(parts)
+    assert [text[start:stop] for start, stop in spans] == [" Hello.<end_of_utterance>", " Well.<end_of_utterance>"]
+
+
+BODY = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASK = "{{ '<|im_start|>assistant\\n' }}"
+WHEN_ASKED = "{% if add_generation_prompt %}" + ASK + "{% endif %}"
+
+#: What a hostile reader came up with: template -> what counts.
+HOSTILE = {
+    "a prompt that is always put out": (
+        "{% for m in messages %}" + BODY + "{% endfor %}" + ASK,
+        ["Hello.<|im_end|>", "Well.<|im_end|>"],
+    ),
+    "an end that is no special token": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n<|over|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        ["Hello.\n<|over|>", "Well.\n<|over|>"],
+    ),
+    "the next message within a message": (
+        "{% for m in messages %}" + BODY + "{% if m.role == 'assistant' and loop.nextitem is defined %}"
+        "{{ loop.nextitem.content | upper }} asked{% endif %}{% endfor %}" + WHEN_ASKED,
+        ["Hello.<|im_end|>", "Well.<|im_end|>"],
+    ),
+    "a longer header for some": (
+        "{% set think = '<think>\n\n</think>\n\n' if 'Hi?' in messages[0].content else '' %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ think }}{{ m.content }}<|im_end|>\n{% else %}"
+        + BODY
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + ASK
+        + "{{ think }}{% endif %}",
+        ["Hello.<|im_end|>", "Well.<|im_end|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_neither_headers_nor_words_of_others_ever_count(name: str) -> None:
+    source, expected = HOSTILE[name]
+    asked = conversation("Hi?", "Hello.", "And what now?", "Well.")
+    read = ChatTemplate(source, SPECIAL, "x", ends={"<|im_end|>", "<|im_start|>", "<|user|>", "<|assistant|>"})
+    text, spans = read.render(asked)
+    assert [text[start:stop] for start, stop in spans] == expected
+
+
+def test_what_is_proved_without_tools_is_proved_again_with_them() -> None:
+    condition = "{% if tools and m.role == 'assistant' and loop.nextitem is defined %}"
+    next_one = condition + "{{ loop.nextitem.content }}{% endif %}"
+    source = "{% for m in messages %}" + BODY + next_one + "{% endfor %}" + WHEN_ASKED
+    read = ChatTemplate(source, SPECIAL, "x", ends={"<|im_end|>"})
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        text, spans = read.render(Conversation(PLAIN.messages, tools))
+        assert [text[start:stop] for start, stop in spans] == ["Hello.<|im_end|>", "Well.<|im_end|>"]
+
+
+def test_what_a_neighbour_says_never_counts_whatever_brings_it_there() -> None:
+    """A template that looks at texts: what was proved of other texts does not hold."""
+    trap = "{% if 'trap' in m.content %}{{ loop.nextitem.content }}{% endif %}"
+    source = "{% for m in messages %}{{ loop.length }}" + BODY + trap + "{% endfor %}" + WHEN_ASKED
+    read = ChatTemplate(source.replace("{{ loop.length }}", ""), SPECIAL, "x", ends={"<|im_end|>"})
+    with pytest.raises(RecordError, match=r"puts what `messages\[2\]` says into `messages\[1\]`"):
+        read.render(conversation("Hi?", "A trap.", "And what now?", "Well."))
+
+
+def test_the_header_of_a_second_answer_in_a_row_does_not_count() -> None:
+    messages = (*PLAIN.messages[:2], Message("assistant", "More."), *PLAIN.messages[2:])
+    assert counting("glm4moe", Conversation(messages)) == [
+        "\n<think></think>\nHello.",
+        "\n<think></think>\nMore.<|user|>",
+        "\n<think></think>\nWell.",
+    ]
+
+
+def test_the_end_of_the_text_counts_where_it_is_the_beginning_too() -> None:
+    both = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ eos_token }}"
+    text, spans = ChatTemplate(source, both, "x").render(PLAIN)
+    assert [text[start:stop] for start, stop in spans][-1] == "Well.\n\n<|endoftext|>"
+
+
+def test_turns_are_trained_by_blocks_too_however_many_a_message_has() -> None:
+    twice = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}<think>"
+        "{% endgeneration %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
+        "<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    [last] = by_turns(PLAIN, "last")
+    text, spans = ChatTemplate(twice, SPECIAL, "x").render(last)
+    assert "".join(text[start:stop] for start, stop in spans) == "<think>Well.<|im_end|>"

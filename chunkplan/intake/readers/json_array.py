@@ -177,7 +177,7 @@ class _Marks:
 
         Of an array, 1 is the depth of its elements; of objects one after another, 0.
         """
-        if self._is_escaped:
+        if self._is_escaped and block[:1] in (b'"', b"\\"):  # a bracket behind a backslash is one all the same
             block = b"_" + block[1:]
         if b"\\" in block:  # blank out what is escaped: of a run of backslashes, pairs from its begin
             block = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
