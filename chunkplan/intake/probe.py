@@ -6,6 +6,7 @@ is behind a URL, is not touched.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -21,6 +22,7 @@ from chunkplan.intake.readers.stream import Taken, chunks
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout, detect, parse
+from chunkplan.intake.schemas.suggestion import TRY
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.quantities import counted
@@ -55,15 +57,22 @@ def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: i
     if len(problems) == 1:
         hint = f"{error.hint}; --on-error skip leaves this source out and lists it" if is_rest else error.hint
         return UnreadableSourcesError(error.message, where=error.where or name, hint=hint, is_rest=is_rest)
-    lines = [
-        f"{error.where or name}: {shorten(error.message, _LETTERS, placeholder=' ...')}"
-        for name, error in problems[:_NAMED]
-    ]
+    lines = [f"{error.where or name}: {_in_a_line(name, error)}" for name, error in problems[:_NAMED]]
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
     hint = "--on-error skip leaves these sources out and lists them" if is_rest else f"for the first: {error.hint}"
     message = f"{len(problems):,} of {counted(num_sources, 'source')} cannot be read, and nothing was tokenised"
     return UnreadableSourcesError(message, hint=hint, lines=lines, is_rest=is_rest)
+
+
+def _in_a_line(name: str, error: DataError) -> str:
+    """What is wrong with a source of several, and the keys to give for it alone where some would do."""
+    words = shlex.split((error.hint or "").removeprefix(TRY)) if (error.hint or "").startswith(TRY) else []
+    source = Path(name).name
+    if not words or any(letter in source for letter in ":=*?["):  # what stands for something else before a role
+        return shorten(error.message, _LETTERS, placeholder=" ...")
+    flags = (word if word == "--column" else f"{source}:{word}" for word in words)
+    return f"no schema fits; {TRY}{shlex.join(flags)}"
 
 
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:

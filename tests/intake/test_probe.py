@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,18 @@ def test_no_large_file_is_read_whole_to_look_at_it_and_no_stream_at_all(tmp_path
     assert read_bytes() - before < 8_000_000
     assert os.read(pipe, 100) == b'{"text": "a"}\n'
     os.close(pipe)
+
+
+def test_the_keys_to_give_for_each_of_several_sources_work_as_they_are_printed(tmp_path: Path) -> None:
+    """Each for its own source: what is said of one is nothing for the others."""
+    write_lines(
+        tmp_path / "data" / "a.jsonl", [{"the_prompt": "Add.", "my_solution": f"{number}"} for number in range(9)]
+    )
+    write_lines(tmp_path / "data" / "b.jsonl", [{"body_text": f"number {number}"} for number in range(9)])
+    write_lines(tmp_path / "data" / "c.jsonl", [{"text": "as it should be"}])
+    with pytest.raises(DataError) as caught:
+        analyze([tmp_path / "data"], tmp_path / "out")
+    flags = [shlex.split(line.partition("no schema fits; try this: ")[2]) for line in caught.value.lines]
+    assert len(flags) == 2 and all(words[::2] == ["--column"] * (len(words) // 2) for words in flags)
+    columns = dict(word.split("=") for words in flags for word in words[1::2])
+    assert analyze([tmp_path / "data"], tmp_path / "out", IntakeOptions(columns=columns)).num_sequences == 19

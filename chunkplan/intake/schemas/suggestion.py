@@ -35,6 +35,9 @@ _ABOUT = {
 #: Words that say that a key is something else.
 _BARRED = {"ask": _ABOUT | _SYSTEM, "answer": _ABOUT | _SYSTEM, "text": _ABOUT | _ASKS | _ANSWERS | _SYSTEM}
 
+#: What a suggested line begins with.
+TRY = "try this: "
+
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
 
@@ -65,7 +68,7 @@ def suggest(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
             keys = {role: key for role, key in columns.items() if key is not None}
             if _can_be_read(records, name, keys):
-                return f"try this: {column_flags(keys)}"
+                return f"{TRY}{column_flags(keys)}"
     for key, value in records[0].items() if len(records) == 1 else ():
         if type(value) is list and value and type(value[0]) is dict and _is_plain(key):
             return f"`{key}` is a list of {len(value):,} objects: write these as the records"
