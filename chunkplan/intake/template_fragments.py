@@ -61,8 +61,7 @@ class WatchedTemplate:
     """
 
     def __init__(self, environment: TemplateEnvironment, tree: nodes.Template) -> None:
-        self._watch = _Watch()
-        watch = self._watch
+        watch = self._watch = _Watch()
 
         @pass_context  # so that they are called every time
         def enter(_: Any, nothing: str) -> str:
@@ -76,7 +75,7 @@ class WatchedTemplate:
 
         environment.filters |= {_ENTER: enter, _AT: watch.at, _LEAVE: leave}
         self.has_fixed_prompt = _has_fixed_prompt(tree)
-        _, tree.body = _watch_loops(tree.body)
+        tree.body = _watch_loops(tree.body)
         self._pieces = compile_tree(environment, tree)
 
     def render(self, messages: Sequence[JsonObject], variables: Variables) -> Rendered:
@@ -164,31 +163,22 @@ class _Watch:
             self.num_changes += 1
 
 
-def _watch_loops(body: list[nodes.Node]) -> tuple[int, list[nodes.Node]]:
-    """`body` with filters around its loops and in them, and how many loops got some."""
-    total = 0
+def _watch_loops(body: list[nodes.Node]) -> list[nodes.Node]:
+    """`body` with filters around its loops and in them."""
     watched: list[nodes.Node] = []
     for node in body:
         watched.append(node)
         match node:
             case nodes.For(recursive=False, target=nodes.Name(name=name)):
-                number, inside = _watch_loops(node.body)
-                node.body = [_note(_AT, node, name), *_watch_items(inside, name)]
+                node.body = [_note(_AT, node, name), *_watch_items(_watch_loops(node.body), name)]
                 watched[-1:] = [_note(_ENTER, node), node, _note(_LEAVE, node)]
-                total += number + 1
-            case nodes.For():
-                number, node.body = _watch_loops(node.body)
-                total += number
             case nodes.If():
                 for branch in (node, *node.elif_):
-                    number, branch.body = _watch_loops(branch.body)
-                    total += number
-                number, node.else_ = _watch_loops(node.else_)
-                total += number
-            case nodes.Scope() | nodes.With():
-                number, node.body = _watch_loops(node.body)
-                total += number
-    return total, watched
+                    branch.body = _watch_loops(branch.body)
+                node.else_ = _watch_loops(node.else_)
+            case nodes.For() | nodes.Scope() | nodes.With():
+                node.body = _watch_loops(node.body)
+    return watched
 
 
 def _watch_items(body: list[nodes.Node], index: str) -> list[nodes.Node]:
