@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
 from tests.support.places import ROOT
+from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
@@ -61,9 +61,7 @@ def ran(tmp_path_factory):
             with pytest.raises(SystemExit) as end:
                 main()
             assert not end.value.code, command
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program, *arguments = shlex.split(training.replace("--nproc-per-node 4", "--nproc-per-node 2"))
     done = subprocess.run(
         [str(SCRIPTS / program), *arguments],

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
+from tests.support.ports import free_port
 
 DEAD_AFTER = 2.0
 
@@ -259,14 +259,10 @@ def run_all(folder: Path) -> None:
 
 def run_at_once(cases: list[str], folder: Path) -> dict[str, list[int]]:
     """Exit codes of each case, by rank."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in cases]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    started = {
-        case: [fork(case, rank, port, folder) for rank in range(CASES[case].layout.world_size)]
-        for case, port in zip(cases, ports, strict=True)
-    }
+    started = {}
+    for case in cases:
+        port = free_port()
+        started[case] = [fork(case, rank, port, folder) for rank in range(CASES[case].layout.world_size)]
     return {
         case: [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
         for case, processes in started.items()

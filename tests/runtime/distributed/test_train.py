@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
+from tests.support.ports import free_port
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.training_cases import run_main, run_main_on_gpus
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
@@ -65,9 +65,7 @@ def together(
     pool: ProcessPool, size: int, *arguments: list[str], gpus: list[str] | None = None
 ) -> list[tuple[int, str]]:
     """Exit codes and stderr by rank; one command line for all, or one for each. `gpus`: UUIDs, one for each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     how = {"size": size, "port": port, "arguments": list(arguments)}
     told = pool.run(size, run_main_on_gpus, uuids=gpus, **how) if gpus else pool.run(size, run_main, **how)
     pool.stop()  # a run ends with its processes; after a failure the watchdog ends some that still live
@@ -145,9 +143,7 @@ def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
 def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
     """And goes on: the other one is late."""
     arguments = options(made, tmp_path / "run", "--max-steps", 1, "--save-every", 0, plan="search")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (code, _), (other_code, told) = pool.run(2, stalled_main, size=2, port=port, arguments=[arguments])
     pool.stop()
     assert (code, other_code) == (0, 0)
