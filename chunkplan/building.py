@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def build_plans(
                 target,
                 target_config,
                 cost or CostModel(),
-                PlanWriter(folder),
+                PlanWriter(folder, may_share=target_config.cp != "off"),
                 workers or os.cpu_count() or 1,
                 progress,
             )
@@ -157,7 +157,6 @@ def _build_one(
     progress: Progress | None,
 ) -> BuiltPlan:
     """Plan and write; `output` is where the plan will be."""
-    options = asdict(config)
     config.check_layers(cost.shape.num_layers, cost.shape.name)
     check_selection(analysis, config)
     num_steps, num_occurrences, longest = _check_sizes(analysis, config, cost)
@@ -183,7 +182,7 @@ def _build_one(
     steps, chunks = pa.concat_tables(step_tables), pl.concat(chunk_frames)
     sums = {name: pc.sum(steps.column(name)).as_py() for name in ("num_sequences", "num_tokens", "num_target_tokens")}
     manifest = writer.finish(
-        config=options,
+        config=config.entries(),
         seed=config.seed,
         epochs=config.epochs,
         analysis={

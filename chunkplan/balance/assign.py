@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 
 #: An exchange has to gain 1/_WORTH of the mean, so that there are few of them.
@@ -15,18 +15,20 @@ _WORTH = 4096
 
 
 @compiled
-def assign(work: Int64Array, dp: int) -> Int64Array:
-    """The rank of every sequence, int64 [n]; `work` [n] is in descending order.
+def assign(work: Int64Array, chosen: BoolArray, loads: Int64Array) -> Int64Array:
+    """The rank of every sequence that is `chosen` [n], int64 [n], -1 of the others; `work` [n] of the chosen descends.
 
     Longest processing time first (Graham 1969): each sequence, dearest first, goes to the rank with the least work so
-    far, the lowest of several. The heaviest rank gets at most 4/3 of the best possible.
+    far, the lowest of several. The heaviest rank gets at most 4/3 of the best possible where none has `loads` [dp], the
+    work that it begins with.
     """
-    rank_of = np.empty(work.size, np.int64)  # [n]
-    loads = np.zeros(min(dp, max(work.size, 1)), np.int64)  # [dp], or fewer
+    rank_of = np.full(work.size, -1, np.int64)  # [n]
+    sums = loads.copy()
     for sequence in range(work.size):
-        lightest = loads.argmin() if sequence >= loads.size else sequence
-        rank_of[sequence] = lightest
-        loads[lightest] += work[sequence]
+        if chosen[sequence]:
+            lightest = sums.argmin()
+            rank_of[sequence] = lightest
+            sums[lightest] += work[sequence]
     return rank_of
 
 
@@ -77,15 +79,16 @@ def exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int
 
 
 @compiled
-def even_out(work: Int64Array, rank_of: Int64Array, dp: int) -> None:
+def even_out(work: Int64Array, rank_of: Int64Array, loads: Int64Array) -> None:
     """Exchange sequences between the heaviest rank and lighter ones until no exchange helps; changes `rank_of`.
 
-    `work` [n] is in descending order; ranks that hold nothing take part.
+    `work` [n] is in descending order, but for sequences of rank -1, which stay; `loads` [dp] is what ranks have beside.
     """
-    loads = np.zeros(dp, np.int64)
+    loads = loads.copy()
     for sequence in range(work.size):
-        loads[rank_of[sequence]] += work[sequence]
-    mean = loads.sum() // dp
+        if rank_of[sequence] >= 0:
+            loads[rank_of[sequence]] += work[sequence]
+    mean = loads.sum() // loads.size
     least = least_gain(loads)
     while True:
         heaviest = int(loads.argmax())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -25,6 +25,9 @@ MAX_WEIGHT = 1_000_000
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
 SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
+
+#: Schedules that take the chunks of all ranks in one order, so that ranks that share some of them meet in one order.
+ORDERS_OF_GROUPS = ("algorithm2", "1f1b")
 
 #: Pairs of tokens and K: of sequences longer than that many tokens, K in place of `k`.
 KByLength = tuple[tuple[int, int], ...]
@@ -74,6 +77,22 @@ def _read_weights(typed: list[str]) -> dict[str, int | float]:
     return weights
 
 
+def _read_cp(typed: str) -> str | int:
+    return int(typed) if typed.isdecimal() else typed
+
+
+def _is_cp(value: Any) -> bool:
+    return value in ("auto", "off") if isinstance(value, str) else type(value) is int and 2 <= value <= MAX_DP
+
+
+CP = Domain(
+    holds=_is_cp,
+    expected=f"auto, off, or a whole number from 2 to {MAX_DP}",
+    read=_read_cp,
+    metavar="auto|off|N",
+    completed=("auto", "off"),
+    example="auto",
+)
 K = Domain(
     holds=lambda value: type(value) is int and 1 <= value <= MOST,
     expected=f"a whole number from 1 to {MOST}",
@@ -130,6 +149,12 @@ class PlanConfig(Options):
         one_of("keep", "drop"), "A short last batch of an epoch: keep or drop.", group=_DATA, default="keep"
     )
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
+    cp: str | int = option(
+        CP,
+        "Ranks that may share a sequence: auto (as many as pay), N (at most so many), or off.",
+        group=_RANKS,
+        default="off",
+    )
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         one_of(*SCHEDULES),
@@ -213,6 +238,7 @@ class PlanConfig(Options):
                 f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
                 hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
             )
+        self._check_groups()
         if self.part == "eval" and self.holdout is None:
             raise UsageError(
                 "part is eval, but nothing is held out: there is nothing to evaluate on",
@@ -224,6 +250,44 @@ class PlanConfig(Options):
                     f"the weight of {source} is {weight!r}, expected a number from 0 to {MAX_WEIGHT:,}",
                     hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
                 )
+
+    def _check_groups(self) -> None:
+        """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""
+        if self.cp == "off":
+            return
+        if isinstance(self.cp, int) and self.dp % self.cp:
+            sizes = [size for size in range(2, self.dp + 1) if self.dp % size == 0]
+            raise UsageError(
+                f"cp is {self.cp}, which does not divide the {self.dp} data-parallel ranks",
+                hint=f"choose {', '.join(map(str, sizes))} or auto" if sizes else "set dp, or leave cp out",
+            )
+        if self.schedule not in ORDERS_OF_GROUPS:
+            raise UsageError(
+                f"schedule {self.schedule} orders every rank by itself: groups of ranks would wait for each other",
+                hint="use schedule 1f1b with cp, or leave cp out",
+            )
+        if self.balance == "search":
+            raise UsageError(
+                "balance search moves whole sequences from rank to rank, cp shares them",
+                hint="leave balance out, or leave cp out",
+            )
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """How many ranks may share a sequence, ascending: 1, and from one to the next times a prime, smallest first.
+
+        Every size divides the next one, so that aligned blocks of ranks are nested.
+        """
+        sizes = [1]
+        most = {"off": 1, "auto": self.dp}[self.cp] if isinstance(self.cp, str) else self.cp
+        while sizes[-1] < most:
+            left = most // sizes[-1]
+            sizes.append(sizes[-1] * next(prime for prime in range(2, left + 1) if left % prime == 0))
+        return tuple(sizes)
+
+    def entries(self) -> dict[str, Any]:
+        """The configuration as manifests and hashes have it: without `cp` where no sequence may be shared."""
+        return {name: value for name, value in asdict(self).items() if name != "cp" or value != "off"}
 
     def check_layers(self, num_layers: int, name: str) -> None:
         """Raise UsageError where the model `name` has fewer layers than there are model stages."""

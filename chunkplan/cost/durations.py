@@ -43,17 +43,37 @@ class ChunkTimes(NamedTuple):
     link: Int64Array
 
 
-def chunk_times(num_tokens: IntArray, attention_pairs: Float64Array, rates: Rates, layers: Sequence[int]) -> ChunkTimes:
+class Exchange(NamedTuple):
+    """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward."""
+
+    forward: Float64Array
+    backward: Float64Array
+
+
+def chunk_times(
+    num_tokens: IntArray,
+    attention_pairs: Float64Array,
+    rates: Rates,
+    layers: Sequence[int],
+    exchange: Exchange | None = None,
+) -> ChunkTimes:
     """The times of chunks; the arguments are those of `durations`."""
-    return ChunkTimes(durations(num_tokens, attention_pairs, rates, layers), link_times(num_tokens, rates))
+    return ChunkTimes(durations(num_tokens, attention_pairs, rates, layers, exchange), link_times(num_tokens, rates))
 
 
-def durations(num_tokens: IntArray, attention_pairs: Float64Array, rates: Rates, layers: Sequence[int]) -> Int64Array:
+def durations(
+    num_tokens: IntArray,
+    attention_pairs: Float64Array,
+    rates: Rates,
+    layers: Sequence[int],
+    exchange: Exchange | None = None,
+) -> Int64Array:
     """Time of each action, int64 [num_ops, num_model_stages, n], by the code of its op (its place in `operations.OPS`).
 
     Args:
         num_tokens, attention_pairs: [n], of each chunk, sums over its segments.
         layers: of each model stage; the last one has the vocabulary head too.
+        exchange: of chunks that ranks share; None where there are none.
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
@@ -64,8 +84,10 @@ def durations(num_tokens: IntArray, attention_pairs: Float64Array, rates: Rates,
     for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
         layer_forward = linear + num_layers * rates.pair * attention_pairs
+        waits_forward, waits_backward = (0.0, 0.0) if exchange is None else (num_layers * each for each in exchange)
         head = rates.head * tokens if model_stage == len(layers) - 1 else 0.0
-        backward = rates.layer_passes * layer_forward + 2 * head
+        backward = rates.layer_passes * layer_forward + 2 * head + waits_backward
+        layer_forward = layer_forward + waits_forward
         by_op = {
             "forward": layer_forward + head,
             "forward_kv": layer_forward,

@@ -18,16 +18,18 @@ def chunk_frame(rows: pa.Table, chunks: Chunks) -> pl.DataFrame:
 
     `kind` is one of `KINDS`; `attention_pairs` is that of `chunks`; `reach` (int64) is how far into a sequence the
     chunk gets: the largest `end` of its segments, 0 without any; `part_end` (int64) is the `end` of its first segment,
-    which in a group is the part of the split sequence.
+    which in a group is the part of the split sequence; of a shared chunk that of the whole one.
     """
     num_segments = np.diff(chunks.segments)  # [n]
     has_any = np.flatnonzero(num_segments)
     starts = chunks.segments[has_any]  # [chunks with segments]
     part_end = np.zeros(num_segments.size, np.int64)  # [n]
     part_end[has_any] = chunks.end[starts]
+    part_end = np.where(chunks.cp_size > 1, chunks.prefix_tokens + chunks.cp_tokens, part_end)
     reach = np.zeros(num_segments.size, np.int64)  # [n]
     reach[has_any] = np.maximum.reduceat(chunks.end, starts) if has_any.size else 0
-    kind = kind_of(chunks.group_id >= 0, num_segments).astype(np.uint32)  # [n]
+    num_sequences = np.where(chunks.cp_size > 1, 1, num_segments)  # [n], whose tokens are in it
+    kind = kind_of(chunks.group_id >= 0, num_sequences).astype(np.uint32)  # [n]
     return pl.DataFrame(pl.from_arrow(rows.drop_columns("segments"))).with_columns(
         attention_pairs=pl.Series(chunks.attention_pairs),
         reach=pl.Series(reach),

@@ -12,9 +12,12 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import Float64Array, attention_pairs_of
+from chunkplan.cost.durations import Exchange, Float64Array, attention_pairs_of
+from chunkplan.cost.exchange import exchange_times
+from chunkplan.cost.model import CostModel
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import Chunk, Segment
+from chunkplan.planfile.schema import CP_COLUMNS
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -24,8 +27,9 @@ class Chunks(NamedTuple):
 
     `rank_chunks` int64 [num_ranks + 1]: where the chunks of each rank of each step begin. Per chunk [n]: group_id (-1
     for standalone), group_index, group_size, num_tokens, num_target_tokens, prefix_tokens int32, keeps_activations
-    bool, cost float32 (predicted microseconds); attention_pairs float64 (see `attention_pairs_of`). `segments` int64
-    [n + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
+    bool, cost float32 (predicted microseconds); cp_first_rank, cp_size, cp_heads, cp_tokens int32, which say nothing
+    where cp_size is 1; attention_pairs float64 (see `attention_pairs_of`; of a shared chunk the rank's share of them).
+    `segments` int64 [n + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
     """
 
     rank_chunks: Int64Array
@@ -37,6 +41,10 @@ class Chunks(NamedTuple):
     prefix_tokens: Int32Array
     keeps_activations: BoolArray
     cost: Float32Array
+    cp_first_rank: Int32Array
+    cp_size: Int32Array
+    cp_heads: Int32Array
+    cp_tokens: Int32Array
     attention_pairs: Float64Array
     segments: Int64Array
     sequence_id: Int64Array
@@ -57,6 +65,10 @@ def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
         prefix_tokens=np.zeros(num_chunks, np.int32),
         keeps_activations=np.ones(num_chunks, np.bool_),
         cost=np.zeros(num_chunks, np.float32),
+        cp_first_rank=np.zeros(num_chunks, np.int32),
+        cp_size=np.ones(num_chunks, np.int32),
+        cp_heads=np.ones(num_chunks, np.int32),
+        cp_tokens=np.zeros(num_chunks, np.int32),
         attention_pairs=np.zeros(num_chunks, np.float64),
         segments=np.zeros(num_chunks + 1, np.int64),
         sequence_id=np.empty(num_segments, np.int64),
@@ -79,6 +91,10 @@ def chunks_of_rank(chunks: Chunks, rank: int) -> Chunks:
         prefix_tokens=chunks.prefix_tokens[start:stop],
         keeps_activations=chunks.keeps_activations[start:stop],
         cost=chunks.cost[start:stop],
+        cp_first_rank=chunks.cp_first_rank[start:stop],
+        cp_size=chunks.cp_size[start:stop],
+        cp_heads=chunks.cp_heads[start:stop],
+        cp_tokens=chunks.cp_tokens[start:stop],
         attention_pairs=chunks.attention_pairs[start:stop],
         segments=chunks.segments[start : stop + 1],
         sequence_id=chunks.sequence_id,
@@ -118,16 +134,16 @@ def read_chunks(table: pa.Table) -> Chunks:
         for name in Chunks._fields
         if name in table.column_names and name not in ("segments", "group_id")
     }
-    return Chunks(
+    read = empty_chunks(0, table.num_rows, 0)._replace(
         rank_chunks=np.concatenate([[0], np.flatnonzero(is_next) + 1, [table.num_rows]]),
         group_id=np.array(to_numpy(table.column("group_id").combine_chunks().fill_null(-1))),
-        attention_pairs=_sum_pairs(segments, start, end),
         segments=segments,
         sequence_id=sequence_id,
         start=start,
         end=end,
         **columns,
     )
+    return read._replace(attention_pairs=_sum_pairs(read))
 
 
 def chunks_of_rows(rows: Sequence[Chunk]) -> Chunks:
@@ -135,18 +151,19 @@ def chunks_of_rows(rows: Sequence[Chunk]) -> Chunks:
     flat = [segment for row in rows for segment in row.segments]
     segments = offsets_of([len(row.segments) for row in rows])
     start, end = (np.array([getattr(each, name) for each in flat], np.int32) for name in ("start", "end"))
-    return empty_chunks(1, len(rows), 0)._replace(
+    table = empty_chunks(1, len(rows), 0)._replace(
         rank_chunks=np.array([0, len(rows)], np.int64),
         group_id=np.array([-1 if row.group_id is None else row.group_id for row in rows], np.int32),
         keeps_activations=np.array([row.keeps_activations for row in rows], np.bool_),
         cost=np.array([row.cost for row in rows], np.float32),
-        attention_pairs=_sum_pairs(segments, start, end),
         segments=segments,
         sequence_id=np.array([each.sequence_id for each in flat], np.int64),
         start=start,
         end=end,
-        **{name: np.array([getattr(row, name) for row in rows], np.int32) for name in _COUNTS},
     )
+    for name in (*_COUNTS, *CP_COLUMNS):
+        getattr(table, name)[:] = [getattr(row, name) for row in rows]
+    return table._replace(attention_pairs=_sum_pairs(table))
 
 
 def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
@@ -156,12 +173,28 @@ def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
     by_chunk = [tuple(segments[start:stop]) for start, stop in pairwise(chunks.segments.tolist())]
     group_id = [None if group < 0 else group for group in chunks.group_id.tolist()]
     columns = (getattr(chunks, name).tolist() for name in (*_COUNTS, "keeps_activations", "cost"))
-    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, strict=True)))
+    shares = (getattr(chunks, name).tolist() for name in CP_COLUMNS)
+    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, *shares, strict=True)))
+
+
+def exchange_of(chunks: Chunks, cost: CostModel) -> Exchange | None:
+    """What ranks wait for each other in the chunks that they share; None where they share none."""
+    rows = np.flatnonzero(chunks.cp_size > 1)
+    if not rows.size:
+        return None
+    columns = (chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index + 1, chunks.cp_size, chunks.cp_heads)
+    found = exchange_times(cost, *(column[rows] for column in columns))
+    exchange = Exchange(np.zeros(chunks.num_tokens.size), np.zeros(chunks.num_tokens.size))
+    exchange.forward[rows], exchange.backward[rows] = found
+    return exchange
 
 
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
 
 
-def _sum_pairs(segments: Int64Array, start: Int32Array, end: Int32Array) -> Float64Array:
-    """The attention pairs of each chunk [n]: whole numbers, whose sums of runs stay exact."""
-    return sum_runs(attention_pairs_of(end - start, start).astype(np.int64), segments).astype(np.float64)
+def _sum_pairs(chunks: Chunks) -> Float64Array:
+    """The attention pairs of each chunk [n]: whole numbers, whose sums of runs stay exact, but for shared ones."""
+    pairs = attention_pairs_of(chunks.end - chunks.start, chunks.start).astype(np.int64)
+    sums = sum_runs(pairs, chunks.segments).astype(np.float64)
+    whole = attention_pairs_of(chunks.cp_tokens, chunks.prefix_tokens)
+    return np.where(chunks.cp_size > 1, whole / chunks.cp_size, sums)

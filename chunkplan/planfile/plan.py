@@ -19,7 +19,7 @@ from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planfile.step_rows import StepRows, rows_by_step
 from chunkplan.planfile.tables import read_table
 
@@ -49,7 +49,10 @@ class Segment:
 class Chunk:
     """One row of chunks.parquet: at most ChunkSize tokens that run through the model at once.
 
-    `group_id` is None for a standalone chunk. A zero-loss chunk has no segments. `cost` is in microseconds.
+    `group_id` is None for a standalone chunk. A zero-loss chunk has no segments. `cost` is in microseconds. Where
+    `cp_size` ranks from `cp_first_rank` on share a chunk of `cp_tokens` tokens, its segments are the rank's slices of
+    it: `cp_heads` ranks at a time share the heads, and these groups of ranks its pages. Where `cp_size` is 1 the other
+    three say nothing.
     """
 
     chunk_id: int
@@ -62,11 +65,16 @@ class Chunk:
     keeps_activations: bool
     cost: float
     segments: tuple[Segment, ...]
+    cp_first_rank: int = 0
+    cp_size: int = 1
+    cp_heads: int = 1
+    cp_tokens: int = 0
 
     @property
     def kind(self) -> str:
         """What it holds: one of `KINDS`."""
-        return KINDS[kind_of(self.group_id is not None, len(self.segments))]
+        num_segments = len(self.segments) if self.cp_size == 1 else 1
+        return KINDS[kind_of(self.group_id is not None, num_segments)]
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,11 @@ class Plan:
         return CostModel.from_dict(self.manifest["predictions"]["cost_model"], where=str(self.path / MANIFEST))
 
     @property
+    def schemas(self) -> dict[str, pa.Schema]:
+        """The columns of its files, by name: `steps`, `chunks`, `schedule`."""
+        return plan_schemas(may_share=self.config.cp != "off")
+
+    @property
     def content_hash(self) -> str:
         """Identifies the plan: equal plans have equal hashes whatever wrote them."""
         return str(self.manifest["content_hash"])
@@ -138,15 +151,18 @@ class Plan:
 
     def steps(self) -> pa.Table:
         """Read all of steps.parquet."""
-        return read_table(self.path / "steps.parquet", STEPS)
+        return self._read("steps")
 
     def chunks(self) -> pa.Table:
         """Read all of chunks.parquet."""
-        return read_table(self.path / "chunks.parquet", CHUNKS)
+        return self._read("chunks")
 
     def schedule(self) -> pa.Table:
         """Read all of schedule.parquet."""
-        return read_table(self.path / "schedule.parquet", SCHEDULE)
+        return self._read("schedule")
+
+    def _read(self, name: str) -> pa.Table:
+        return read_table(self.path / f"{name}.parquet", self.schemas[name])
 
     def iter_steps(self, start: int = 0) -> Iterator[PlanStep]:
         """The steps from `start` on, in order, read a row group at a time.
@@ -155,8 +171,9 @@ class Plan:
             DataError: a file is damaged, or chunks or schedule are not sorted by step.
         """
         chunks_path, schedule_path = self.path / "chunks.parquet", self.path / "schedule.parquet"
-        chunks = rows_by_step(chunks_path, CHUNKS, start)
-        schedule = rows_by_step(schedule_path, SCHEDULE, start)
+        chunks = rows_by_step(chunks_path, self.schemas["chunks"], start)
+        schedule = rows_by_step(schedule_path, self.schemas["schedule"], start)
+        columns = [name for name in _CHUNK_COLUMNS if name in self.schemas["chunks"].names]
         steps = self.steps()
         for row in zip(*(to_numpy(column.combine_chunks()).tolist() for column in steps.columns), strict=True):
             totals = dict(zip(steps.column_names, row, strict=True))
@@ -165,7 +182,7 @@ class Plan:
             chunks_by_rank: dict[int, list[Chunk]] = {}
             rows = _take(chunks, totals["step"], chunks_path)
             rows["segments"] = [tuple(starmap(Segment, segments)) for segments in rows["segments"]]
-            for dp_rank, *entries in zip(*(rows[name] for name in _CHUNK_COLUMNS), strict=True):
+            for dp_rank, *entries in zip(*(rows[name] for name in columns), strict=True):
                 chunks_by_rank.setdefault(dp_rank, []).append(Chunk(*entries))
             actions: dict[tuple[int, int], list[Action]] = {}
             schedule_us: dict[tuple[int, int], float] = {}

@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes, content_hash
 from chunkplan.planfile.manifest import write_manifest
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SCHEMA_VERSION, STEPS
+from chunkplan.planfile.schema import SCHEMA_VERSION, plan_schemas
 from chunkplan.version import __version__
-
-_SCHEMAS = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
 
 #: Rows. Small enough that a reader that streams steps holds little, large enough to compress well.
 _ROW_GROUP = 64 << 10
@@ -25,12 +23,16 @@ _SHUFFLED = "segments.list.element.sequence_id"
 
 
 class PlanWriter:
-    """Writes a plan into `folder` (see `folder.replace_folder`); without one it only finds out the manifest."""
+    """Writes a plan into `folder` (see `folder.replace_folder`); without one it only finds out the manifest.
 
-    def __init__(self, folder: Path | None) -> None:
+    `may_share`: see `plan_schemas`.
+    """
+
+    def __init__(self, folder: Path | None, *, may_share: bool = False) -> None:
         self._folder = folder
-        self._hashers = {name: ContentHasher(schema) for name, schema in _SCHEMAS.items()}
-        self._waiting: dict[str, list[pa.Table]] = {name: [] for name in _SCHEMAS}
+        self._schemas = plan_schemas(may_share=may_share)
+        self._hashers = {name: ContentHasher(schema) for name, schema in self._schemas.items()}
+        self._waiting: dict[str, list[pa.Table]] = {name: [] for name in self._schemas}
         self._files: dict[str, pq.ParquetWriter] = {}
 
     def add(self, tables: dict[str, pa.Table]) -> None:
@@ -43,7 +45,7 @@ class PlanWriter:
 
     def finish(self, *, config: dict[str, Any], **described: Any) -> dict[str, Any]:
         """Write what is left and the manifest, with its `config` and the entries `described`; returns the manifest."""
-        for name in _SCHEMAS:
+        for name in self._schemas:
             self._flush(name)
         for file in self._files.values():
             file.close()
@@ -67,7 +69,7 @@ class PlanWriter:
         if self._folder is None or not tables:
             return
         if name not in self._files:
-            self._files[name] = _open(self._folder / f"{name}.parquet", _SCHEMAS[name])
+            self._files[name] = _open(self._folder / f"{name}.parquet", self._schemas[name])
         self._files[name].write_table(pa.concat_tables(tables), row_group_size=_ROW_GROUP)
 
 
@@ -94,7 +96,8 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, str]:
     """The content hashes of those of a plan's `tables` that are given, and of its configuration."""
-    hashes = {name: content_hash(table, _SCHEMAS[name]) for name, table in tables.items()}
+    schemas = plan_schemas(may_share="cp" in config)
+    hashes = {name: content_hash(table, schemas[name]) for name, table in tables.items()}
     return {**hashes, "config": _hash_config(config)}
 
 

@@ -67,6 +67,10 @@ CHUNKS = _schema(
 )
 CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.int32(), nullable=True))
 
+#: Columns of chunks.parquet in plans whose configuration has an entry `cp`.
+CP_COLUMNS = ("cp_first_rank", "cp_size", "cp_heads", "cp_tokens")
+SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_COLUMNS})])
+
 _ACTION = pa.struct(
     [
         pa.field("op", pa.dictionary(pa.int8(), pa.string()), nullable=False),
@@ -82,3 +86,8 @@ SCHEDULE = _schema(
     actions=pa.list_(pa.field("item", _ACTION, nullable=False)),
     predicted_us=pa.float32(),
 )
+
+
+def plan_schemas(*, may_share: bool) -> dict[str, pa.Schema]:
+    """The columns of each file of a plan by its name; `may_share`: whether its configuration has an entry `cp`."""
+    return {"steps": STEPS, "chunks": SHARED_CHUNKS if may_share else CHUNKS, "schedule": SCHEDULE}

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ChunkTimes, attention_pairs_of, chunk_times, split_layers
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
-from chunkplan.planfile.chunks import Chunks, empty_chunks
-from chunkplan.planning.ranks import Placement, Sequences
+from chunkplan.planfile.chunks import Chunks, empty_chunks, exchange_of
+from chunkplan.planning.ranks import SLICES, Placement, Sequences
 from chunkplan.planning.splitting import TargetMask, count_part_targets
 
 
@@ -23,7 +23,8 @@ class ChunkedBlock:
 
     `step_starts` int64 [num_steps + 1]: where the sequences of each step begin; `ids` int32 [num_sequences]; `times`:
     those of the plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of everything done with each
-    chunk on all model stages, and of what of it is recomputing.
+    chunk on all model stages, and of what of it is recomputing. `bound_ns` int64 [num_steps]: see `share_sequences`;
+    None where no sequence may be shared.
     """
 
     step_starts: Int64Array
@@ -34,6 +35,7 @@ class ChunkedBlock:
     times: ChunkTimes
     cost_ns: Int64Array
     recompute_ns: Int64Array
+    bound_ns: Int64Array | None
 
 
 @compiled
@@ -43,40 +45,105 @@ def make_chunks(
     placement: Placement,
     ids: Int32Array,
     target_tokens: Int32Array,
+    may_share: bool,
 ) -> tuple[Chunks, Int64Array]:
-    """The chunks of steps that `place_steps` placed, and that of each part, int64 [num_parts].
+    """The chunks of steps that `place_steps` placed, and that of each part, int64 [num_parts], -1 of a shared one.
 
     Of parts there are the segments; their targets and attention pairs, and what chunks cost, are left to be added.
 
-    Standalone chunks come first, then the groups, longest last: on a pipeline the forwards that run between a group's
-    backwards are then those of a longer group, most of which hold no activations. A chunk with nothing in it is a
-    zero-loss chunk.
+    First come the chunks that ranks share, those of the widest blocks before others: the ranks of a block begin alike,
+    and so meet in one order. Then come standalone chunks, then the rank's own groups, longest last: on a pipeline the
+    forwards that run between a group's backwards are then those of a longer group, most of which hold no activations.
+    A chunk with nothing in it is a zero-loss chunk.
 
     Args:
         ids, target_tokens: [num_sequences], of each its id and its targets.
+        may_share: whether groups are numbered through a step, in the order in which ranks meet, and not through a rank.
     """
     num_steps, dp = placement.num_standalone.shape
     parts = sequences.parts
-    num_split = np.sum(parts[1:] > parts[:-1])
-    num_parts = parts[-1]
-    num_chunks = placement.num_standalone.sum() + num_parts
-    num_segments = sequences.tokens.size - num_split + num_parts
+    own_parts = own_split = num_slices = 0
+    for sequence in range(sequences.tokens.size):
+        num_parts = parts[sequence + 1] - parts[sequence]
+        if sequences.cp_first_rank[sequence] >= 0:
+            size, heads = sequences.cp_size[sequence], sequences.cp_heads[sequence]
+            num_slices += num_parts * size * _num_slices(size, heads) - 1
+        elif num_parts > 0:
+            own_parts += num_parts
+            own_split += 1
+    num_chunks = placement.num_standalone.sum() + placement.num_shared.sum() + own_parts
+    num_segments = sequences.tokens.size - own_split + own_parts + num_slices
     chunks = empty_chunks(num_steps * dp, num_chunks, num_segments)
-    part_chunk = np.empty(num_parts, np.int64)  # [num_parts]
+    part_chunk = np.full(parts[-1], -1, np.int64)  # [num_parts]
     chunk_of = np.empty(sequences.tokens.size, np.int64)  # [num_sequences]; of a split one that of its first part
     rank_parts = np.empty(dp, np.int64)  # [dp]
     for step in range(num_steps):
         start, stop = step_starts[step], step_starts[step + 1]
         rank_parts[:] = 0
         for sequence in range(start, stop):
-            rank_parts[placement.rank_of[sequence]] += parts[sequence + 1] - parts[sequence]
+            if placement.rank_of[sequence] >= 0:
+                rank_parts[placement.rank_of[sequence]] += parts[sequence + 1] - parts[sequence]
         for rank in range(dp):
             place = step * dp + rank
-            size = placement.num_standalone[step, rank] + rank_parts[rank]
+            size = placement.num_shared[step, rank] + placement.num_standalone[step, rank] + rank_parts[rank]
             chunks.rank_chunks[place + 1] = chunks.rank_chunks[place] + size
-        _number_chunks(start, stop, step, sequences, placement, rank_parts, chunks, chunk_of)
-    _fill(sequences, chunks, chunk_of, part_chunk, ids, target_tokens)
+        num_groups = _number_shared(start, stop, step, dp, sequences, chunks, chunk_of)
+        _number_chunks(start, stop, step, sequences, placement, rank_parts, chunks, chunk_of, num_groups, may_share)
+    for chunk in range(chunks.segments.size - 1):
+        chunks.segments[chunk + 1] += chunks.segments[chunk]
+    next_segment = chunks.segments[:-1].copy()  # [num_chunks]
+    for step in range(num_steps):
+        start, stop = step_starts[step], step_starts[step + 1]
+        _fill_shared(start, stop, step * dp, sequences, chunks, chunk_of, next_segment, ids)
+    _fill(sequences, chunks, chunk_of, part_chunk, next_segment, ids, target_tokens)
     return chunks, part_chunk
+
+
+@compiled
+def _num_slices(size: np.int64, heads: np.int64) -> int:
+    """How many slices of a chunk each of `size` ranks holds, of which `heads` share the heads."""
+    return 1 if size == heads else SLICES
+
+
+@compiled
+def _number_shared(
+    start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
+) -> int:
+    """Say which chunk of a rank the shared sequences of a step begin with, and describe their groups: how many.
+
+    Blocks are nested, and the widest come first: all ranks of a block have shared the same before, so that a chunk has
+    the same number on each of them.
+    """
+    num_shared = np.zeros(dp, np.int64)  # [dp], chunks so far
+    num_groups = 0
+    size = np.max(sequences.cp_size[start:stop])
+    while size > 1:
+        narrower = np.int64(1)
+        for sequence in range(start, stop):
+            own_size = sequences.cp_size[sequence]
+            if own_size < size:
+                narrower = max(narrower, own_size)
+            if own_size != size:
+                continue
+            first = sequences.cp_first_rank[sequence]
+            chunk_of[sequence] = num_shared[first]
+            part_start, part_stop = sequences.parts[sequence], sequences.parts[sequence + 1]
+            for rank in range(first, first + size):
+                for index in range(part_stop - part_start):
+                    chunk = chunks.rank_chunks[step * dp + rank] + num_shared[rank] + index
+                    chunks.group_id[chunk] = num_groups
+                    chunks.group_index[chunk] = index
+                    chunks.group_size[chunk] = part_stop - part_start
+                    chunks.keeps_activations[chunk] = sequences.part_keeps[part_start + index]
+                    chunks.cp_first_rank[chunk] = first
+                    chunks.cp_size[chunk] = size
+                    chunks.cp_heads[chunk] = sequences.cp_heads[sequence]
+                    chunks.cp_tokens[chunk] = sequences.part_tokens[part_start + index]
+                    chunks.segments[chunk + 1] += _num_slices(size, sequences.cp_heads[sequence])
+                num_shared[rank] += part_stop - part_start
+            num_groups += 1
+        size = narrower
+    return num_groups
 
 
 @compiled
@@ -89,14 +156,19 @@ def _number_chunks(
     rank_parts: Int64Array,
     chunks: Chunks,
     chunk_of: Int64Array,
+    num_shared_groups: int,
+    may_share: bool,
 ) -> None:
-    """Say which chunk each sequence of a step is in, count the chunks' segments, and describe the groups."""
+    """Say which chunk each sequence of a step is in that is not shared, count the segments, and describe the groups."""
     dp = rank_parts.size
     num_groups = np.zeros(dp, np.int64)  # [dp]
+    next_group = num_shared_groups
     parts_so_far = np.zeros(dp, np.int64)  # [dp]
     for sequence in range(stop - 1, start - 1, -1):  # shortest first
         rank = placement.rank_of[sequence]
-        base = chunks.rank_chunks[step * dp + rank]
+        if rank < 0:
+            continue
+        base = chunks.rank_chunks[step * dp + rank] + placement.num_shared[step, rank]
         num_standalone = placement.num_standalone[step, rank]
         part_start, part_stop = sequences.parts[sequence], sequences.parts[sequence + 1]
         if part_start == part_stop:
@@ -108,13 +180,58 @@ def _number_chunks(
         chunk_of[sequence] = base + num_standalone + parts_so_far[rank]
         for index in range(part_stop - part_start):
             chunk = chunk_of[sequence] + index
-            chunks.group_id[chunk] = num_groups[rank]
+            chunks.group_id[chunk] = next_group if may_share else num_groups[rank]
             chunks.group_index[chunk] = index
             chunks.group_size[chunk] = part_stop - part_start
             chunks.keeps_activations[chunk] = sequences.part_keeps[part_start + index]
             chunks.segments[chunk + 1] += 1
         num_groups[rank] += 1
+        next_group += 1
         parts_so_far[rank] += part_stop - part_start
+
+
+@compiled
+def _fill_shared(
+    start: int,
+    stop: int,
+    first_place: int,
+    sequences: Sequences,
+    chunks: Chunks,
+    chunk_of: Int64Array,
+    next_segment: Int64Array,
+    ids: Int32Array,
+) -> None:
+    """Write the slices that each rank of a step holds of shared sequences; `first_place`: of its first rank."""
+    for sequence in range(start, stop):
+        size, heads = sequences.cp_size[sequence], sequences.cp_heads[sequence]
+        prefix = 0
+        for part in range(sequences.parts[sequence], sequences.parts[sequence + 1] if size > 1 else 0):
+            for member in range(size):
+                place = first_place + sequences.cp_first_rank[sequence] + member
+                chunk = chunks.rank_chunks[place] + chunk_of[sequence] + part - sequences.parts[sequence]
+                chunks.prefix_tokens[chunk] = prefix
+                for half in range(_num_slices(size, heads)):
+                    begin, end = slice_of(sequences.part_tokens[part], size, heads, member, half)
+                    _add_segment(chunks, next_segment, chunk, ids[sequence], prefix + begin, prefix + end)
+            prefix += sequences.part_tokens[part]
+
+
+@compiled
+def slice_of(num_tokens: int, size: int, heads: int, member: int, half: int) -> tuple[int, int]:
+    """The tokens [begin, end) of a chunk of `num_tokens` that one of the `size` ranks of a block holds.
+
+    `heads` ranks that follow one another share heads; they take equal slices of what is theirs. Of n such groups the
+    i-th has, of 2 n equal slices, the i-th from the front and the i-th from the back (zigzag): under a causal mask all
+    attend to equally much. `half`: which of these two; where there is one group, it has the whole chunk.
+    """
+    num_groups = size // heads
+    group, member_of_group = divmod(member, heads)
+    begin, end = 0, num_tokens
+    if num_groups > 1:
+        index = group if half == 0 else 2 * num_groups - 1 - group
+        begin, end = num_tokens * index // (2 * num_groups), num_tokens * (index + 1) // (2 * num_groups)
+    tokens = end - begin
+    return begin + tokens * member_of_group // heads, begin + tokens * (member_of_group + 1) // heads
 
 
 @compiled
@@ -123,14 +240,14 @@ def _fill(
     chunks: Chunks,
     chunk_of: Int64Array,
     part_chunk: Int64Array,
+    next_segment: Int64Array,
     ids: Int32Array,
     target_tokens: Int32Array,
 ) -> None:
-    """Write the segments, a chunk's part first, then whole sequences, longest first; sum them up by chunk."""
-    for chunk in range(chunks.segments.size - 1):
-        chunks.segments[chunk + 1] += chunks.segments[chunk]
-    next_segment = chunks.segments[:-1].copy()  # [num_chunks]
+    """Write the segments of what is not shared, a chunk's part first, then whole sequences, longest first."""
     for sequence in range(sequences.tokens.size):
+        if sequences.cp_first_rank[sequence] >= 0:
+            continue
         start = 0
         for part in range(sequences.parts[sequence], sequences.parts[sequence + 1]):
             chunk = chunk_of[sequence] + part - sequences.parts[sequence]
@@ -161,11 +278,35 @@ def add_parts(
 ) -> None:
     """Add to each chunk the attention pairs and the targets of the part in it; `part_chunk` [num_parts] says which."""
     sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
+    own = np.flatnonzero(part_chunk >= 0)
+    sequence, part_chunk, part_tokens = sequence[own], part_chunk[own], sequences.part_tokens[own]
     start = chunks.prefix_tokens[part_chunk].astype(np.int64)
-    chunks.attention_pairs[part_chunk] += attention_pairs_of(sequences.part_tokens, start)
+    chunks.attention_pairs[part_chunk] += attention_pairs_of(part_tokens, start)
     chunks.num_target_tokens[part_chunk] += count_part_targets(
-        ids[sequence], start, start + sequences.part_tokens, sequences.tokens[sequence], mask
+        ids[sequence], start, start + part_tokens, sequences.tokens[sequence], mask
     ).astype(np.int32)
+
+
+def add_slices(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
+    """Add to each chunk that `dp` ranks share the rank's attention pairs, and the targets of its slices."""
+    rows = np.flatnonzero(chunks.cp_size > 1)
+    if not rows.size:
+        return
+    pairs = attention_pairs_of(chunks.cp_tokens[rows], chunks.prefix_tokens[rows])
+    chunks.attention_pairs[rows] = pairs / chunks.cp_size[rows]
+    num_slices = np.diff(chunks.segments)[rows]
+    row = np.repeat(rows, num_slices)  # [slices]
+    segment = np.arange(row.size) + np.repeat(chunks.segments[rows] - offsets_of(num_slices)[:-1], num_slices)
+    step = (np.searchsorted(chunks.rank_chunks, row, side="right") - 1) // dp
+    order = np.lexsort(
+        (chunks.start[segment], chunks.group_id[row], step)
+    )  # the slices of a sequence one after another
+    row, segment = row[order], segment[order]
+    start, end = chunks.start[segment].astype(np.int64), chunks.end[segment].astype(np.int64)
+    first = np.flatnonzero(start == 0)
+    lengths = np.repeat(np.maximum.reduceat(end, first), np.diff(np.append(first, end.size)))
+    targets = count_part_targets(chunks.sequence_id[segment], start, end, lengths, mask)
+    np.add.at(chunks.num_target_tokens, row, targets.astype(np.int32))
 
 
 def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[ChunkTimes, Int64Array, Int64Array]:
@@ -174,7 +315,8 @@ def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[Ch
     The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
     """
     layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
-    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates, layers)
+    exchange = exchange_of(chunks, cost)
+    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates, layers, exchange)
     by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]
     recompute = np.where(chunks.keeps_activations, 0, by_op["forward_kv"])  # [num_chunks]
     cost_ns = by_op["forward"] + by_op["backward"] + recompute  # [num_chunks]

@@ -5,8 +5,9 @@ In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`, `pipeline.py`).
 2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
    chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
-3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, whole, so that the slowest rank is done as soon
-   as possible (`ranks.py`, and `refine.py` where a search may do better).
+3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, so that the slowest rank is done as soon as
+   possible (`ranks.py`, and `refine.py` where a search may do better); one that outweighs a rank may be shared by a
+   block of them, a *context-parallel group* (`sharing.py`).
 4. *Chunks.* On each rank the short sequences are packed, several to a *standalone chunk*, and some into the room that
    parts leave in theirs: Algorithm 1 (`ranks.py`, `chunks.py`, and the packers of `chunkplan/packing/`).
 5. *Order.* Stages do the forward and the backward of every chunk in an order in which a stage never holds the
@@ -30,9 +31,10 @@ from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.planning.batches import StepBlock, longest_first
-from chunkplan.planning.chunks import ChunkedBlock, add_parts, make_chunks, time_chunks
+from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
 from chunkplan.planning.ranks import Rules, place_steps
 from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine_packing
+from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
 from chunkplan.schedule.families import Scheduled, schedule_ranks
@@ -99,6 +101,10 @@ def chunk_block(
         passes=cost.passes,
         tail_sharing=config.tail_sharing,
     )
+    bound_ns = None
+    if config.cp != "off":
+        shares, bound_ns = share_sequences(step_starts, sequences, config, cost)
+        sequences = cut_sequences(tokens, config, cost, shares)
     placement = place_steps(step_starts, sequences, rules)
     if config.balance == "search":
         refine_assignment(step_starts, sequences, rules, placement, is_cancelled, equal_chunks=config.equal_chunks)
@@ -107,10 +113,12 @@ def chunk_block(
     if config.equal_chunks:
         equalize_chunks(step_starts, sequences, placement)
 
-    chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, dataset.num_target_tokens[ids])
+    targets = dataset.num_target_tokens[ids]  # [num_sequences]
+    chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
     add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
+    add_slices(chunks, config.dp, dataset.mask)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
-    return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns)
+    return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns)
 
 
 def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) -> Scheduled:
@@ -124,7 +132,9 @@ def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) 
         step, rank = divmod(index, config.dp)
         return f"step {block.first_step + step}, rank {rank}"
 
-    return schedule_ranks(chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place)
+    return schedule_ranks(
+        chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place, config.dp
+    )
 
 
 def predict_block(
@@ -156,7 +166,7 @@ def predict_block(
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,
-        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks),
+        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks, may_share=config.cp != "off"),
         "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
     }
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)

@@ -16,13 +16,35 @@ from chunkplan.compiled import compiled
 from chunkplan.packing.best_fit import best_fit
 from chunkplan.packing.bounds import martello_toth
 
+#: A rank that shares a chunk holds at most so many slices of it, one from either half.
+SLICES = 2
+
+
+class Shares(NamedTuple):
+    """How ranks share sequences, int64 [n]: `size` of them, from `first_rank` on, of which `heads` share the heads.
+
+    1, -1 and 1 where none do. `work`: what each of the ranks takes for its share, in ns.
+    """
+
+    size: Int64Array
+    heads: Int64Array
+    first_rank: Int64Array
+    work: Int64Array
+
+    @classmethod
+    def none(cls, n: int) -> Shares:
+        """Those of sequences of which none is shared."""
+        ones = np.ones(n, np.int64)
+        return cls(ones, ones, -ones, 0 * ones)
+
 
 class Sequences(NamedTuple):
     """Sequences, those of a step descending by tokens.
 
     `tokens` and `work` int64 [n]: work is in ns, without what the chunks of short ones cost beside their tokens.
     `parts` int64 [n + 1]: where the parts of each begin; short ones have none. `part_tokens` int64 and `part_keeps`
-    bool [num_parts]: the tokens of each part, and whether its chunk keeps activations.
+    bool [num_parts]: the tokens of each part, and whether its chunk keeps activations. `cp_size`, `cp_heads`,
+    `cp_first_rank` [n]: see `Shares`; a shared sequence has one part at least, and `work` is that of each rank.
     """
 
     tokens: Int64Array
@@ -30,6 +52,9 @@ class Sequences(NamedTuple):
     parts: Int64Array
     part_tokens: Int64Array
     part_keeps: BoolArray
+    cp_size: Int64Array
+    cp_heads: Int64Array
+    cp_first_rank: Int64Array
 
 
 class Rules(NamedTuple):
@@ -46,13 +71,16 @@ class Placement(NamedTuple):
     """Where the sequences of some steps run; all int64.
 
     `rank_of`, `bin_of` [n]: a bin below the number of the rank's parts is the chunk of that part, counting through its
-    groups from the shortest; the others are standalone chunks; -1 for split sequences. `num_standalone`, `rank_bound`
-    [num_steps, dp]: a rank's standalone chunks, and the chunks that no packing of its own parts and short sequences can
-    do without. `step_bound` [num_steps]: the same for the step, however its sequences are assigned.
+    groups from the shortest; the others are standalone chunks; -1 for split sequences. Those that ranks share are on no
+    rank, -1, and count nowhere but in `num_shared` [num_steps, dp]: how many chunks a rank shares with others.
+    `num_standalone`, `rank_bound` [num_steps, dp]: a rank's standalone chunks, and the chunks that no packing of its
+    own parts and short sequences can do without, shared ones among them. `step_bound` [num_steps]: the same for the
+    step, however its sequences are assigned that are not shared.
     """
 
     rank_of: Int64Array
     bin_of: Int64Array
+    num_shared: Int64Array
     num_standalone: Int64Array
     rank_bound: Int64Array
     step_bound: Int64Array
@@ -67,22 +95,39 @@ def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> 
         np.full(sequences.tokens.size, -1, np.int64),
         np.zeros((num_steps, rules.dp), np.int64),
         np.zeros((num_steps, rules.dp), np.int64),
+        np.zeros((num_steps, rules.dp), np.int64),
         np.zeros(num_steps, np.int64),
     )
     for step in range(num_steps):
         start, stop = step_starts[step], step_starts[step + 1]
         own = step_sequences(sequences, start, stop)
-        rank_of = assign(own.work, rules.dp)
-        even_out(own.work, rank_of, rules.dp)
-        bin_of, num_standalone, _ = settle(own, rules, rank_of)
+        num_shared = placement.num_shared[step]
+        loads = _shared_loads(own, num_shared)
+        rank_of = assign(own.work, own.cp_first_rank < 0, loads)
+        even_out(own.work, rank_of, loads)
+        bin_of, num_standalone, _ = settle(own, rules, rank_of, loads, num_shared)
         placement.rank_of[start:stop] = rank_of
         placement.bin_of[start:stop] = bin_of
         placement.num_standalone[step] = num_standalone
         for rank in range(rules.dp):
-            placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank)
-        anywhere = fewest_chunks(own, rules, np.ones(stop - start, np.bool_))
+            placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank, num_shared[rank])
+        anywhere = fewest_chunks(own, rules, own.cp_first_rank < 0, num_shared.sum())
         placement.step_bound[step] = max(rules.dp, anywhere)
     return placement
+
+
+@compiled
+def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
+    """What each rank takes for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
+    loads = np.zeros(num_shared.size, np.int64)
+    for sequence in range(sequences.tokens.size):
+        first = sequences.cp_first_rank[sequence]
+        if first >= 0:
+            num_parts = sequences.parts[sequence + 1] - sequences.parts[sequence]
+            for rank in range(first, first + sequences.cp_size[sequence]):
+                loads[rank] += sequences.work[sequence]
+                num_shared[rank] += num_parts
+    return loads
 
 
 @compiled
@@ -94,20 +139,26 @@ def step_sequences(sequences: Sequences, start: int, stop: int) -> Sequences:
         sequences.parts[start : stop + 1],
         sequences.part_tokens,
         sequences.part_keeps,
+        sequences.cp_size[start:stop],
+        sequences.cp_heads[start:stop],
+        sequences.cp_first_rank[start:stop],
     )
 
 
 @compiled
-def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+def settle(
+    sequences: Sequences, rules: Rules, rank_of: Int64Array, loads: Int64Array, num_shared: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Pack the ranks of one step: (bin of each sequence, standalone chunks of each rank, time of each rank in ns).
 
-    Changes `rank_of` where that makes the slowest rank faster, now that it is known how many chunks each has.
+    Changes `rank_of` where that makes the slowest rank faster, now that it is known how many chunks each has. `loads`
+    and `num_shared` int64 [dp]: what each rank takes for what it shares with others, in ns, and these chunks.
     """
     bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
     num_standalone = np.zeros(rules.dp, np.int64)  # [dp]
     times = np.zeros(rules.dp, np.int64)  # [dp]
     for rank in range(rules.dp):
-        num_standalone[rank], times[rank] = _pack_rank(sequences, rules, rank_of, rank, bin_of)
+        num_standalone[rank], times[rank] = _pack_rank(sequences, rules, rank_of, rank, bin_of, loads, num_shared)
     least = least_gain(times)
     mean = times.sum() // rules.dp
     searching = True
@@ -125,8 +176,8 @@ def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int
                 continue
             before = bin_of.copy()
             exchange(rank_of, given, taken, slowest, other)
-            standalone_slowest, time_slowest = _pack_rank(sequences, rules, rank_of, slowest, bin_of)
-            standalone_other, time_other = _pack_rank(sequences, rules, rank_of, other, bin_of)
+            standalone_slowest, time_slowest = _pack_rank(sequences, rules, rank_of, slowest, bin_of, loads, num_shared)
+            standalone_other, time_other = _pack_rank(sequences, rules, rank_of, other, bin_of, loads, num_shared)
             if max(time_slowest, time_other) <= times[slowest] - least:
                 num_standalone[slowest], times[slowest] = standalone_slowest, time_slowest
                 num_standalone[other], times[other] = standalone_other, time_other
@@ -139,14 +190,21 @@ def settle(sequences: Sequences, rules: Rules, rank_of: Int64Array) -> tuple[Int
 
 @compiled
 def _pack_rank(
-    sequences: Sequences, rules: Rules, rank_of: Int64Array, rank: int, bin_of: Int64Array
+    sequences: Sequences,
+    rules: Rules,
+    rank_of: Int64Array,
+    rank: int,
+    bin_of: Int64Array,
+    loads: Int64Array,
+    num_shared: Int64Array,
 ) -> tuple[int, int]:
     """Pack one rank into `bin_of`: (its standalone chunks, its time in ns). Every rank has a chunk at least."""
     parts = sequences.parts
     short = np.empty(rank_of.size, np.int64)  # [n], filled from the end
     rooms = np.empty(parts[-1] - parts[0], np.int64)  # [num_parts]
     second_choice = np.empty(rooms.size, np.bool_)  # [num_parts]
-    num_short = num_parts = time = 0
+    num_short = num_parts = 0
+    time = loads[rank]
     for sequence in range(rank_of.size - 1, -1, -1):  # shortest first
         if rank_of[sequence] != rank:
             continue
@@ -171,13 +229,16 @@ def _pack_rank(
         bin_of[short[index]] = bins[index]
         if bins[index] < num_parts and second_choice[bins[index]]:
             time += sequences.work[short[index]] // rules.passes  # forwarded once more, with its chunk
-    num_standalone = num_bins - num_parts if num_bins > 0 else 1
+    num_standalone = num_bins - num_parts if num_bins + num_shared[rank] > 0 else 1
     return num_standalone, time + num_standalone * rules.chunk_ns
 
 
 @compiled
-def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray) -> int:
-    """No packing of the parts and short sequences among the `chosen` [n] has fewer chunks: at least 1."""
+def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_shared: int) -> int:
+    """No packing of the parts and short sequences among the `chosen` [n] has fewer chunks: at least 1.
+
+    None of them is shared; the chunks that are, `num_shared`, count too.
+    """
     parts = sequences.parts
     items = np.empty(chosen.size + parts[-1] - parts[0], np.int64)  # [n + num_parts]
     num_items = num_parts = num_full = 0
@@ -189,7 +250,7 @@ def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray) -> int:
             num_items += 1
         num_parts += parts[sequence + 1] - parts[sequence]
     if num_parts == 0 or not rules.tail_sharing:
-        return max(num_parts + martello_toth(items[:num_items], rules.chunk_size), 1)
+        return max(num_shared + num_parts + martello_toth(items[:num_items], rules.chunk_size), 1)
     for sequence in range(chosen.size):
         if not chosen[sequence]:
             continue
@@ -199,4 +260,4 @@ def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray) -> int:
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), rules.chunk_size))
+    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), rules.chunk_size))

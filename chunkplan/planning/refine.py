@@ -38,7 +38,7 @@ def refine_packing(
         CancelledError: `is_cancelled()` was true while there was still something to do.
     """
     num_parts = parts_per_rank(step_starts, sequences, placement)
-    num_chunks = placement.num_standalone + num_parts
+    num_chunks = placement.num_shared + placement.num_standalone + num_parts
     for step, rank in np.argwhere(num_chunks > placement.rank_bound).tolist():
         if is_cancelled():
             raise CancelledError
@@ -53,7 +53,7 @@ def refine_packing(
         has_room = (rooms > 0) & rules.tail_sharing
         shared = np.flatnonzero(has_room & sequences.part_keeps[parts])
         items = np.concatenate([sequences.tokens[short], sequences.part_tokens[parts[shared]]])
-        closed = parts.size - shared.size
+        closed = placement.num_shared[step, rank] + parts.size - shared.size
         gap_ns = (num_chunks[step, rank] - placement.rank_bound[step, rank]) * rules.chunk_ns
         everything_ns = sequences.work[own].sum() + placement.num_standalone[step, rank] * rules.chunk_ns
         pays = algorithm != "auto" or gap_ns * _WORTH >= everything_ns
@@ -113,7 +113,7 @@ def refine_assignment(
             placement.rank_of[here], placement.bin_of[here] = new.rank_of, new.bin_of
             placement.num_standalone[step] = new.num_standalone
             for rank in range(rules.dp):
-                placement.rank_bound[step, rank] = fewest_chunks(own, rules, new.rank_of == rank)
+                placement.rank_bound[step, rank] = fewest_chunks(own, rules, new.rank_of == rank, 0)
 
 
 class _Assignment:
@@ -121,7 +121,8 @@ class _Assignment:
 
     def __init__(self, sequences: Sequences, rules: Rules, rank_of: Int64Array, equal_chunks: bool) -> None:
         self.rank_of = rank_of.astype(np.int64)
-        self.bin_of, self.num_standalone, times = settle(sequences, rules, self.rank_of)
+        none = np.zeros(rules.dp, np.int64)
+        self.bin_of, self.num_standalone, times = settle(sequences, rules, self.rank_of, none, none)
         num_chunks = self.num_standalone.copy()
         np.add.at(num_chunks, self.rank_of, np.diff(sequences.parts))
         filled_up = (num_chunks.max() - num_chunks) * rules.chunk_ns if equal_chunks else 0
@@ -135,17 +136,19 @@ def _demand_of_parts(sequences: Sequences, rules: Rules) -> Int64Array:
 
 
 def parts_per_rank(step_starts: Int64Array, sequences: Sequences, placement: Placement) -> Int64Array:
-    """How many parts of split sequences each rank has, int64 [num_steps, dp]."""
+    """How many parts of split sequences each rank has to itself, int64 [num_steps, dp]."""
     num_steps, dp = placement.num_standalone.shape
     rank = np.repeat(np.arange(num_steps), np.diff(step_starts)) * dp + placement.rank_of
     counts = np.zeros(num_steps * dp, np.int64)
-    np.add.at(counts, rank, np.diff(sequences.parts))
+    is_own = placement.rank_of >= 0
+    np.add.at(counts, rank[is_own], np.diff(sequences.parts)[is_own])
     return counts.reshape(num_steps, dp)
 
 
 def equalize_chunks(step_starts: Int64Array, sequences: Sequences, placement: Placement) -> None:
     """Give every rank of a step as many chunks as the one that has most, by zero-loss chunks; bounds follow."""
-    num_chunks = placement.num_standalone + parts_per_rank(step_starts, sequences, placement)
+    own = placement.num_standalone + parts_per_rank(step_starts, sequences, placement)
+    num_chunks = placement.num_shared + own
     placement.num_standalone[:] += num_chunks.max(axis=1, keepdims=True) - num_chunks
     placement.rank_bound[:] = placement.rank_bound.max(axis=1, keepdims=True)
     dp = placement.num_standalone.shape[1]

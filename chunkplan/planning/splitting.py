@@ -10,31 +10,39 @@ from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_ru
 from chunkplan.config.plan import KByLength, PlanConfig, Split
 from chunkplan.cost.durations import attention_pairs_of, recompute_ns, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.ranks import Sequences
+from chunkplan.planning.ranks import SLICES, Sequences, Shares
 
 #: Given a sequence_id, the target mask of that sequence, bool [num_tokens].
 TargetMask = Callable[[int], BoolArray]
 
 
-def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel) -> Sequences:
-    """Cut sequences of `tokens` [n] that are longer than ChunkSize; the last K parts of each keep their activations."""
+def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, shares: Shares | None = None) -> Sequences:
+    """Cut sequences of `tokens` [n] that are longer than ChunkSize; the last K parts of each keep their activations.
+
+    Of a sequence that ranks share, every rank has its slice of each part, and `work` is that of one rank.
+    """
+    if shares is None:
+        shares = Shares.none(tokens.size)
+    chunk_size = config.chunk_size * shares.size  # [n]
     work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
-    split = np.flatnonzero(tokens > config.chunk_size)
-    num_parts, stops = split_sequences(tokens[split], config.chunk_size, config.split, cost)
+    split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
+    num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
     index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]
     starts = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
-    k = _most_kept(tokens[split], config.k, config.k_by_length)
+    k = most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
     part_ns = work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
     part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
+    is_shared = shares.size > 1
+    work[is_shared] = shares.work[is_shared]
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
-    return Sequences(tokens=tokens, work=work, parts=np.cumsum(parts), part_tokens=part_tokens, part_keeps=keeps)
+    return Sequences(tokens, work, np.cumsum(parts), part_tokens, keeps, shares.size, shares.heads, shares.first_rank)
 
 
-def _most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
+def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
     """K of sequences of `num_tokens` [n]: `k`, or that of the last of `k_by_length` whose length they exceed.
 
     `k_by_length` has pairs (tokens, K), ascending by tokens: sequences of more than that many tokens.
@@ -44,34 +52,44 @@ def _most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> I
     return values[np.searchsorted(lengths, num_tokens, side="left")]
 
 
-def count_parts(lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel) -> Int64Array:
-    """How many parts `split_sequences` cuts sequences of `lengths` [n] into, which are all longer than `chunk_size`."""
+def count_parts(lengths: Int64Array, chunk_size: int | Int64Array, split: Split, cost: CostModel) -> Int64Array:
+    """How many parts `split_sequences` cuts sequences of `lengths` [n] into."""
     fewest = -(-lengths // chunk_size)
     if split != "cost":
         return fewest
     ratio = cost.linear_over_pair
-    equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + float(chunk_size) ** 2)).astype(np.int64)
-    return np.minimum(np.maximum(equal, fewest), lengths)
+    equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + np.float64(chunk_size) ** 2)).astype(np.int64)
+    num_parts: Int64Array = np.minimum(np.maximum(equal, fewest), lengths)
+    return num_parts
 
 
 def split_sequences(
-    lengths: Int64Array, chunk_size: int, split: Split, cost: CostModel
+    lengths: Int64Array,
+    chunk_size: int | Int64Array,
+    split: Split,
+    cost: CostModel,
+    num_ranks: int | Int64Array = 1,
 ) -> tuple[Int64Array, Int64Array]:
-    """Parts of sequences that are all longer than `chunk_size`: how many each has, int64 [n], and where each stops.
+    """Parts of at most `chunk_size` tokens (one or [n]): how many each sequence has, int64 [n], and where each stops.
 
     "full": every part but the last has ChunkSize tokens (ChunkFlow, arXiv 2503.02356, Algorithm 1). "even": as many
     parts, whose lengths differ by one at most. "cost": parts of equal predicted forward time: as few as keep the first,
     which attends to least and so is the longest, within ChunkSize. The last of n full parts does 2n - 1 times the
     attention of the first, so their number grows with the length squared. (Parts of equal length take their place in a
     sequence so long that some would have no token.)
+
+    Where several of `num_ranks` (one or [n]) share a sequence, "full" cuts as "even" does, for every rank takes up to
+    two slices of a part, none of which may be empty.
     """
+    chunk_size, num_ranks = np.broadcast_to(chunk_size, lengths.shape), np.broadcast_to(num_ranks, lengths.shape)
     num_parts = count_parts(lengths, chunk_size, split, cost)
     sequence = np.repeat(np.arange(num_parts.size), num_parts)  # [num_parts]
     starts = np.cumsum(num_parts) - num_parts
     done = np.arange(sequence.size) - starts[sequence] + 1  # [num_parts], parts up to and with each
-    if split == "full":
-        return num_parts, np.minimum(done * chunk_size, lengths[sequence])
     even = done * lengths[sequence] // num_parts[sequence]
+    if split == "full":
+        full = np.minimum(done * chunk_size[sequence], lengths[sequence])
+        return num_parts, np.where(num_ranks[sequence] > 1, even, full)
     if split == "even":
         return num_parts, even
     # The time of the first t tokens is ratio * t + t^2, but for a factor. Rounding down keeps parts within ChunkSize.
@@ -81,7 +99,9 @@ def split_sequences(
     stops[starts + num_parts - 1] = lengths
     sizes = np.diff(stops, prepend=0)
     sizes[starts] = stops[starts]
-    lacking = np.bincount(sequence, weights=(sizes < 1) | (sizes > chunk_size), minlength=lengths.size) > 0
+    least = np.where(num_ranks > 1, SLICES * num_ranks, 1)[sequence]
+    is_odd = (sizes < least) | (sizes > chunk_size[sequence])
+    lacking = np.bincount(sequence, weights=is_odd, minlength=lengths.size) > 0
     return num_parts, np.where(lacking[sequence], even, stops)
 
 

@@ -14,7 +14,7 @@ from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS, plan_schemas
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions
 
@@ -62,7 +62,9 @@ def steps_table(
     one_sequence_ns = necessary_ns + chunk_ns
     all_ns = np.add.reduceat(necessary_ns, starts) + bound * chunk_ns
     end_ns = times.end_ns.reshape(num_steps, dp).max(axis=1)
-    bound_ns = np.maximum(all_ns // (dp * pp), np.maximum.reduceat(one_sequence_ns, starts) // pp)
+    bound_ns = chunked.bound_ns
+    if bound_ns is None:
+        bound_ns = np.maximum(all_ns // dp, np.maximum.reduceat(one_sequence_ns, starts))
     mean_rank_ns = times.cost_ns.reshape(num_steps, dp).sum(axis=1) / dp
     return _table(
         STEPS,
@@ -80,17 +82,26 @@ def steps_table(
         recompute_us=_microseconds(times.recompute_ns.reshape(num_steps, dp).sum(axis=1)),
         predicted_us=_microseconds(end_ns),
         # Whole nanoseconds of a sequence are not the sum of those of its chunks: it might be a few above.
-        lower_bound_us=_microseconds(np.minimum(bound_ns, end_ns)),
+        lower_bound_us=_microseconds(np.minimum(bound_ns // pp, end_ns)),
     )
 
 
-def chunks_table(first_step: int, dp: int, chunks: Chunks) -> pa.Table:
-    """Rows of `chunks`."""
+def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -> pa.Table:
+    """Rows of `chunks`; `may_share`: see `plan_schemas`."""
     sizes = np.diff(chunks.rank_chunks)
     rank = np.repeat(np.arange(sizes.size), sizes)
     kind = CHUNKS.field("segments").type
+    groups = {}
+    if may_share:
+        is_shared = chunks.cp_size > 1
+        groups = {
+            "cp_first_rank": np.where(is_shared, chunks.cp_first_rank, _int32(rank % dp)),
+            "cp_size": chunks.cp_size,
+            "cp_heads": chunks.cp_heads,
+            "cp_tokens": np.where(is_shared, chunks.cp_tokens, chunks.num_tokens),
+        }
     return _table(
-        CHUNKS,
+        plan_schemas(may_share=may_share)["chunks"],
         step=_int32(first_step + rank // dp),
         dp_rank=_int32(rank % dp),
         chunk_id=_int32(np.arange(rank.size) - chunks.rank_chunks[rank]),
@@ -105,6 +116,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks) -> pa.Table:
         segments=_lists(
             kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]
         ),
+        **groups,
     )
 
 

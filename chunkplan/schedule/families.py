@@ -13,6 +13,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
 from chunkplan.schedule.holdings import peak_retained
+from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
@@ -52,13 +53,15 @@ def schedule_ranks(
     schedule: str,
     memory_tokens: int | None,
     place: Callable[[int], str],
+    dp: int = 1,
 ) -> Scheduled:
-    """Schedule the chunks of many ranks, each for itself.
+    """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
 
     Args:
         schedule: one of `SCHEDULES`.
         memory_tokens: what a stage may retain; only "search" makes use of it, others are refused where they do not fit.
         place: names a rank, for errors.
+        dp: ranks of a step, where they may share chunks.
 
     Raises:
         UsageError: a rank cannot be scheduled within `memory_tokens`.
@@ -68,6 +71,8 @@ def schedule_ranks(
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
         actions, ends, retained, lower_bound = _one_by_one(schedule, chunks, times, pp, memory_tokens, place)
+    if np.any(chunks.cp_size > 1):
+        ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)

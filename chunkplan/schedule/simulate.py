@@ -38,9 +38,9 @@ def simulate(actions: Actions, times: ChunkTimes) -> Int64Array:
                 ready = 0
                 if op <= FORWARD_KV:
                     if model_stage > 0:
-                        ready = _arrival(forward_end[model_stage - 1, chunk], link[chunk], pp)
+                        ready = arrival(forward_end[model_stage - 1, chunk], link[chunk], pp)
                 elif op != RECOMPUTE and op != BACKWARD_WEIGHT and model_stage + 1 < num_model_stages:
-                    ready = _arrival(backward_end[model_stage + 1, chunk], link[chunk], pp)
+                    ready = arrival(backward_end[model_stage + 1, chunk], link[chunk], pp)
                 if ready < 0:
                     break
                 clock[stage] = max(clock[stage], ready) + durations[op, model_stage, chunk]
@@ -55,6 +55,6 @@ def simulate(actions: Actions, times: ChunkTimes) -> Int64Array:
 
 
 @compiled
-def _arrival(sent: int, link: int, pp: int) -> int:
+def arrival(sent: int, link: int, pp: int) -> int:
     """When what was sent at `sent` (-1: not yet) is there; model stages on one stage have no link between them."""
     return sent + link if sent >= 0 and pp > 1 else sent

@@ -1,0 +1,60 @@
+"""What the ranks of a context-parallel group exchange in a layer, and how long that takes.
+
+A group of `size` ranks shares a chunk by `heads`, by pages, or both (docs/context-parallel.md):
+
+- By heads (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509): an all-to-all of queries, keys and values before
+  attention and one of its output after. Nothing is computed meanwhile, and nothing depends on the prefix.
+- By pages (as ring attention does, Liu et al., arXiv 2310.01889): every rank fetches the keys and values of all others,
+  those of the prefix too, while it attends to those that it has, and sends gradients back in the backward. Only what
+  takes longer than attention shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import IntArray
+from chunkplan.cost.durations import Exchange, Float64Array, attention_pairs_of
+from chunkplan.cost.memory import KV_GRADIENT_BYTES
+from chunkplan.cost.model import CostModel
+
+#: All-to-alls of a layer's forward: queries, keys and values are one, the output is the other.
+_ALL_TO_ALLS = 2
+
+
+def exchange_times(
+    cost: CostModel,
+    num_tokens: IntArray,
+    prefix_tokens: IntArray,
+    num_pages: IntArray,
+    size: IntArray,
+    heads: IntArray,
+) -> Exchange:
+    """The exchange of chunks of `num_tokens` tokens in all after `prefix_tokens`, each shared by `size` ranks; all [n].
+
+    `heads` of the ranks share the heads, the others pages, of which there are `num_pages` with the chunk's own.
+    """
+    shape, hardware = cost.shape, cost.hardware
+    tokens = num_tokens.astype(np.float64)
+    by_pages = size // heads
+    widths = _ALL_TO_ALLS * (shape.query_width + shape.kv_width) / cost.tp
+    sent = tokens / size * widths * cost.num_bytes * (heads - 1) / heads
+    all_to_alls = np.where(heads > 1, 1e9 * sent / _link_bytes(cost, heads) + _ALL_TO_ALLS * hardware.link_ns, 0.0)
+
+    fetched = (prefix_tokens + tokens) * 2 * shape.kv_width / cost.tp / heads * (by_pages - 1) / by_pages  # elements
+    attention = cost.rates.pair * attention_pairs_of(num_tokens, prefix_tokens) / size
+    ns = 1e9 / _link_bytes(cost, size)
+    launches = num_pages * hardware.link_ns
+    forward = np.maximum(fetched * cost.num_bytes * ns + launches - attention, hardware.link_ns)
+    both_ways = fetched * (cost.num_bytes + KV_GRADIENT_BYTES) * ns + 2 * launches
+    backward = np.maximum(both_ways - 2 * attention, hardware.link_ns)
+    forward = all_to_alls + np.where(by_pages > 1, forward, 0.0)
+    backward = all_to_alls + np.where(by_pages > 1, backward, 0.0)
+    recomputed = (cost.rates.layer_passes - 2) * forward  # where layers are recomputed inside the backward
+    return Exchange(forward, backward + recomputed)
+
+
+def _link_bytes(cost: CostModel, size: IntArray) -> Float64Array:
+    """Bytes a second between `size` data-parallel ranks that follow one another, [n]."""
+    sizes, index = np.unique(size, return_inverse=True)
+    return np.array([cost.ring_bytes(int(each)) for each in sizes])[index]

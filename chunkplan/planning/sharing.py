@@ -1,0 +1,234 @@
+"""Decides which ranks share which sequences of a step: context-parallel groups (docs/context-parallel.md).
+
+A sequence that is worth more than a rank's share of a step would keep the other ranks waiting. An aligned block of
+ranks takes it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks begin
+with what the widest block shares, so that nobody waits for a meeting: the ranks of a block have the same work until it
+is done. What is left is to choose how many ranks share each sequence, and which block: malleable jobs, widest first,
+then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the outcome of such a choice of two phases).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array, offsets_of, sum_runs
+from chunkplan.compiled import compiled
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import attention_pairs_of, whole_ns, work_ns
+from chunkplan.cost.exchange import exchange_times
+from chunkplan.cost.model import CostModel
+from chunkplan.planning.ranks import SLICES, Sequences, Shares
+from chunkplan.planning.splitting import most_kept, split_sequences
+
+#: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave.
+_LEAST_PART = 16
+
+#: Sharing is looked for where the slowest rank takes longer than the bound by more than this part of it.
+_WORTH = 256
+
+#: How long a sequence may take on its ranks, in parts of the bound: each is tried.
+_LIMITS = np.array([1.3, 1.15, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+
+#: The dearest sequences of a step, of which one at a time is shared by more or fewer ranks, and how many times.
+_TRIED, _ROUNDS = 24, 24
+
+
+def share_sequences(
+    step_starts: Int64Array, sequences: Sequences, config: PlanConfig, cost: CostModel
+) -> tuple[Shares, Int64Array]:
+    """How ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
+
+    Returns with it a time in ns, int64 [num_steps], within which no plan has the slowest rank done, however sequences
+    are shared, by the sizes of `config` and in chunks of ChunkSize: the larger of two. Ranks do what there is at least
+    to do, each sequence taken as the number of ranks does it with which it is least, in as few chunks as their tokens
+    fill; and the longest sequence takes as long as on the number of ranks with which it is fastest.
+    """
+    sizes = np.array(config.cp_sizes)
+    dp, chunk_ns = config.dp, cost.passes * cost.chunk_overhead_ns
+    is_short = np.diff(sequences.parts) == 0
+    alone = sequences.work + np.where(is_short, chunk_ns * sequences.tokens // config.chunk_size, 0)  # [n]
+    step = np.repeat(np.arange(step_starts.size - 1), np.diff(step_starts))  # [n]
+    share = sum_runs(alone, step_starts) // dp  # [num_steps]
+    large = np.flatnonzero(alone * _LEAST_PART > share[step])  # [m]
+    times = np.empty((sizes.size, large.size), np.int64)  # [num_sizes, m]
+    heads = np.ones((sizes.size, large.size), np.int64)  # [num_sizes, m]
+    num_parts = np.diff(sequences.parts)  # [n]
+    times[0] = alone[large]
+    work = work_ns(cost, sequences.tokens, attention_pairs_of(sequences.tokens, 0 * sequences.tokens))  # [n]
+    work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
+    for index, size in enumerate(sizes[1:].tolist(), 1):
+        times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
+        work[large] = np.minimum(work[large], size * (times[index] - num_chunks * chunk_ns))
+    num_chunks = np.maximum(-(-sum_runs(sequences.tokens, step_starts) // config.chunk_size), dp)  # [num_steps]
+    bound = (sum_runs(work, step_starts) + num_chunks * chunk_ns) // dp
+    np.maximum.at(bound, step[large], times.min(axis=0))
+
+    chosen = np.zeros(large.size, np.int64)  # [m], places in `sizes`
+    first_rank = np.full(large.size, -1, np.int64)  # [m]
+    in_step = offsets_of(np.bincount(step[large], minlength=step_starts.size - 1))
+    _choose(in_step, times, sizes, sum_runs(alone, step_starts), bound, dp, chosen, first_rank)
+    shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
+    shares.size[large] = sizes[chosen]
+    shares.heads[large] = heads[chosen, np.arange(large.size)]
+    shares.first_rank[large] = first_rank
+    shares.work[large] = times[chosen, np.arange(large.size)]
+    return shares, bound
+
+
+#: What a sequence takes that may not be shared by so many.
+_NEVER = np.int64(1) << 53
+
+
+def _shared_times(
+    tokens: Int64Array, size: int, config: PlanConfig, cost: CostModel
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """What each of `size` ranks takes for sequences of `tokens` [m], in ns; how many of them share heads; its chunks.
+
+    All int64 [m]. Of all ways to share a sequence by heads and by pages the fastest one.
+    """
+    ranks = np.full(tokens.size, size)
+    num_parts, stops = split_sequences(tokens, config.chunk_size * ranks, config.split, cost, ranks)
+    starts = offsets_of(num_parts)
+    index = np.arange(stops.size) - np.repeat(starts[:-1], num_parts)  # [num_parts]
+    begins = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
+    k = most_kept(tokens, config.k, config.k_by_length)
+    forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
+    own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
+    own_forward = rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins) / size
+    best = np.full(tokens.size, _NEVER)
+    by_heads = np.ones(tokens.size, np.int64)
+    for heads in _head_degrees(size, cost):
+        exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
+        forward = num_layers * (own_forward + exchange.forward)
+        backward = num_layers * (rates.layer_passes * own_forward + exchange.backward)
+        times = sum_runs(whole_ns(forwards * forward + backward + 3 * rates.head * own / size), starts)
+        by_heads[times < best] = heads
+        best = np.minimum(best, times)
+    least = np.minimum.reduceat(own, starts[:-1]) if own.size else own
+    return np.where(least < SLICES * size, _NEVER, best), by_heads, num_parts
+
+
+def _head_degrees(size: int, cost: CostModel) -> list[int]:
+    """How many of `size` ranks can share the key and value heads among them."""
+    heads = cost.shape.num_kv_heads // cost.tp
+    return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
+
+
+@compiled
+def _choose(
+    in_step: Int64Array,
+    times: Int64Array,
+    sizes: Int64Array,
+    step_ns: Int64Array,
+    bounds: Int64Array,
+    dp: int,
+    chosen: Int64Array,
+    first_rank: Int64Array,
+) -> None:
+    """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m].
+
+    Args:
+        in_step: [num_steps + 1], where the large sequences of each step begin.
+        times: [num_sizes, m], what each of `sizes` [num_sizes] ranks takes for each.
+        step_ns: [num_steps], what all sequences take on one rank each.
+        bounds: [num_steps], in ns, what each step takes at least.
+    """
+    for step in range(in_step.size - 1):
+        start, stop = in_step[step], in_step[step + 1]
+        own = times[:, start:stop]
+        rest = step_ns[step] - np.sum(own[0])  # of small sequences, which fill up whatever they are given
+        bound = bounds[step]
+        choice = np.zeros(stop - start, np.int64)
+        best = _place(own, choice, sizes, rest, dp, first_rank[start:stop])
+        if best - bound > bound // _WORTH:
+            best = _try_limits(own, sizes, rest, dp, bound, best, choice, first_rank[start:stop])
+            _try_others(own, sizes, rest, dp, bound, best, choice, first_rank[start:stop])
+        _place(own, choice, sizes, rest, dp, first_rank[start:stop])
+        chosen[start:stop] = choice
+        for job in range(start, stop):
+            if chosen[job] == 0:
+                first_rank[job] = -1
+
+
+@compiled
+def _try_limits(
+    times: Int64Array,
+    sizes: Int64Array,
+    rest: int,
+    dp: int,
+    bound: int,
+    best: int,
+    choice: Int64Array,
+    first_rank: Int64Array,
+) -> int:
+    """Share every sequence by as many ranks as work least among those that are done within a limit: the best time."""
+    tried = choice.copy()
+    for limit in _LIMITS:
+        for job in range(choice.size):
+            found = -1
+            for index in range(sizes.size):
+                if times[index, job] <= limit * bound and (
+                    found < 0 or times[index, job] * sizes[index] < times[found, job] * sizes[found]
+                ):
+                    found = index
+            tried[job] = np.argmin(times[:, job]) if found < 0 else found
+        slowest = _place(times, tried, sizes, rest, dp, first_rank)
+        if slowest < best:
+            best = slowest
+            choice[:] = tried
+    return best
+
+
+@compiled
+def _try_others(
+    times: Int64Array,
+    sizes: Int64Array,
+    rest: int,
+    dp: int,
+    bound: int,
+    best: int,
+    choice: Int64Array,
+    first_rank: Int64Array,
+) -> None:
+    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps; changes `choice`."""
+    for _ in range(_ROUNDS):
+        found, to = -1, 0
+        least = best - bound // (4 * _WORTH)
+        if best - bound <= bound // _WORTH:
+            return
+        for job in range(min(choice.size, _TRIED)):
+            before = choice[job]
+            for index in range(sizes.size):
+                if index == before or times[index, job] >= best:
+                    continue
+                choice[job] = index
+                slowest = _place(times, choice, sizes, rest, dp, first_rank)
+                if slowest < least:
+                    least, found, to = slowest, job, index
+            choice[job] = before
+        if found < 0:
+            return
+        choice[found] = to
+        best = least
+
+
+@compiled
+def _place(times: Int64Array, choice: Int64Array, sizes: Int64Array, rest: int, dp: int, first_rank: Int64Array) -> int:
+    """Place sequences of a step whose number of ranks is chosen, and fill up with `rest`: when all ranks are done.
+
+    Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
+    the rank that `first_rank` gets.
+    """
+    loads = np.zeros(dp, np.int64)
+    for index in range(sizes.size - 1, -1, -1):
+        size = sizes[index]
+        for job in range(choice.size):
+            if choice[job] != index:
+                continue
+            first = 0
+            for rank in range(0, dp, size):
+                if loads[rank] < loads[first]:
+                    first = rank
+            first_rank[job] = first
+            loads[first : first + size] += times[index, job]
+    return max(int(loads.max()), (int(loads.sum()) + rest) // dp)
