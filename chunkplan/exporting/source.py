@@ -57,7 +57,8 @@ def open_source(
     `chunk_size` and `packing` are for an analysis, `analysis` is that of a plan, if it has moved.
 
     Raises:
-        UsageError: there is nothing, an option is missing or for the other kind, or there is no such packing.
+        UsageError: there is nothing, an option is missing or for the other kind, there is no such packing, or ranks
+            may share sequences in the plan.
         DataError: a file is damaged, or the analysis is not the plan's.
     """
     if is_analysis(path):
@@ -70,6 +71,13 @@ def open_source(
             "--chunk-size and --packing are for an analysis, this is a plan",
             where=str(path),
             hint="leave them out: the rows of a plan are its chunks; or give the ANALYSIS",
+        )
+    if plan.config.cp != "off":
+        raise UsageError(
+            f"ranks may share sequences in the plan (cp {plan.config.cp}); "
+            "other trainers do not join what is in rows of several ranks",
+            where=str(path),
+            hint="build it with `--cp off`, which gives every sequence to one rank",
         )
     found = load_same_analysis(plan, analysis)
     rows = plan_rows(plan, found)

@@ -23,7 +23,7 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     """
     if shares is None:
         shares = Shares.none(tokens.size)
-    chunk_size = config.chunk_size * shares.size  # [n]
+    chunk_size = most_tokens(config.chunk_size, shares.size)  # [n]
     work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
     split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
     num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
@@ -40,6 +40,17 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
     return Sequences(tokens, work, np.cumsum(parts), part_tokens, keeps, shares.size, shares.heads, shares.first_rank)
+
+
+def most_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
+    """How many tokens a chunk has at most that each of `num_ranks` [n] ranks has ChunkSize of.
+
+    Of a chunk that ranks share, each may have two slices, of which none may be longer than half of ChunkSize: with an
+    odd one, both could be rounded up.
+    """
+    halved = max(chunk_size // SLICES * SLICES, 1)
+    most: Int64Array = np.where(num_ranks > 1, halved, chunk_size) * num_ranks
+    return most
 
 
 def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:

@@ -10,6 +10,7 @@ from chunkplan.arrays import sum_runs
 from chunkplan.errors import UsageError
 from chunkplan.planning.selection import check_selection
 from chunkplan.validation.checks_sequences import check_groups, check_one_place, check_prefix, check_tokens_once
+from chunkplan.validation.checks_sharing import check_cp_groups, check_cp_order, check_cp_slices
 from chunkplan.validation.checks_totals import check_targets, check_totals
 from chunkplan.validation.chunk_columns import ChunkColumns
 from chunkplan.validation.violation import Violation
@@ -94,10 +95,13 @@ def check_chunk_size(columns: ChunkColumns) -> Violation | None:
 
 #: Run in this order. The checks after one of `STRUCTURAL` rely on it and say nothing sensible where it fails.
 #: `WITHOUT_ANALYSIS` look at the plan alone.
-STRUCTURAL = frozenset({"chunk-ids", "batch-sizes", "tokens-once"})
-WITHOUT_ANALYSIS = frozenset({"chunk-ids", "equal-chunks", "chunk-size"})
+STRUCTURAL = frozenset({"chunk-ids", "cp-groups", "batch-sizes", "tokens-once"})
+WITHOUT_ANALYSIS = frozenset({"chunk-ids", "cp-groups", "cp-slices", "cp-order", "equal-chunks", "chunk-size"})
 CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Violation | None]] = {
     "chunk-ids": check_chunk_ids,
+    "cp-groups": check_cp_groups,
+    "cp-slices": check_cp_slices,
+    "cp-order": check_cp_order,
     "batch-sizes": check_steps,
     "equal-chunks": check_equal_chunks,
     "chunk-size": check_chunk_size,

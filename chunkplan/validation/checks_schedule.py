@@ -13,7 +13,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, run_starts
 from chunkplan.operations import OPS
-from chunkplan.validation.order import BACKWARDS, FORWARDS, run_stages
+from chunkplan.validation.order import BACKWARDS, FORWARDS, ActionGraph, find_cycle, run_stages
 from chunkplan.validation.schedule_columns import RankBlock
 
 
@@ -185,7 +185,10 @@ def check_links(block: RankBlock) -> Complaint | None:
 
 
 def check_acyclic(block: RankBlock) -> Complaint | None:
-    """The action graph over stages has an order in which everything finds what it waits for."""
+    """The action graph over stages, and over ranks that meet, has an order in which everything finds what it waits for.
+
+    Ranks that meet do the same there.
+    """
     waits_for = np.full(block.op.size, -1)
     num_chunks, model_stage = block.num_chunks[block.rank], block.model_stage
     is_last = model_stage == block.num_model_stages[block.rank] - 1
@@ -195,18 +198,64 @@ def check_acyclic(block: RankBlock) -> Complaint | None:
         at[block.slot[is_in_table]] = np.flatnonzero(is_in_table)
         waiting = np.flatnonzero(is_in_table & waits)
         waits_for[waiting] = at[block.slot[waiting] + step * num_chunks[waiting]]
-    if (waits_for < 0).all():
+    if (waits_for < 0).all() and (block.meeting < 0).all():
         return None
-    reached = run_stages(block.action_offsets, block.pp, waits_for)
+    if found := _check_meetings(block):
+        return found
+    unit = np.repeat(run_starts(block.ranks.place // block.columns.config.dp), block.pp)
+    graph = ActionGraph(block.action_offsets, unit, waits_for, block.meeting)
+    reached = run_stages(graph)
     stalled = np.flatnonzero(reached < block.action_offsets[1:])
     if not stalled.size:
         return None
     bad = np.zeros(block.num_ranks, bool)
     bad[stalled // block.pp] = True
-    rank, stage = divmod(int(stalled[0]), block.pp)
-    position = reached[stalled[0]] - block.action_offsets[stalled[0]]
-    message = f"stage {stage} waits for ever at action {position}: a deadlock"
-    return Complaint(message, int(block.chunk_id[reached[stalled[0]]]), rank, bad)
+    cycle = find_cycle(graph, reached)
+    rank, stage = divmod(cycle[0], block.pp)
+    action = int(reached[cycle[0]])
+    position = action - block.action_offsets[cycle[0]]
+    message = f"stage {stage} waits for ever at action {position}, {_op_of_chunk(block, action)}: a deadlock"
+    return Complaint(message + _describe_cycle(block, cycle, reached), int(block.chunk_id[action]), rank, bad)
+
+
+#: Stages that a message about a deadlock names.
+_NAMED = 4
+
+
+def _describe_cycle(block: RankBlock, cycle: list[int], reached: Int64Array) -> str:
+    """That the first of these stages waits for the second one, and so on, until one waits for the first."""
+    others = [
+        f"for {_stage_name(block, stage)} at {_op_of_chunk(block, int(reached[stage]))}" for stage in cycle[1:_NAMED]
+    ]
+    others += [f"for {len(cycle) - _NAMED} more in turn"] if len(cycle) > _NAMED else []
+    last = "for itself" if len(cycle) == 1 else f"for {_stage_name(block, cycle[0])}"
+    return "; it waits " + ", which waits ".join([*others, last])
+
+
+def _stage_name(block: RankBlock, stage: int) -> str:
+    rank, stage = divmod(stage, block.pp)
+    return f"rank {block.ranks.place[rank] % block.columns.config.dp}, stage {stage}"
+
+
+def _op_of_chunk(block: RankBlock, action: int) -> str:
+    return f"`{_op(block, action)}` of chunk {block.chunk_id[action]}"
+
+
+def _check_meetings(block: RankBlock) -> Complaint | None:
+    """What ranks do with a chunk that they share is the same on all of them: they cannot meet in half of a backward."""
+    actions = np.flatnonzero(block.meeting >= 0)
+    order = actions[np.argsort(block.meeting[actions], kind="stable")]
+    first = order[run_starts(block.meeting[order])]  # of the same meeting
+    differs = np.flatnonzero(block.op[order] != block.op[first])
+    if not differs.size:
+        return None
+    bad = np.zeros(block.num_ranks, bool)
+    bad[block.rank[order[differs]]] = True
+    at = differs[np.argmin(order[differs])]
+    action, other = int(order[at]), int(first[at])
+    name = _stage_name(block, int(block.rank[other] * block.pp + block.stage[other]))
+    message = f"stage {block.stage[action]} does {_op_of_chunk(block, action)}, with `{_op(block, other)}` on {name}"
+    return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
 
 
 def check_memory(block: RankBlock) -> Complaint | None:

@@ -37,8 +37,8 @@ def check_tokens_once(columns: ChunkColumns) -> Violation | None:
 
 
 def check_one_place(columns: ChunkColumns) -> Violation | None:
-    """An occurrence never leaves its step and never spans two ranks."""
-    astray = _unchained(columns, columns.place[columns.part_chunk] << 32 | columns.sequence_id[columns.parts])
+    """An occurrence never leaves its step and never spans two ranks, or blocks of ranks that share it."""
+    astray = _unchained(columns, columns.home[columns.part_chunk] << 32 | columns.sequence_id[columns.parts])
     return columns.at(
         "one-step-one-rank",
         lambda row: "a part of a sequence whose other parts run elsewhere",
@@ -49,11 +49,11 @@ def check_one_place(columns: ChunkColumns) -> Violation | None:
 def check_groups(columns: ChunkColumns) -> Violation | None:
     """A group is one split sequence: parts 0..size-1 in ascending chunks, without gaps.
 
-    Each chunk of a group holds exactly one part (and whole sequences beside it); a standalone chunk holds whole
-    sequences only and keeps its activations.
+    Each chunk of a group holds exactly one part (and whole sequences beside it), or a rank's slices of it; a standalone
+    chunk holds whole sequences only and keeps its activations.
     """
-    chunks, grouped = columns.chunks, columns.is_grouped
-    num_parts = np.bincount(columns.part_chunk, minlength=columns.num_chunks)
+    chunks, grouped, parts = columns.chunks, columns.is_grouped, columns.group_parts
+    num_parts = np.bincount(parts.chunk, minlength=columns.num_chunks)
     found = columns.at(
         "groups",
         lambda row: f"holds {num_parts[row]} parts of split sequences, expected {int(grouped[row])}",
@@ -67,13 +67,12 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
     )
     if found:
         return found
-    rows = columns.part_chunk
-    key = columns.place[rows] << 32 | chunks["group_id"][rows].astype(np.int64) + (1 << 31)
+    key = columns.place[parts.chunk] << 32 | chunks["group_id"][parts.chunk].astype(np.int64) + (1 << 31)
     order = np.argsort(key, kind="stable")  # rows are sorted by chunk_id within a rank
-    rows, parts, key = rows[order], columns.parts[order], key[order]
+    key = key[order]
+    rows, sequence, start, end = (values[order] for values in parts)
     first = run_starts(key)  # [num_parts], the first part of each part's group
     is_first, size = first == np.arange(first.size), np.bincount(first)[first]
-    sequence, start, end = columns.sequence_id[parts], columns.start[parts], columns.end[parts]
     wrong = (chunks["group_index"][rows] != np.arange(rows.size) - first) | (chunks["group_size"][rows] != size)
     wrong |= (start != np.where(is_first, 0, np.roll(end, 1))) | (sequence != sequence[first])
     bad = np.zeros(columns.num_chunks, bool)
@@ -82,7 +81,7 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
 
 
 def check_prefix(columns: ChunkColumns) -> Violation | None:
-    """A chunk's prefix_tokens is where its part starts, and 0 for a standalone chunk."""
+    """A chunk's prefix_tokens is where its part starts, of a shared one the whole part, and 0 for a standalone one."""
     start = columns.part_start
     bad = columns.chunks["prefix_tokens"] != start
     return columns.at("prefix", lambda row: f"prefix_tokens is not {start[row]}, where its part starts", bad)

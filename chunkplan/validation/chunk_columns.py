@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planning.selection import expected_copies
 from chunkplan.validation.violation import Violation
+
+
+class Parts(NamedTuple):
+    """Parts of split sequences, [num_parts] each: the chunk that each is in, its sequence and its tokens."""
+
+    chunk: Int64Array
+    sequence_id: Int64Array
+    start: IntArray
+    end: IntArray
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,59 @@ class ChunkColumns:
         """Where the chunks of each step begin, int64 [num_steps + 1]; `chunk-ids` must hold."""
         return self.rank_chunks[:: self.config.dp]
 
+    @property
+    def may_share(self) -> bool:
+        """Whether ranks may share chunks: then there are the columns that say so."""
+        return self.config.cp != "off"
+
+    @cached_property
+    def is_shared(self) -> BoolArray:
+        """Whether ranks share each chunk, bool [num_chunks]."""
+        shared: BoolArray = self.chunks["cp_size"] > 1 if self.may_share else np.zeros(self.num_chunks, bool)
+        return shared
+
+    @cached_property
+    def shared(self) -> Int64Array:
+        """The chunks that ranks share, in order; int64 [num_shared]."""
+        return np.flatnonzero(self.is_shared)
+
+    @cached_property
+    def leader(self) -> Int64Array:
+        """The chunk of the same number on the first rank of each shared chunk's block, or -1; int64 [num_shared]."""
+        shared = self.shared
+        if not shared.size:
+            return shared
+        first = self.chunks["step"][shared].astype(np.int64) * self.config.dp + self.chunks["cp_first_rank"][shared]
+        leader = self.rank_chunks[first] + self.chunks["chunk_id"][shared]
+        return np.where(leader < self.rank_chunks[first + 1], leader, -1)
+
+    # `cp-groups` holds from here on
+
+    @cached_property
+    def home(self) -> Int64Array:
+        """A number for the rank that has each chunk to itself, or for the block that shares it; int64 [num_chunks]."""
+        home = self.place.copy()
+        blocks = (
+            self.place[self.leader] << 32 | self.chunks["cp_size"][self.shared] if self.shared.size else self.shared
+        )
+        home[self.shared] = self.num_steps * self.config.dp + np.unique(blocks, return_inverse=True)[1]
+        return home
+
+    @cached_property
+    def group_parts(self) -> Parts:
+        """The parts in chunks, in order of chunks: of a shared chunk the whole part, which the rank has slices of."""
+        parts, shared = self.parts, self.shared
+        own = Parts(self.part_chunk, self.sequence_id[parts], self.start[parts], self.end[parts])
+        if not shared.size:
+            return own
+        first = self.segments[self.leader]  # where the whole part begins
+        start = np.append(self.start, 0)[first].astype(np.int64)
+        whole = Parts(shared, np.append(self.sequence_id, 0)[first], start, start + self.chunks["cp_tokens"][shared])
+        is_own = ~self.is_shared[own.chunk]
+        joined = [np.concatenate([mine[is_own], other]) for mine, other in zip(own, whole, strict=True)]
+        order = np.argsort(joined[0], kind="stable")
+        return Parts(*(values[order] for values in joined))
+
     @cached_property
     def is_known(self) -> BoolArray:
         """Whether each segment's sequence is one of the analysis, bool [num_segments]."""
@@ -126,7 +188,8 @@ class ChunkColumns:
     @cached_property
     def part_start(self) -> Int64Array:
         """Where the part in each chunk starts, int64 [num_chunks]; 0 for standalone chunks."""
-        starts = np.bincount(self.part_chunk, weights=self.start[self.parts], minlength=self.num_chunks)
+        parts = self.group_parts
+        starts = np.bincount(parts.chunk, weights=parts.start, minlength=self.num_chunks)
         return starts.astype(np.int64)  # exact: sums of int32 are far below 2^53
 
     @cached_property

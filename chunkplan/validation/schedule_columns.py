@@ -14,10 +14,14 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_starts
 from chunkplan.operations import OPS
 from chunkplan.validation.chunk_columns import ChunkColumns
+from chunkplan.validation.order import BACKWARDS, FORWARDS
 from chunkplan.validation.violation import Violation
+
+#: What ranks do together, by op: forward, recompute and backward.
+_KIND = np.array([0 if op in FORWARDS else 2 if op in BACKWARDS else 1 for op in OPS])
 
 #: Actions and chunks of a block: enough for numpy to be fast, few enough to stay near the processor.
 BLOCK_ROWS = 1 << 20
@@ -274,6 +278,24 @@ class RankBlock:
         return offsets_of(self.num_model_stages)[self.rank] + self.model_stage
 
     @cached_property
+    def meeting(self) -> Int64Array:
+        """The number of the meeting of ranks that each action is part of, or -1; int64 [num_actions].
+
+        Ranks meet for what they do with a chunk that they share, on the same model stage: to forward it, to recompute
+        it, to backward it. Gradients of weights alone are computed by each rank for itself.
+        """
+        columns, meeting = self.columns, np.full(self.op.size, -1)
+        if not columns.shared.size:
+            return meeting
+        rows = self.chunk_rows[self.chunk]
+        actions = np.flatnonzero(columns.is_shared[rows] & (self.op != OPS.index("backward_weight")))
+        leader = columns.leader[np.searchsorted(columns.shared, rows[actions])]
+        kind = _KIND[self.op[actions]]
+        key = (leader * int(self.num_model_stages.max()) + self.model_stage[actions]) * (_KIND.max() + 1) + kind
+        meeting[actions] = np.unique(key, return_inverse=True)[1]
+        return meeting
+
+    @cached_property
     def by_group(self) -> tuple[Int64Array, Int64Array]:
         """The actions of groups, sorted by rank, model stage and group, in the order they are done there.
 
@@ -289,10 +311,10 @@ class RankBlock:
 
 
 def iter_blocks(columns: ChunkColumns, schedule: ScheduleColumns, ranks: Ranks) -> Iterator[RankBlock]:
-    """Yield all ranks, in blocks of about `BLOCK_ROWS` rows or of one rank."""
+    """Yield all ranks, in blocks of about `BLOCK_ROWS` rows or of one step: its ranks may wait for each other."""
     sizes = np.diff(columns.rank_chunks)[ranks.place]
     sizes += (schedule.actions[ranks.rows + 1] - schedule.actions[ranks.rows]).sum(axis=1)
-    number = np.cumsum(sizes) // BLOCK_ROWS
+    number = (np.cumsum(sizes) // BLOCK_ROWS)[run_starts(ranks.place // columns.config.dp)]
     borders = np.append(np.flatnonzero(np.diff(number, prepend=-1)), number.size)
     for start, stop in pairwise(borders):
         yield RankBlock(columns, schedule, Ranks(ranks.place[start:stop], ranks.rows[start:stop]))

@@ -14,7 +14,7 @@ from chunkplan import load_plan, validate
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.plan_writer import PlanWriter
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS, plan_schemas
 from chunkplan.planning.selection import describe_selection
 
 SCHEMAS = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
@@ -33,7 +33,8 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
     change(rows)
     if stated == [step["peak_retained_tokens"] for step in rows["steps"]]:
         restate_memory(rows, manifest["config"]["virtual_stages"])
-    tables = {name: pa.Table.from_pylist(rows[name], schema) for name, schema in SCHEMAS.items()}
+    schemas = plan_schemas(may_share="cp" in manifest["config"])
+    tables = {name: pa.Table.from_pylist(rows[name], schema) for name, schema in schemas.items()}
     if "mix" in config:
         manifest["selection"] = describe_selection(load_analysis(load_plan(plan).analysis_path), config_of(manifest))
     manifest |= {name: manifest["config"][name] for name in ("seed", "epochs")}
@@ -61,7 +62,7 @@ def most_tokens_held(rows: Rows, step: int) -> int:
 
 def write(plan: Path, tables: dict[str, pa.Table], manifest: dict[str, Any]) -> None:
     """Write tables as a plan with the config of `manifest` and what else it says; hashes are computed anew."""
-    writer = PlanWriter(plan)
+    writer = PlanWriter(plan, may_share="cp" in manifest["config"])
     writer.add(tables)
     hashed = ("kind", "schema_version", "tool_version", "content_hash", "content_hashes")
     writer.finish(**{name: value for name, value in manifest.items() if name not in hashed})

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, validate
-from chunkplan.validation.order import BACKWARDS, FORWARDS, run_stages
+from chunkplan.validation.order import BACKWARDS, FORWARDS, ActionGraph, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 #: (op, chunk_id, virtual_stage)
@@ -177,4 +177,5 @@ def test_ranks_that_run_side_by_side_end_where_they_do_one_after_another(
                 there, other = model_stage % pp, (op, chunk, model_stage // pp)
                 waits_for.append(first[there] + stages[there].index(other) if other in everything else -1)
     offsets = np.arange(num_ranks * pp + 1) * len(everything)
-    assert run_stages(offsets, pp, np.array(waits_for)).tolist() == expected
+    unit, meets_nobody = np.repeat(np.arange(num_ranks), pp), np.full(len(waits_for), -1)
+    assert run_stages(ActionGraph(offsets, unit, np.array(waits_for), meets_nobody)).tolist() == expected

@@ -200,6 +200,11 @@ def check_runnable(plan: Plan) -> None:
     for found, what, hint in (
         (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
         (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
+        (
+            config.cp != "off",
+            f"ranks that share sequences (cp {config.cp})",
+            "this version plans context-parallel groups and does not run them yet: build it with `--cp off`",
+        ),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
         if found:
