@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, validate
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from tests.support.manifests import change_manifest
 from tests.support.places import GOLDEN
+from tests.support.shared_plans import build_shared
 
 LENGTHS = [5, 9, 3, 40, 7, 7, 2, 12, 50, 6, 4, 11, 13, 9, 10, 8, 12, 9, 14, 10]
 
@@ -51,3 +52,28 @@ def golden(tmp_path: Path) -> Path:
         shutil.copytree(GOLDEN / f"{kind}-4", folder / kind)
     change_manifest(folder / "plan", "analysis", "path", value="../analysis")
     return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one stage", "two stages"])
+def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of eight ranks: groups 0 and 1 of all of them, 2 of ranks 0 to 3, 3 of 4 and 5, 4 of 6 and 7.
+
+    Groups 3 and 4 have two chunks each, 5 and 6; sequence 8 is in group 3, sequence 22 in group 4. Chunk 7 is the last
+    one of each rank.
+    """
+    folder = tmp_path_factory.mktemp("written")
+    plan = build_shared(folder, dp=8, pp=request.param)
+    blocks = {
+        (row["group_id"], row["cp_first_rank"], row["cp_size"], row["group_size"])
+        for row in plan.chunks().to_pylist()
+        if row["cp_size"] > 1
+    }
+    assert blocks == {(0, 0, 8, 3), (1, 0, 8, 2), (2, 0, 4, 1), (3, 4, 2, 2), (4, 6, 2, 2)}
+    assert validate(plan.path).ok
+    return folder
+
+
+@pytest.fixture
+def shared_plan(shared_folder: Path, tmp_path: Path) -> Path:
+    """A copy of that plan, to break."""
+    return shutil.copytree(shared_folder, tmp_path / "shared") / "plan"

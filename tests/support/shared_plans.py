@@ -1,0 +1,32 @@
+"""Small plans in which ranks share sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chunkplan import PlanConfig, build
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.model import CostModel
+from chunkplan.planfile.plan import Plan
+from tests.support.plan_rows import Rows, find
+
+#: Links so fast that small sequences are shared too; a message may take some nanoseconds.
+FAST = replace(load_hardware("h100"), kernel_ns=1e-6, gpu_link_bytes=1e15, node_link_bytes=1e15)
+
+LENGTHS = [5, 9, 3, 40, 7, 7, 2, 12, 50, 6, 4, 11, 13, 9, 10, 8, 12, 9, 14, 10, 300, 200, 37]
+
+
+def build_shared(folder: Path, link_ns: float = 1e-6, lengths: list[int] = LENGTHS, **config: Any) -> Plan:
+    """A plan in `folder` of ChunkSize 16, by links on which a message takes `link_ns`."""
+    np.save(folder / "lengths.npy", np.array(lengths))
+    given = {"chunk_size": 16, "k": 2, "global_batch": len(lengths), "tail_sharing": True, "cp": "auto", **config}
+    cost = CostModel(hardware=replace(FAST, link_ns=link_ns))
+    return build(folder / "lengths.npy", folder / "plan", PlanConfig(**given), cost=cost, workers=1)
+
+
+def at(rows: Rows, rank: int, chunk_id: int) -> dict[str, Any]:
+    return find(rows, dp_rank=rank, chunk_id=chunk_id)
