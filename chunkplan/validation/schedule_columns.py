@@ -291,7 +291,9 @@ class RankBlock:
         actions = np.flatnonzero(columns.is_shared[rows] & (self.op != OPS.index("backward_weight")))
         leader = columns.leader[np.searchsorted(columns.shared, rows[actions])]
         kind = _KIND[self.op[actions]]
-        key = (leader * int(self.num_model_stages.max(initial=1)) + self.model_stage[actions]) * (_KIND.max() + 1) + kind
+        key = (leader * int(self.num_model_stages.max(initial=1)) + self.model_stage[actions]) * (
+            _KIND.max() + 1
+        ) + kind
         meeting[actions] = np.unique(key, return_inverse=True)[1]
         return meeting
 

@@ -45,7 +45,9 @@ def test_what_cannot_be_exported_is_refused_by_name(workspace, tmp_path) -> None
     np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
     chunkplan.build(tmp_path / "lengths.npy", tmp_path / "bare", chunkplan.PlanConfig(chunk_size=64, k=1))
     plan, analysis = workspace / "plan", workspace / "analysis"
+    chunkplan.build(analysis, tmp_path / "shared", chunkplan.PlanConfig(chunk_size=16, k=2, dp=2, cp="auto"))
     for source, options, message in (
+        (tmp_path / "shared", {"allow_split": True}, r"ranks may share sequences in the plan \(cp auto\)"),
         (plan, {"to": "npz"}, "there is no format 'npz'"),
         (plan, {"whole_only": True, "allow_split": True}, "exclude each other"),
         (plan, {"chunk_size": 64}, "are for an analysis, this is a plan"),
@@ -93,6 +95,17 @@ def run(workspace, tmp_path, command) -> Callable[..., Any]:
     """`chunkplan ARGUMENTS` beside a workspace."""
     shutil.copytree(workspace, tmp_path / "chunkplan-out")
     return command
+
+
+def test_a_plan_in_which_ranks_share_sequences_is_refused_with_what_to_build(run) -> None:
+    assert run("build", "--chunk-size", 16, "--k", 2, "--dp", 2, "--cp", "auto").code == 0
+    ran = run("export", "--to", "jsonl", "--allow-split")
+    assert ran.code == 2
+    assert (
+        "error: chunkplan-out/plan: ranks may share sequences in the plan (cp auto); other trainers do not join"
+        in ran.err
+    )
+    assert "hint: build it with `--cp off`" in ran.err
 
 
 @pytest.mark.parametrize("width", [80, 120])

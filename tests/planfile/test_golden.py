@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
@@ -17,6 +18,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.load import load_held_out
+from chunkplan.planfile.schema import CHUNKS, CP_COLUMNS
 from tests.support.places import GOLDEN
 
 ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784c"
@@ -61,6 +63,14 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"epochs": 2, "last_batch": "drop"},
         "be2f1e4cf633423cd091aabfd87829d565603d52a969bc03835ba4ebb79c7f41",
     ),
+    "shared sequences": (
+        {"dp": 4, "cp": "auto"},
+        "e13eedd6c8be3a9696b54ed4a9d5c3fd9baf783d066ffd486dcd3d438cf7e693",
+    ),
+    "shared sequences on a pipeline": (
+        {"dp": 4, "pp": 2, "cp": "auto", "seed": 3},
+        "4af84ac04a181e3796b034dcf8dc8f0b44c727303a29941b9d7de5b2aa98fe31",
+    ),
     "hold-out": ({"holdout": 0.2}, "4abd21453232356c3bbf9e58aa2da05795a7a61e4816bdb3868b9d4ac87aa658"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
@@ -96,6 +106,29 @@ def test_a_plan_of_this_version_is_read_and_valid(version: int) -> None:
     assert validate(plan.path).ok
     assert [step.step for step in plan.iter_steps()] == [0, 1, 2, 3]
     assert plan.content_hash == (PLAN_3_HASH if version == 3 else PLANS["1F1B"][1])
+
+
+def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
+    plan = load_plan(GOLDEN / "plan-5-shared")
+    assert plan.config.cp == "auto"
+    assert validate(plan.path).ok
+    assert plan.content_hash == PLANS["shared sequences on a pipeline"][1]
+    shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
+    assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {
+        *((0, 4, 4), (0, 4, 1), (2, 2, 1))
+    }
+    assert all(chunk.cp_tokens > chunk.num_tokens > 0 and chunk.kind == "dependent" for chunk in shared)
+
+
+def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) -> None:
+    """Neither in its configuration, which is hashed, nor in its columns: it is the one that was built before."""
+    config, expected = PLANS["1F1B"]
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config, "cp": "off"}))
+    assert plan.content_hash == expected
+    assert "cp" not in plan.manifest["config"]
+    assert pq.read_schema(plan.path / "chunks.parquet").names == CHUNKS.names
+    assert not {*CHUNKS.names} & {*CP_COLUMNS}
+    assert load_plan(plan.path).config.cp == "off"
 
 
 def test_a_plan_of_version_3_is_still_built_as_it_was(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import check_config, new_model
 from chunkplan_runtime.parity import compare_plan, parity, relative_errors, vanishing_gradients
 from chunkplan_runtime.spans import Span
+from tests.support.analyses import write_analysis
 from tests.support.mixed_chunks import LENGTHS, MIXED
 
 MODELS = {
@@ -243,6 +244,16 @@ def test_two_ranks_on_one_process_are_exact(tmp_path, model, handmade_plan, rand
     assert report.chunks["zero_loss"] == 2
     build(analysis, tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2))
     assert_exact(compare_plan(tmp_path / "plan", analysis, model()))
+
+
+def test_a_plan_in_which_ranks_share_sequences_is_not_run_yet(tmp_path, model, random_sequences):
+    write_analysis(tmp_path / "analysis", random_sequences([90, 20, 3, 14]))
+    build(tmp_path / "analysis", tmp_path / "plan", PlanConfig(chunk_size=16, k=1, dp=4, cp="auto"))
+    with pytest.raises(UsageError, match=r"the plan is for ranks that share sequences \(cp auto\)") as refused:
+        compare_plan(tmp_path / "plan", tmp_path / "analysis", model())
+    assert refused.value.hint == (
+        "this version plans context-parallel groups and does not run them yet: build it with `--cp off`"
+    )
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):
