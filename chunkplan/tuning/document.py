@@ -99,7 +99,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
 
 def _choice_entry(choice: Choice) -> ChoiceEntry:
     config = choice.config
-    return {
+    entry: ChoiceEntry = {
         "chunk_size": config.chunk_size,
         "k": config.k,
         "k_by_length": config.k_by_length,
@@ -120,6 +120,9 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         "fits": choice.fits,
         "plan_only": choice.plan_only,
     }
+    if config.cp != "off":
+        entry["cp"] = config.cp
+    return entry
 
 
 def _layout_entry(look: FirstLook) -> LayoutEntry:
@@ -187,6 +190,7 @@ def read_tuning(path: Path) -> Tuned:
             schedule=chosen["schedule"],
             virtual_stages=chosen["virtual_stages"],
             equal_chunks=chosen["equal_chunks"],
+            cp=chosen.get("cp", "off"),
             global_batch=options["global_batch"],
             seed=options["seed"],
         )

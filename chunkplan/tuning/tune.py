@@ -102,8 +102,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         layouts = _worth_a_closer_look(compared)
     sample = _sample(num_tokens, options, _STRATA)
     runs = sum(
-        len(options.schedules_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout))
-        for layout in layouts
+        len(options.ways_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout)) for layout in layouts
     )
     done = 0
 
