@@ -138,6 +138,9 @@ def _layout_entry(look: FirstLook) -> LayoutEntry:
 def _baseline_entry(row: Baseline, tokens_per_step: float) -> BaselineEntry:
     return {
         "name": row.name,
+        "dp": row.layout.dp,
+        "tp": row.layout.tp,
+        "pp": row.layout.pp,
         "step_seconds": row.step_ns / 1e9,
         "tokens_per_second": tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9),
         "largest_micro_batch": row.largest,

@@ -55,9 +55,12 @@ class ChoiceEntry(PlanEntries):
 
 @final
 class BaselineEntry(TypedDict):
-    """A baseline. `lost_tokens`: the share of the tokens that it cuts off."""
+    """A baseline, on its best layout. `lost_tokens`: the share of the tokens that it cuts off."""
 
     name: str
+    dp: NotRequired[int]
+    tp: NotRequired[int]
+    pp: NotRequired[int]
     step_seconds: float
     tokens_per_second: NotRequired[float]
     largest_micro_batch: NotRequired[int]

@@ -57,7 +57,7 @@ class Tuning:
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
-    compared. `baselines` are on the layout of `chosen`. `token_histogram`: of the data.
+    compared. Each of `baselines` is on the layout that is best for it. `token_histogram`: of the data.
     `positions`: the data against what the model takes, None where its config does not say that.
     """
 
@@ -127,7 +127,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         raise _nothing_fits(choices[0], options)
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, chosen.layout)),
+        baselines=tuple(baselines(sample, options, options.layouts())),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
