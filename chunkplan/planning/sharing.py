@@ -9,6 +9,8 @@ then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the out
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of, sum_runs
@@ -26,8 +28,8 @@ _LEAST_PART = 16
 #: Sharing is looked for where the slowest rank takes longer than the bound by more than this part of it.
 _WORTH = 256
 
-#: How long a sequence may take on its ranks, in parts of the bound: each is tried.
-_LIMITS = np.array([1.3, 1.15, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+#: When all ranks are to be done, in parts of the bound: each is tried.
+_TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4])
 
 #: The dearest sequences of a step, of which one at a time is shared by more or fewer ranks, and how many times.
 _TRIED, _ROUNDS = 24, 24
@@ -45,14 +47,14 @@ def share_sequences(
     """
     sizes = np.array(config.cp_sizes)
     dp, chunk_ns = config.dp, cost.passes * cost.chunk_overhead_ns
-    is_short = np.diff(sequences.parts) == 0
+    num_parts = np.diff(sequences.parts)  # [n]
+    is_short = num_parts == 0  # [n]
     alone = sequences.work + np.where(is_short, chunk_ns * sequences.tokens // config.chunk_size, 0)  # [n]
     step = np.repeat(np.arange(step_starts.size - 1), np.diff(step_starts))  # [n]
-    share = sum_runs(alone, step_starts) // dp  # [num_steps]
-    large = np.flatnonzero(alone * _LEAST_PART > share[step])  # [m]
+    is_large = alone * (_LEAST_PART * dp) > sum_runs(alone, step_starts)[step]  # [n]
+    large = np.flatnonzero(is_large)  # [m]
     times = np.empty((sizes.size, large.size), np.int64)  # [num_sizes, m]
     heads = np.ones((sizes.size, large.size), np.int64)  # [num_sizes, m]
-    num_parts = np.diff(sequences.parts)  # [n]
     times[0] = alone[large]
     work = work_ns(cost, sequences.tokens, attention_pairs_of(sequences.tokens, 0 * sequences.tokens))  # [n]
     work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
@@ -60,19 +62,27 @@ def share_sequences(
         times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
         work[large] = np.minimum(work[large], size * (times[index] - num_chunks * chunk_ns))
     num_chunks = np.maximum(-(-sum_runs(sequences.tokens, step_starts) // config.chunk_size), dp)  # [num_steps]
-    bound = (sum_runs(work, step_starts) + num_chunks * chunk_ns) // dp
-    np.maximum.at(bound, step[large], times.min(axis=0))
+    bounds = (sum_runs(work, step_starts) + num_chunks * chunk_ns) // dp  # [num_steps]
+    np.maximum.at(bounds, step[large], times.min(axis=0))
 
     chosen = np.zeros(large.size, np.int64)  # [m], places in `sizes`
     first_rank = np.full(large.size, -1, np.int64)  # [m]
-    in_step = offsets_of(np.bincount(step[large], minlength=step_starts.size - 1))
-    _choose(in_step, times, sizes, sum_runs(alone, step_starts), bound, dp, chosen, first_rank)
+    _choose_steps(
+        offsets_of(np.bincount(step[large], minlength=bounds.size)),
+        times,
+        sizes,
+        sum_runs(~is_large * alone, step_starts),
+        bounds,
+        dp,
+        chosen,
+        first_rank,
+    )
     shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
     shares.size[large] = sizes[chosen]
     shares.heads[large] = heads[chosen, np.arange(large.size)]
     shares.first_rank[large] = first_rank
     shares.work[large] = times[chosen, np.arange(large.size)]
-    return shares, bound
+    return shares, bounds
 
 
 #: What a sequence takes that may not be shared by so many.
@@ -114,95 +124,99 @@ def _head_degrees(size: int, cost: CostModel) -> list[int]:
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
 
 
+class _Step(NamedTuple):
+    """The large sequences of a step, and what others come to, which are taken to fill up ranks as a fluid does.
+
+    `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns. `rest`: what all others
+    take. `bound`: what the step takes at least, in ns.
+    """
+
+    times: Int64Array
+    sizes: Int64Array
+    rest: int
+    bound: int
+    dp: int
+
+
 @compiled
-def _choose(
-    in_step: Int64Array,
+def _choose_steps(
+    first: Int64Array,
     times: Int64Array,
     sizes: Int64Array,
-    step_ns: Int64Array,
+    rest: Int64Array,
     bounds: Int64Array,
     dp: int,
     chosen: Int64Array,
     first_rank: Int64Array,
 ) -> None:
-    """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m].
-
-    Args:
-        in_step: [num_steps + 1], where the large sequences of each step begin.
-        times: [num_sizes, m], what each of `sizes` [num_sizes] ranks takes for each.
-        step_ns: [num_steps], what all sequences take on one rank each.
-        bounds: [num_steps], in ns, what each step takes at least.
-    """
-    for step in range(in_step.size - 1):
-        start, stop = in_step[step], in_step[step + 1]
-        own = times[:, start:stop]
-        rest = step_ns[step] - np.sum(own[0])  # of small sequences, which fill up whatever they are given
-        bound = bounds[step]
-        choice = np.zeros(stop - start, np.int64)
-        best = _place(own, choice, sizes, rest, dp, first_rank[start:stop])
-        if best - bound > bound // _WORTH:
-            best = _try_limits(own, sizes, rest, dp, bound, best, choice, first_rank[start:stop])
-            _try_others(own, sizes, rest, dp, bound, best, choice, first_rank[start:stop])
-        _place(own, choice, sizes, rest, dp, first_rank[start:stop])
-        chosen[start:stop] = choice
-        for job in range(start, stop):
-            if chosen[job] == 0:
-                first_rank[job] = -1
+    """`_choose` for some steps, whose large sequences begin at `first` [num_steps + 1]; see `_Step`."""
+    for index in range(bounds.size):
+        own = slice(first[index], first[index + 1])
+        step = _Step(times[:, own], sizes, rest[index], bounds[index], dp)
+        _choose(step, chosen[own], first_rank[own])
 
 
 @compiled
-def _try_limits(
-    times: Int64Array,
-    sizes: Int64Array,
-    rest: int,
-    dp: int,
-    bound: int,
-    best: int,
-    choice: Int64Array,
-    first_rank: Int64Array,
-) -> int:
-    """Share every sequence by as many ranks as work least among those that are done within a limit: the best time."""
+def _choose(step: _Step, chosen: Int64Array, first_rank: Int64Array) -> None:
+    """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m]."""
+    best = _place(step, chosen, first_rank)
+    if best - step.bound > step.bound // _WORTH:
+        best = _try_targets(step, best, chosen, first_rank)
+        _try_others(step, best, chosen, first_rank)
+        _place(step, chosen, first_rank)
+    first_rank[chosen == 0] = -1
+
+
+@compiled
+def _try_targets(step: _Step, best: int, choice: Int64Array, first_rank: Int64Array) -> int:
+    """Share each sequence, dearest first, by as many ranks as work least and are done within a target: the best time.
+
+    Where none are, by those that are done first. Changes `choice`.
+    """
+    sizes, dp = step.sizes, step.dp
     tried = choice.copy()
-    for limit in _LIMITS:
+    for target in _TARGETS:
+        loads = np.zeros(dp, np.int64)
         for job in range(choice.size):
-            found = -1
+            found, first, is_late, least = 0, 0, True, np.int64(0)
             for index in range(sizes.size):
-                if times[index, job] <= limit * bound and (
-                    found < 0 or times[index, job] * sizes[index] < times[found, job] * sizes[found]
-                ):
-                    found = index
-            tried[job] = np.argmin(times[:, job]) if found < 0 else found
-        slowest = _place(times, tried, sizes, rest, dp, first_rank)
+                size = sizes[index]
+                block, before = 0, np.max(loads[:size])
+                for rank in range(size, dp, size):
+                    load = np.max(loads[rank : rank + size])
+                    if load < before:
+                        block, before = rank, load
+                end = before + step.times[index, job]
+                late = end > target * step.bound
+                value = end if late else step.times[index, job] * size
+                if index == 0 or (is_late and not late) or (late == is_late and value < least):
+                    found, first, is_late, least = index, block, late, value
+            tried[job] = found
+            loads[first : first + sizes[found]] += step.times[found, job]
+        slowest = _place(step, tried, first_rank)
         if slowest < best:
             best = slowest
             choice[:] = tried
+            if best - step.bound <= step.bound // _WORTH:
+                break
     return best
 
 
 @compiled
-def _try_others(
-    times: Int64Array,
-    sizes: Int64Array,
-    rest: int,
-    dp: int,
-    bound: int,
-    best: int,
-    choice: Int64Array,
-    first_rank: Int64Array,
-) -> None:
+def _try_others(step: _Step, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
     """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps; changes `choice`."""
     for _ in range(_ROUNDS):
-        found, to = -1, 0
-        least = best - bound // (4 * _WORTH)
-        if best - bound <= bound // _WORTH:
+        if best - step.bound <= step.bound // _WORTH:
             return
+        found, to = -1, 0
+        least = best - step.bound // (4 * _WORTH)
         for job in range(min(choice.size, _TRIED)):
             before = choice[job]
-            for index in range(sizes.size):
-                if index == before or times[index, job] >= best:
+            for index in range(step.sizes.size):
+                if index == before or step.times[index, job] >= best:
                     continue
                 choice[job] = index
-                slowest = _place(times, choice, sizes, rest, dp, first_rank)
+                slowest = _place(step, choice, first_rank)
                 if slowest < least:
                     least, found, to = slowest, job, index
             choice[job] = before
@@ -213,22 +227,22 @@ def _try_others(
 
 
 @compiled
-def _place(times: Int64Array, choice: Int64Array, sizes: Int64Array, rest: int, dp: int, first_rank: Int64Array) -> int:
-    """Place sequences of a step whose number of ranks is chosen, and fill up with `rest`: when all ranks are done.
+def _place(step: _Step, choice: Int64Array, first_rank: Int64Array) -> int:
+    """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
 
     Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
     the rank that `first_rank` gets.
     """
-    loads = np.zeros(dp, np.int64)
-    for index in range(sizes.size - 1, -1, -1):
-        size = sizes[index]
+    loads = np.zeros(step.dp, np.int64)
+    for index in range(step.sizes.size - 1, -1, -1):
+        size = step.sizes[index]
         for job in range(choice.size):
             if choice[job] != index:
                 continue
             first = 0
-            for rank in range(0, dp, size):
+            for rank in range(0, step.dp, size):
                 if loads[rank] < loads[first]:
                     first = rank
             first_rank[job] = first
-            loads[first : first + size] += times[index, job]
-    return max(int(loads.max()), (int(loads.sum()) + rest) // dp)
+            loads[first : first + size] += step.times[index, job]
+    return max(int(loads.max()), (int(loads.sum()) + step.rest) // step.dp)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, chunk_times, split_layers
+from chunkplan.cost.durations import Exchange, Float64Array, chunk_times, split_layers
+from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
@@ -34,34 +36,60 @@ MicroBatches = tuple[Int64Array, Float64Array]
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
 
 
+#: Ranks that share every micro-batch: the fastest number that fits.
+_SHARED = (2, 4, 8)
+
+
 @dataclass(frozen=True)
 class Baseline:
-    """A way to train. `largest`: tokens of its largest micro-batch; `lost`: the share of tokens that it cuts off."""
+    """A way to train, on the layout that it is fastest on.
+
+    `largest`: tokens of its largest micro-batch; `lost`: the share of tokens that it cuts off; `cp`: how many ranks
+    share every micro-batch.
+    """
 
     name: str
+    layout: GpuLayout
     step_ns: float
     memory: StageMemory
     checkpointing: str
     fits: bool
     largest: int
     lost: float = 0.0
+    cp: int = 1
 
 
-def baselines(sample: Sample, options: TuneOptions, layout: GpuLayout) -> list[Baseline]:
-    """Time the baselines on this layout: plain 1F1B, micro-batches dealt out to ranks in the order of the data.
+def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]) -> list[Baseline]:
+    """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
 
     Each runs with full activation checkpointing where it does not fit without; where it does not fit with it either,
     its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
-    rows = [_run("one sequence a micro-batch", _one, sample, options, layout)]
-    padded = [
-        _run(f"{size} sequences padded to the longest", _padded(size), sample, options, layout) for size in _PADDED
+
+    def best(rows: Iterable[Baseline]) -> Baseline:
+        return min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+
+    rows = [best(_run("one sequence a micro-batch", _one, sample, options, layout) for layout in layouts)]
+    rows.append(
+        best(
+            _run(f"{size} sequences padded to the longest", _padded(size), sample, options, layout)
+            for size in _PADDED
+            for layout in layouts
+        )
+    )
+    packed = _packed(longest)
+    rows.append(best(_run("packed to the longest", packed, sample, options, layout) for layout in layouts))
+    shared = [
+        _run(f"packed, shared by {cp} ranks", packed, sample, options, layout, cp)
+        for cp in _SHARED
+        for layout in layouts
+        if layout.dp % cp == 0
     ]
-    rows.append(min(padded, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total)))
-    rows.append(_run("packed to the longest", _packed(longest), sample, options, layout))
+    rows += [best(shared)] if shared else []
     cuts = [_FIRST_CUT << power for power in range(longest.bit_length()) if _FIRST_CUT << power < longest]
-    fitting = [row for row in (_cut(capacity, sample, options, layout) for capacity in cuts) if row.fits]
+    found = (best(_cut(capacity, sample, options, layout) for layout in layouts) for capacity in cuts)
+    fitting = [row for row in found if row.fits]
     if fitting:
         usual = min((row for row in fitting if row.lost <= _USUAL_LOSS), key=lambda row: row.step_ns, default=None)
         rows += [fitting[-1]] + ([usual] if usual not in (None, fitting[-1]) else [])
@@ -102,41 +130,60 @@ def _packed(capacity: int) -> Callable[[Int64Array], MicroBatches]:
 
 
 def _run(
-    name: str, make: Callable[[Int64Array], MicroBatches], sample: Sample, options: TuneOptions, layout: GpuLayout
+    name: str,
+    make: Callable[[Int64Array], MicroBatches],
+    sample: Sample,
+    options: TuneOptions,
+    layout: GpuLayout,
+    cp: int = 1,
 ) -> Baseline:
     """Take the time and memory of a baseline: without activation checkpointing if that fits, else with."""
     edges = itertools.pairwise(sample.first_of_step)
     steps = [make(sample.num_tokens[start:stop].astype(np.int64)) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
-    config = options.plan_config(layout, largest, 1, "algorithm2" if layout.pp == 1 else "1f1b")
+    config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     for memory in LADDER:
         if memory.kv_offload:
             continue
         cost = options.cost(layout, memory)
-        step_ns, moments = _simulate(steps, sample.weights, config, cost)
+        step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
         stages = memory_of_stages(config, cost, options.sharding, moments)
         needed = max(stages, key=lambda stage: stage.total)
         step_ns += reduction_ns(cost, config, options.sharding)
-        row = Baseline(name, step_ns, needed, memory.checkpointing, needed.total <= options.gpu_memory, largest)
+        fits = needed.total <= options.gpu_memory
+        row = Baseline(name, layout, step_ns, needed, memory.checkpointing, fits, largest, cp=cp)
         if row.fits:
             break
     return row
 
 
 def _simulate(
-    steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel
+    steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
-    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 3]."""
+    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 3].
+
+    Groups of `cp` ranks share every micro-batch evenly: one rank of each is simulated.
+    """
+    num_groups = config.dp // cp
     dealt = [
-        (tokens[rank :: config.dp], attention_pairs[rank :: config.dp]) if rank < tokens.size else _NOTHING
+        (tokens[group::num_groups], attention_pairs[group::num_groups]) if group < tokens.size else _NOTHING
         for tokens, attention_pairs in steps
-        for rank in range(config.dp)
+        for group in range(num_groups)
     ]
     tokens, attention_pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
+    exchange = None if cp == 1 else _exchange(tokens, cp, cost)
+    tokens, attention_pairs = -(-tokens // cp), attention_pairs / cp
     chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
-    times = chunk_times(tokens, attention_pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp))
+    times = chunk_times(tokens, attention_pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp), exchange)
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
-    rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
+    group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
     moments = np.stack([retained, 0 * retained, 0 * retained], axis=1)
-    return float(weights @ rank_end.reshape(-1, config.dp).max(axis=1)), moments
+    return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
+
+
+def _exchange(tokens: Int64Array, cp: int, cost: CostModel) -> Exchange:
+    """By heads as far as these go, else by pages."""
+    heads = math.gcd(cp, cost.shape.num_kv_heads // cost.tp)
+    ones = np.ones_like(tokens)
+    return exchange_times(cost, tokens, 0 * ones, ones, cp * ones, heads * ones)

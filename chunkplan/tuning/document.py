@@ -99,7 +99,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
 
 def _choice_entry(choice: Choice) -> ChoiceEntry:
     config = choice.config
-    return {
+    entry: ChoiceEntry = {
         "chunk_size": config.chunk_size,
         "k": config.k,
         "k_by_length": config.k_by_length,
@@ -120,6 +120,9 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         "fits": choice.fits,
         "plan_only": choice.plan_only,
     }
+    if config.cp != "off":
+        entry["cp"] = config.cp
+    return entry
 
 
 def _layout_entry(look: FirstLook) -> LayoutEntry:
@@ -135,6 +138,9 @@ def _layout_entry(look: FirstLook) -> LayoutEntry:
 def _baseline_entry(row: Baseline, tokens_per_step: float) -> BaselineEntry:
     return {
         "name": row.name,
+        "dp": row.layout.dp,
+        "tp": row.layout.tp,
+        "pp": row.layout.pp,
         "step_seconds": row.step_ns / 1e9,
         "tokens_per_second": tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9),
         "largest_micro_batch": row.largest,
@@ -187,6 +193,7 @@ def read_tuning(path: Path) -> Tuned:
             schedule=chosen["schedule"],
             virtual_stages=chosen["virtual_stages"],
             equal_chunks=chosen["equal_chunks"],
+            cp=chosen.get("cp", "off"),
             global_batch=options["global_batch"],
             seed=options["seed"],
         )

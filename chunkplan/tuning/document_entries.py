@@ -30,6 +30,7 @@ class PlanEntries(TypedDict):
     schedule: str
     virtual_stages: int
     equal_chunks: bool
+    cp: NotRequired[str | int]  # missing where no sequence may be shared
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
@@ -54,9 +55,12 @@ class ChoiceEntry(PlanEntries):
 
 @final
 class BaselineEntry(TypedDict):
-    """A baseline. `lost_tokens`: the share of the tokens that it cuts off."""
+    """A baseline, on its best layout. `lost_tokens`: the share of the tokens that it cuts off."""
 
     name: str
+    dp: NotRequired[int]
+    tp: NotRequired[int]
+    pp: NotRequired[int]
     step_seconds: float
     tokens_per_second: NotRequired[float]
     largest_micro_batch: NotRequired[int]
@@ -165,7 +169,11 @@ _OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": w
 
 _CHOICE = {
     **_OUTCOME,
-    **{name: expected for name, expected in entries_of(PlanConfig).items() if name in PLAN_ENTRIES},
+    **{
+        f"{name}?" if name == "cp" else name: expected
+        for name, expected in entries_of(PlanConfig).items()
+        if name in PLAN_ENTRIES
+    },
     "schedule": TEXT,
     "tp": whole(1),
     "kv_offload": FLAG,

@@ -22,6 +22,9 @@ from chunkplan.tuning.trial import Outcome, reduction_ns, try_out
 #: Winners of the integer program that are simulated.
 _WINNERS = 4
 
+#: What is tried with all Ks: a schedule and who may share sequences, and a ChunkSize.
+_Run = tuple[tuple[str, str | int], int]
+
 #: Called after every configuration that was tried.
 Tick = Callable[[], None]
 
@@ -54,21 +57,21 @@ class Choice:
 def try_grid(
     sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> list[Choice]:
-    """Try one choice for each ChunkSize, K and schedule, and the winners of the integer program, which mix Ks.
+    """Try one choice for each ChunkSize, K, schedule and `cp`; and winners of the integer program, which mix Ks.
 
     A choice is of the first rung of the ladder that fits; where none does, of the last.
     """
-    runs = list(product(options.schedules_of(layout), sensible_sizes(chunk_sizes, sample, layout)))
+    runs = list(product(options.ways_of(layout), sensible_sizes(chunk_sizes, sample, layout)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def tries(memory: MemorySaving, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], list[Outcome]]:
+        def tries(memory: MemorySaving, wanted: list[_Run]) -> dict[_Run, list[Outcome]]:
             cost = options.cost(layout, memory)
             started = {
-                (schedule, chunk_size): [
-                    pool.submit(try_out, sample, options.plan_config(layout, chunk_size, k, schedule), cost)
+                ((schedule, cp), chunk_size): [
+                    pool.submit(try_out, sample, options.plan_config(layout, chunk_size, k, schedule, cp=cp), cost)
                     for k in _sensible_ks(ks, chunk_size, sample)
                 ]
-                for schedule, chunk_size in wanted
+                for (schedule, cp), chunk_size in wanted
             }
             outcomes = {}
             for run, futures in started.items():
@@ -79,7 +82,7 @@ def try_grid(
         plain = tries(LADDER[0], runs)
         tight = [run for run in runs if not any(_fits(each, LADDER[0], options, layout) for each in plain[run])]
         checkpointed = tries(LADDER[2], tight)
-    rungs: dict[tuple[str, int], list[tuple[MemorySaving, list[Outcome]]]] = {}
+    rungs: dict[_Run, list[tuple[MemorySaving, list[Outcome]]]] = {}
     for run in runs:
         rungs[run] = [(memory, plain[run]) for memory in _usable(LADDER[:2], run[1], options, layout)]
         if run in checkpointed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chunkplan.config.plan import SCHEDULES, PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULES, PlanConfig
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.model import MACHINE, SIZE, Checkpointing, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
@@ -61,7 +61,7 @@ class TuneOptions(Options):
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`; `sharding`
     over data-parallel ranks. Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage,
-    "1f1b" and "zero-bubble" on more).
+    "1f1b" and "zero-bubble" on more), and where ranks may share sequences (`cp`), that too where a schedule allows it.
 
     Raises:
         UsageError: a value is out of range.
@@ -107,6 +107,13 @@ class TuneOptions(Options):
         default_words=",".join(_ON_A_PIPELINE),
     )
 
+    cp: str | int = same(
+        PlanConfig,
+        "cp",
+        help="Try also plans in which ranks share sequences: auto (as many as pay), N (at most so many), or off.",
+        group=_TRIED,
+    )
+
     def check_together(self) -> None:
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""
         for name in ("chunk_sizes", "ks"):
@@ -147,6 +154,13 @@ class TuneOptions(Options):
             return ("algorithm2",)
         return self.schedules or _ON_A_PIPELINE
 
+    def ways_of(self, layout: GpuLayout) -> list[tuple[str, str | int]]:
+        """Return the schedules to try on a layout, each without groups of ranks, and with `cp` where that can be."""
+        schedules = self.schedules_of(layout)
+        shares = self.cp != "off" and layout.dp > 1 and (self.cp == "auto" or layout.dp % int(self.cp) == 0)
+        shared = [(schedule, self.cp) for schedule in schedules if shares and schedule in ORDERS_OF_GROUPS]
+        return [*((schedule, "off") for schedule in schedules), *shared]
+
     def plan_config(
         self,
         layout: GpuLayout,
@@ -154,6 +168,7 @@ class TuneOptions(Options):
         k: int,
         schedule: str,
         k_by_length: tuple[tuple[int, int], ...] | None = None,
+        cp: str | int = "off",
     ) -> PlanConfig:
         """Return the configuration of a plan; ranks that share weights fetch them together, so have as many chunks."""
         return PlanConfig(
@@ -162,6 +177,7 @@ class TuneOptions(Options):
             k_by_length=k_by_length,
             global_batch=self.global_batch,
             dp=layout.dp,
+            cp=cp,
             pp=layout.pp,
             schedule=schedule,
             seed=self.seed,

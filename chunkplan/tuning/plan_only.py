@@ -13,6 +13,7 @@ def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> st
     "none" is run as "optimizer", which takes less than was predicted.
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
+    reasons += ["context-parallel groups"] if config.cp != "off" and config.dp > 1 else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     reasons += ["ranks that share sequences"] if config.cp != "off" else []

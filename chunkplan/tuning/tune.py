@@ -57,7 +57,7 @@ class Tuning:
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
-    compared. `baselines` are on the layout of `chosen`. `token_histogram`: of the data.
+    compared. Each of `baselines` is on the layout that is best for it. `token_histogram`: of the data.
     `positions`: the data against what the model takes, None where its config does not say that.
     """
 
@@ -102,8 +102,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         layouts = _worth_a_closer_look(compared)
     sample = _sample(num_tokens, options, _STRATA)
     runs = sum(
-        len(options.schedules_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout))
-        for layout in layouts
+        len(options.ways_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout)) for layout in layouts
     )
     done = 0
 
@@ -128,7 +127,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         raise _nothing_fits(choices[0], options)
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, chosen.layout)),
+        baselines=tuple(baselines(sample, options, options.layouts())),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,

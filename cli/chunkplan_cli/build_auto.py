@@ -45,7 +45,7 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     else:
         only = {"chunk_sizes": "chunk_size", "ks": "k", "schedules": "schedule"}
         tried = {many: (values[one],) for many, one in only.items() if one in values}
-        shared = {name: values[name] for name in ("dp", "pp", "global_batch", "seed") if name in values}
+        shared = {name: values[name] for name in ("dp", "cp", "pp", "global_batch", "seed") if name in values}
         options = tune_options(Given(machine | shared | tried))
         with progress("simulating", "runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
@@ -55,6 +55,7 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
     words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]
+    words += [] if found.config.cp == "off" else [f"cp {found.config.cp}"]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")

@@ -63,18 +63,19 @@ def _layouts(tuning: Tuning) -> Table:
 
 
 def _baselines(tuning: Tuning) -> Table:
-    where = f" on {_layout_words(tuning.chosen)}" if tuning.layouts else ""
-    columns = ("step", "tokens/s", "memory", "checkpointing", "tokens lost")
-    table = _table(f"What people run today{where}", *columns, first="way")
+    layouts = ["layout"] if tuning.layouts else []
+    table = _table("What people run today", *layouts, "step", "tokens/s", "memory", "notes", first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
+        notes = ["checkpointing"] if row.checkpointing == "full" else []
+        notes += [f"{percent(row.lost)} lost"] if row.lost else []
         table.add_row(
             row.name,
+            *("x".join(map(str, row.layout)) for _ in layouts),
             seconds(row.step_ns / 1e3) if row.fits else f"({seconds(row.step_ns / 1e3)})",
             f"{rate:,.0f}" if row.fits else "",
             gibibytes(row.memory.total) + ("" if row.fits else " !"),
-            row.checkpointing,
-            percent(row.lost) if row.lost else "",
+            ", ".join(notes),
             style=None if row.fits else "dim",
         )
     return table
@@ -96,6 +97,7 @@ def _choices(tuning: Tuning, gap: int) -> Table:
         choice = fitting[place]
         is_the_one = choice is tuning.best
         notes = [f"{choice.layout.dp}x{choice.layout.tp}x{choice.layout.pp}"] if with_layout else []
+        notes += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
         notes += ["plan only"] if place in others else []
         notes += memory_words(choice)
         table.add_row(
