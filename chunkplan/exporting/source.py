@@ -72,7 +72,7 @@ def open_source(
             where=str(path),
             hint="leave them out: the rows of a plan are its chunks; or give the ANALYSIS",
         )
-    if plan.config.cp != "off":
+    if plan.config.cp != "off" and plan.config.dp > 1:
         raise UsageError(
             f"ranks may share sequences in the plan (cp {plan.config.cp}); "
             "other trainers do not join what is in rows of several ranks",

@@ -16,7 +16,6 @@ def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> st
     reasons += ["context-parallel groups"] if config.cp != "off" and config.dp > 1 else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
-    reasons += ["ranks that share sequences"] if config.cp != "off" else []
     if config.dp > 1 and sharding == "gradients":
         reasons.append("sharded gradients")
     if config.dp > 1 and sharding == "weights":

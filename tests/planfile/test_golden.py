@@ -65,7 +65,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "e13eedd6c8be3a9696b54ed4a9d5c3fd9baf783d066ffd486dcd3d438cf7e693",
+        "7020253afebcdb092dff92624fd236f918d2ae9a0f71adef3f8d52005def3866",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "cp": "auto", "seed": 3},

@@ -254,6 +254,8 @@ def test_a_plan_in_which_ranks_share_sequences_is_not_run_yet(tmp_path, model, r
     assert refused.value.hint == (
         "this version plans context-parallel groups and does not run them yet: build it with `--cp off`"
     )
+    build(tmp_path / "analysis", tmp_path / "alone", PlanConfig(chunk_size=16, k=1, dp=1, cp="auto"))
+    assert_exact(compare_plan(tmp_path / "alone", tmp_path / "analysis", model()))
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):

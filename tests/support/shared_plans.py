@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from chunkplan import PlanConfig, build
+from chunkplan.arrays import Int64Array
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.plan import Plan
+from chunkplan.planning import method
+from chunkplan.planning.ranks import Sequences, Shares
 from tests.support.plan_rows import Rows, find
 
 #: Links so fast that small sequences are shared too; a message may take some nanoseconds.
@@ -26,6 +30,24 @@ def build_shared(folder: Path, link_ns: float = 1e-6, lengths: list[int] = LENGT
     given = {"chunk_size": 16, "k": 2, "global_batch": len(lengths), "tail_sharing": True, "cp": "auto", **config}
     cost = CostModel(hardware=replace(FAST, link_ns=link_ns))
     return build(folder / "lengths.npy", folder / "plan", PlanConfig(**given), cost=cost, workers=1)
+
+
+def build_blocks(folder: Path, blocks: dict[int, tuple[int, int]], **config: Any) -> Plan:
+    """The same where it is given, and not chosen, who shares what: by its tokens the first rank and the size of each.
+
+    By pages alone; all others are on one rank each.
+    """
+
+    def given(step_starts: Int64Array, sequences: Sequences, *others: Any) -> tuple[Shares, Int64Array]:
+        shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
+        for tokens, (first_rank, size) in blocks.items():
+            [at] = np.flatnonzero(sequences.tokens == tokens)
+            shares.first_rank[at], shares.size[at], shares.work[at] = first_rank, size, sequences.work[at] // size
+        return shares, np.ones(step_starts.size - 1, np.int64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "share_sequences", given)
+        return build_shared(folder, **config)
 
 
 def at(rows: Rows, rank: int, chunk_id: int) -> dict[str, Any]:

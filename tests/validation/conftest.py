@@ -12,7 +12,7 @@ from chunkplan import PlanConfig, build, validate
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from tests.support.manifests import change_manifest
 from tests.support.places import GOLDEN
-from tests.support.shared_plans import build_shared
+from tests.support.shared_plans import build_blocks
 
 LENGTHS = [5, 9, 3, 40, 7, 7, 2, 12, 50, 6, 4, 11, 13, 9, 10, 8, 12, 9, 14, 10]
 
@@ -62,13 +62,14 @@ def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     one of each rank.
     """
     folder = tmp_path_factory.mktemp("written")
-    plan = build_shared(folder, dp=8, pp=request.param)
-    blocks = {
+    blocks = {300: (0, 8), 200: (0, 8), 40: (0, 4), 50: (4, 2), 37: (6, 2)}
+    plan = build_blocks(folder, blocks, dp=8, pp=request.param)
+    found = {
         (row["group_id"], row["cp_first_rank"], row["cp_size"], row["group_size"])
         for row in plan.chunks().to_pylist()
         if row["cp_size"] > 1
     }
-    assert blocks == {(0, 0, 8, 3), (1, 0, 8, 2), (2, 0, 4, 1), (3, 4, 2, 2), (4, 6, 2, 2)}
+    assert found == {(0, 0, 8, 3), (1, 0, 8, 2), (2, 0, 4, 1), (3, 4, 2, 2), (4, 6, 2, 2)}
     assert validate(plan.path).ok
     return folder
 

@@ -10,7 +10,7 @@ import pytest
 
 from chunkplan import validate
 from tests.support.plan_rows import Rows, tamper
-from tests.support.shared_plans import LENGTHS, at, build_shared
+from tests.support.shared_plans import LENGTHS, at, build_blocks
 
 
 def set_segments(chunk: dict[str, Any], *slices: tuple[int, int, int]) -> None:
@@ -245,7 +245,7 @@ def test_no_number_makes_a_plan_valid_or_a_check_crash(shared_plan: Path, name: 
 
 def test_a_group_of_one_rank_with_a_lower_id_than_a_shared_one_is_found(tmp_path: Path) -> None:
     """Of two ranks that share the longest sequence alone; of the others the long ones are cut, each on a rank."""
-    plan = build_shared(tmp_path, dp=2, k=1).path
+    plan = build_blocks(tmp_path, {300: (0, 2)}, dp=2, k=1).path
     assert validate(plan).ok
     seen: list[int] = []
 

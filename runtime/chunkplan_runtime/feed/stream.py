@@ -201,7 +201,7 @@ def check_runnable(plan: Plan) -> None:
         (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
         (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
         (
-            config.cp != "off",
+            config.cp != "off" and config.dp > 1,
             f"ranks that share sequences (cp {config.cp})",
             "this version plans context-parallel groups and does not run them yet: build it with `--cp off`",
         ),
