@@ -31,8 +31,8 @@ class PlanSummary:
     ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
     `recompute_share`: of the predicted cost. `shared` are the sequences that ranks share, and what they are of the
     predicted cost; `unshared_lower_bound_us`: what the steps take at least where none is, with the same ChunkSize and
-    K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
-    the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
+    K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
+    way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
     """
 
     num_steps: int

@@ -65,8 +65,8 @@ class RankRow:
 class PlanReport:
     """A plan's `summary` and what lies behind it; times and memory are predictions.
 
-    `fill`: ten bands. `kinds`: those there are. `shared`: by number of ranks. `ranks`: by dp_rank. `memory`: None where the plan does not describe
-    the model and the GPU that it was made for.
+    `fill`: ten bands. `kinds`: those there are. `shared`: by number of ranks. `ranks`: by dp_rank. `memory`: None where
+    the plan does not describe the model and the GPU that it was made for.
     """
 
     summary: PlanSummary

@@ -79,9 +79,7 @@ def critical_path(
     return path[::-1]
 
 
-def _last_to_come(
-    chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int
-) -> int:
+def _last_to_come(chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int) -> int:
     """The place of what another rank does with the same shared chunk as `action`: of those that are there last."""
     chunk = chunks.rank_chunks[row[action] // pp] + actions.chunk_ids[action]
     first = int(chunks.cp_first_rank[chunk])

@@ -55,8 +55,10 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document; `actions` in order of stage, then time."""
         names = ("title", "schedule", "pp", "virtual_stages", "unit", "makespan", "lower_bound", "bubble")
-        lists = ("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "waiting_for_ranks_per_stage")
-        lists += ("exchange_per_stage", "peak_retained_tokens", "peak_kv_tokens")
+        lists = (
+            *("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "waiting_for_ranks_per_stage"),
+            *("exchange_per_stage", "peak_retained_tokens", "peak_kv_tokens"),
+        )
         return {
             **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
             "chunks": [

@@ -50,8 +50,9 @@ def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
     """The events of the Chrome trace format: names, then the actions and the counters of one stage after the other.
 
     A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Before an action with
-    a chunk that ranks share comes an event while the stage waits for them, if it does. Counters (`C`) of each stage are its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where
-    the unit of the simulation is "tokens", one of these counts as one.
+    a chunk that ranks share comes an event while the stage waits for them, if it does. Counters (`C`) of each stage are
+    its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where the unit of the
+    simulation is "tokens", one of these counts as one.
     """
     named = [_name(process, 0, "process_name", name=f"{simulation.title}: {simulation.schedule}")]
     for stage in range(simulation.pp):
