@@ -93,7 +93,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         .with_columns(excess=pl.col("heaviest") - pl.col("mean"))
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
-    cost = _cost_model(manifest)
+    cost = _cost_model(manifest["predictions"]["cost_model"])
     work = None if cost is None else _work_us(chunks, cost)
     is_first = pl.col("dp_rank") == pl.col("cp_first_rank")
     of_shared = chunks.filter(pl.col("cp_size") > 1)
@@ -153,9 +153,9 @@ def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostMode
     return _total(by_step.select(pl.max_horizontal(pl.col("lower_bound_us").cast(pl.Float64), "alone")).to_series())
 
 
-def _cost_model(manifest: dict[str, Any]) -> CostModel | None:
+def _cost_model(described: Any) -> CostModel | None:
     try:
-        return CostModel.from_dict(manifest["predictions"]["cost_model"], where="manifest")
+        return CostModel.from_dict(described, where="manifest")
     except DataError:
         return None
 

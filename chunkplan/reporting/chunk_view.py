@@ -61,7 +61,8 @@ class ChunkView:
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document: the chunk's columns beside the rest."""
         document = asdict(self)
-        return {**document.pop("chunk"), **document}
+        del document["chunk"]
+        return {**self.chunk.to_dict(), **document}
 
 
 def view_chunk(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class Simulation:
         return {
             **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
             "chunks": [
-                {name: value for name, value in asdict(chunk).items() if name not in ("num_target_tokens", "cost")}
+                {name: value for name, value in chunk.to_dict().items() if name not in ("num_target_tokens", "cost")}
                 for chunk in self.chunks
             ],
             "actions": [

@@ -235,7 +235,7 @@ def _print_step_json(step: PlanStep, shares: StepShares, *, exact: bool) -> None
     document["shared_sequences"] = [asdict(sequence) for sequence in shares.sequences]
     document["unshared_lower_bound_us"] = shares.unshared_lower_bound_us
     document["chunks"] = [
-        {"dp_rank": rank, **asdict(chunk)} for rank, chunks in step.chunks.items() for chunk in chunks
+        {"dp_rank": rank, **chunk.to_dict()} for rank, chunks in step.chunks.items() for chunk in chunks
     ]
     document["schedule"] = [
         {
