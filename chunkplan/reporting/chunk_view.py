@@ -48,8 +48,11 @@ class ChunkAction:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkView:
-    """A chunk of a step and rank, what stages do with it, and its segments in order: the rank's own slices where ranks
-    share it. `exchange_us`: what of its cost is exchange with these, None where it is not known."""
+    """A chunk of a step and rank, what stages do with it, and its segments in order.
+
+    Where ranks share it, the segments are the slices of this one. `exchange_us`: what of its cost is exchange between
+    ranks, None where the plan does not describe the model and the GPU that it was made for.
+    """
 
     step: int
     dp_rank: int
