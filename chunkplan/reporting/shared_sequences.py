@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -59,6 +59,11 @@ class StepShares:
     sequences: tuple[SharedSequence, ...]
     unshared_lower_bound_us: float | None
 
+    def of_rank(self, rank: int) -> StepShares:
+        """Keep the sequences that `rank` has a share of; the bound is that of the step."""
+        own = [each for each in self.sequences if each.first_rank <= rank < each.first_rank + each.num_ranks]
+        return replace(self, sequences=tuple(own))
+
 
 def way_words(num_ranks: int, num_heads: int) -> str:
     """Say how ranks divide a sequence: by heads, by pages, or by both."""
@@ -99,7 +104,7 @@ def shared_rows(frame: pl.DataFrame, table: Chunks, cost: CostModel | None) -> t
 
 
 def step_shares(plan: Plan, step: PlanStep) -> StepShares:
-    """Say which sequences ranks of `step` share; of those of its ranks that are there."""
+    """Say which sequences the ranks of `step` share."""
     try:
         cost = plan.cost
     except DataError:

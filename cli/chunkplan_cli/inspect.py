@@ -172,14 +172,15 @@ def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None
     from chunkplan_cli.step_report import print_step
 
     step = find_step(plan, number)
+    shares = step_shares(plan, step)
     if rank is not None:
         check_rank(plan, rank)
+        shares = shares.of_rank(rank)
         step = replace(
             step,
             chunks={rank: step.chunks.get(rank, [])},
             actions={place: done for place, done in step.actions.items() if place[0] == rank},
         )
-    shares = step_shares(plan, step)
     if as_json:
         _print_step_json(step, shares, exact=plan.manifest["analysis"]["exact"])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from itertools import pairwise
@@ -9,19 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import chunkplan
 from chunkplan.cost.durations import attention_pairs_of, work_ns
 from chunkplan.planfile.plan import Chunk, Plan
-from chunkplan.reporting.page.chosen_steps import drawn_steps
+from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
 from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.shared_sequences import step_shares, way_words
+from chunkplan.simulation import simulate_ranks
 from chunkplan.summary import summarize_plan
+from chunkplan_cli.gantt import print_gantt
 from tests.support.command_line import Run
 from tests.support.places import ROOT
-from tests.support.small_plans import built
+from tests.support.small_plans import built, with_late_rank
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 LENGTHS = [9000, 900, 900, 30, 12_000, 5000, 40, 7, 1, 200, 300, 100]
@@ -58,6 +62,19 @@ def test_every_shared_sequence_is_told_once_with_its_ranks_its_tokens_and_its_ti
         assert each.predicted_us == pytest.approx(max(costs))
         assert each.num_chunks == len(rows[place]) // each.num_ranks
         assert each.exchange_us is not None and 0 < each.exchange_us < each.predicted_us
+
+
+def test_of_a_rank_those_are_told_that_it_shares_and_the_bound_of_the_step(command: Run, plan: Plan) -> None:
+    for step in plan.iter_steps():
+        for rank in range(4):
+            shown = json.loads(command("inspect", plan.path, "--step", step.step, "--rank", rank, "--json").out)
+            own = {chunk.segments[0].sequence_id for chunk in step.chunks[rank] if chunk.cp_size > 1}
+            assert {each["sequence_id"] for each in shown["shared_sequences"]} == own
+            assert shown["unshared_lower_bound_us"] == step_shares(plan, step).unshared_lower_bound_us
+            for chunk in shown["chunks"]:
+                assert ("cp_size" in chunk) == (
+                    len({segment["sequence_id"] for segment in chunk["segments"]} & own) > 0
+                )
 
 
 def test_the_plan_counts_shared_sequences_once_and_says_what_it_takes_without(plan: Plan) -> None:
@@ -109,6 +126,21 @@ def test_the_page_draws_shared_chunks_apart_and_lists_exchange(plan: Plan) -> No
     assert {bar.marker.pattern.shape for bar in shared} == {"x"}
     assert all(bar.customdata.shape[1] == 11 and (bar.customdata[:, 10] > 0).all() for bar in shared)
     assert gantt_table([drawn]).head[-2:] == ("exchange", "waiting for ranks")
+
+
+def test_waiting_for_ranks_is_drawn_before_what_waits(tmp_path: Path) -> None:
+    plan = built(tmp_path, [9000, 900, 900], chunk_size=2000, k=1, dp=2, epochs=1, cp="auto")
+    step = with_late_rank(plan)
+    found = simulate_ranks(plan, step, [0, 1])
+    [waits] = [bar for bar in gantt_figure(DrawnStep(step, "", found)).data if bar.name.startswith("waiting")]
+    assert (waits.y.tolist(), waits.base.tolist()) == ([0], [0])
+    assert waits.x[0] == pytest.approx(found[0].waits[0] / 1e9)
+    console = Console(file=io.StringIO(), width=100)
+    print_gantt(console, found[0], str)
+    drawn = console.file.getvalue().splitlines()[0]
+    assert re.match(r"stage 0 :{3,}f0x2", drawn)
+    share = found[0].waiting_for_ranks_per_stage[0] / found[0].makespan
+    assert drawn.count(":") / (len(drawn) - len("stage 0 ")) == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -18,7 +18,7 @@ from chunkplan.schedule.critical_path import start_times
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import compare_schedules, simulate_plan, simulate_ranks
-from tests.support.small_plans import built
+from tests.support.small_plans import built, with_late_rank
 
 LENGTHS = st.lists(st.integers(1, 12_000), min_size=2, max_size=9)
 
@@ -83,15 +83,6 @@ def place_of(other: Simulation, simulation: Simulation, action: int) -> int:
 def plan(tmp_path: Path) -> Plan:
     """Two ranks that share the longest sequence, and have one more chunk each."""
     return built(tmp_path, [9000, 900, 900], chunk_size=2000, k=1, dp=2, epochs=1, cp="auto")
-
-
-def with_late_rank(plan: Plan) -> PlanStep:
-    """Its step, in which rank 1 does all that it has for itself before it meets rank 0."""
-    [step] = plan.iter_steps()
-    own = {chunk.chunk_id for chunk in step.chunks[1] if chunk.cp_size == 1}
-    assert own and len(own) < len(step.chunks[1])
-    late = sorted(step.actions[1, 0], key=lambda action: action.chunk_id not in own)
-    return replace(step, actions={**step.actions, (1, 0): late})
 
 
 def test_a_rank_waits_for_the_one_that_comes_last_and_the_critical_path_goes_through_that(plan: Plan) -> None:
