@@ -11,21 +11,23 @@ from typing import Literal
 
 import numpy as np
 
-from chunkplan.config.plan import PlanConfig
+from chunkplan.arrays import Int64Array, offsets_of
+from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.durations import ChunkTimes, chunk_times, split_layers
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import given
-from chunkplan.planfile.chunks import Chunks, chunks_of_rows
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, exchange_of
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
-from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.actions import Actions, actions_of_rank, join_actions, times_of_rank
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.meetings import StepRanks, simulate_steps
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
 
@@ -67,15 +69,101 @@ def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
     Raises:
         DataError: the plan is damaged.
     """
-    config, place = plan.config, f"step {described.step}, rank {rank}"
-    chunks = chunks_of_rows(described.chunks.get(rank, ()))
+    return simulate_ranks(plan, described, [rank])[rank]
+
+
+def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dict[int, Simulation]:
+    """Simulate a step of `plan` on some of its data-parallel ranks; where one shares chunks, all ranks together.
+
+    Raises:
+        DataError: the plan is damaged.
+    """
+    config, number = plan.config, described.step
     pp, virtual_stages = config.pp, config.virtual_stages
-    actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, place)
-    times = _times(chunks, plan.cost, pp, virtual_stages)
-    ends = simulate(actions, times)
+    shares = any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
+    step = _together(plan, described) if shares else None
+    found = {}
+    for rank in ranks:
+        title = f"step {number}, rank {rank}"
+        if step is not None:
+            found[rank] = _of_rank(step, rank, title, config, plan.cost)
+            continue
+        chunks = chunks_of_rows(described.chunks.get(rank, ()))
+        actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
+        times = _times(chunks, plan.cost, pp, virtual_stages)
+        ends = _checked_ends(simulate(actions, times), title)
+        found[rank] = Simulation(
+            title, config.schedule, pp, virtual_stages, plan.cost, chunks, times, actions, ends, rank=rank
+        )
+    return found
+
+
+def _together(plan: Plan, described: PlanStep) -> StepRanks:
+    """All ranks of a step, some of which share chunks, simulated together."""
+    config, place = plan.config, f"step {described.step}"
+    rows = [described.chunks.get(rank, []) for rank in range(config.dp)]
+    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank])
+    chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
+    actions = join_actions(
+        [
+            planned_actions(described, rank, config.pp, config.virtual_stages, len(of_rank), f"{place}, rank {rank}")
+            for rank, of_rank in enumerate(rows)
+        ]
+    )
+    _check_groups(chunks, place)
+    times = _times(chunks, plan.cost, config.pp, config.virtual_stages)
+    ends = _checked_ends(simulate_steps(chunks, actions, times, config.dp, config.pp), place)
+    return StepRanks(chunks, times, actions, ends)
+
+
+def _check_groups(chunks: Chunks, place: str) -> None:
+    """Raises DataError where ranks do not share chunks of the same kind, so that they could not meet."""
+    rank = np.repeat(np.arange(chunks.rank_chunks.size - 1), np.diff(chunks.rank_chunks))
+    number = np.arange(rank.size) - chunks.rank_chunks[rank]
+    first, size, heads = (column.astype(np.int64) for column in (chunks.cp_first_rank, chunks.cp_size, chunks.cp_heads))
+    shared = size > 1
+    is_block = (heads > 0) & (size % np.maximum(heads, 1) == 0) & (first >= 0) & (first <= rank)
+    is_block &= (rank < first + size) & (first + size < chunks.rank_chunks.size)
+    on_first = chunks.rank_chunks[np.where(is_block, first, 0)] + number
+    is_block &= on_first < chunks.rank_chunks[np.where(is_block, first, 0) + 1]
+    on_first = np.where(is_block, on_first, 0)
+    same = (first, size, heads, chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index, chunks.keeps_activations)
+    for column in same:
+        is_block &= column[on_first] == column
+    wrong = np.flatnonzero(shared & ~is_block)
+    if wrong.size:
+        where = f"{place}, rank {rank[wrong[0]]}, chunk {number[wrong[0]]}"
+        raise DataError("the ranks that share the chunk do not agree on it", where=where, hint=VALIDATE_HINT)
+
+
+def _checked_ends(ends: Int64Array, place: str) -> Int64Array:
     if (ends < 0).any():
         raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
-    return Simulation(place, config.schedule, pp, virtual_stages, plan.cost, chunks, times, actions, ends)
+    return ends
+
+
+def _of_rank(
+    step: StepRanks, rank: int, title: str, config: PlanConfig, cost: CostModel | None, proved_ticks: int = 0
+) -> Simulation:
+    """One rank of a step whose ranks were simulated together."""
+    chunks = chunks_of_rank(step.chunks, rank)
+    start, stop = step.actions.stages[[rank * config.pp, (rank + 1) * config.pp]]
+    times = times_of_rank(step.chunks, step.times, rank)
+    return Simulation(
+        title,
+        config.schedule,
+        config.pp,
+        config.virtual_stages,
+        cost,
+        chunks,
+        times,
+        actions_of_rank(step.actions, rank, config.pp),
+        step.ends[start:stop],
+        proved_ticks,
+        step,
+        rank,
+        times.durations - _times(chunks, cost, config.pp, config.virtual_stages, with_exchange=False).durations,
+    )
 
 
 def simulate_lengths(
@@ -147,7 +235,15 @@ def reschedule(
         schedule=schedule,
         **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
-    return _scheduled(simulation.title, simulation.table, simulation.cost, config)
+    if simulation.step is None:
+        return _scheduled(simulation.title, simulation.table, simulation.cost, config)
+    if schedule not in ORDERS_OF_GROUPS:
+        raise UsageError(
+            f"schedule {schedule} orders every rank by itself: groups of ranks would wait for each other",
+            where=simulation.title,
+            hint=f"use {' or '.join(ORDERS_OF_GROUPS)}, or a step without shared sequences",
+        )
+    return _scheduled(simulation.title, simulation.step.chunks, simulation.cost, config, simulation.rank)
 
 
 def compare_schedules(
@@ -179,12 +275,21 @@ def compare_schedules(
     return compared
 
 
-def _scheduled(title: str, chunks: Chunks, cost: CostModel | None, config: PlanConfig) -> Simulation:
-    """`config` says what the schedule is and for what; how the chunks were made does not matter any more."""
+def _scheduled(
+    title: str, chunks: Chunks, cost: CostModel | None, config: PlanConfig, rank: int | None = None
+) -> Simulation:
+    """`config` says what the schedule is and for what; how the chunks were made does not matter any more.
+
+    `chunks`: of one rank, or of all ranks of a step, of which `rank` is shown.
+    """
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
     times = _times(chunks, cost, config.pp, config.virtual_stages)
-    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title)
+    dp = chunks.rank_chunks.size - 1
+    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, dp)
+    if rank is not None:
+        step = StepRanks(chunks, times, found.actions, found.ends)
+        return _of_rank(step, rank, title, config, cost, int(found.lower_bound[rank]))
     return Simulation(
         title,
         config.schedule,
@@ -199,12 +304,15 @@ def _scheduled(title: str, chunks: Chunks, cost: CostModel | None, config: PlanC
     )
 
 
-def _times(chunks: Chunks, cost: CostModel | None, pp: int, virtual_stages: int) -> ChunkTimes:
+def _times(
+    chunks: Chunks, cost: CostModel | None, pp: int, virtual_stages: int, *, with_exchange: bool = True
+) -> ChunkTimes:
     """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
     num_model_stages = pp * virtual_stages
     rates = UNIT if cost is None else cost.rates
     layers = [1] * num_model_stages if cost is None else split_layers(cost.shape.num_layers, num_model_stages)
-    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers)
+    exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
+    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange)
 
 
 def _last_rank(step: PlanStep) -> int:

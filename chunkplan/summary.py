@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.cost.durations import work_ns
+from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.chunk_frame import chunk_frame
@@ -28,8 +29,10 @@ class PlanSummary:
     describe the model and the GPU that it was made for. `exceeding` are the steps in which one sequence costs more than
     the mean rank: how many, what they take and cannot do without, whoever has it, and their share of what the heaviest
     ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
-    `recompute_share`: of the predicted cost. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever way
-    the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
+    `recompute_share`: of the predicted cost. `shared` are the sequences that ranks share, and what they are of the
+    predicted cost; `unshared_lower_bound_us`: what the steps take at least where none is, with the same ChunkSize and
+    K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
+    way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
     """
 
     num_steps: int
@@ -53,6 +56,9 @@ class PlanSummary:
     heaviest_over_work: float | None
     peak_retained_tokens: int
     recompute_share: float
+    num_shared_sequences: int
+    shared_work_share: float
+    unshared_lower_bound_us: float | None
     num_exceeding_steps: int
     exceeding_predicted_us: float
     exceeding_lower_bound_us: float
@@ -87,7 +93,15 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         .with_columns(excess=pl.col("heaviest") - pl.col("mean"))
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
-    work = _work_us(chunks, manifest["predictions"]["cost_model"])
+    cost = _cost_model(manifest["predictions"]["cost_model"])
+    work = None if cost is None else _work_us(chunks, cost)
+    is_first = pl.col("dp_rank") == pl.col("cp_first_rank")
+    of_shared = chunks.filter(pl.col("cp_size") > 1)
+    shared = (
+        of_shared.filter(is_first)
+        .group_by("step", "group_id", maintain_order=True)
+        .agg(tokens=pl.col("cp_tokens").cast(pl.Int64).sum())
+    )
     num_zero_loss = chunks.filter(pl.col("kind") == "zero-loss").height
     return PlanSummary(
         **{name: getattr(config, name) for name in ("chunk_size", "k", "dp", "pp", "global_batch")},
@@ -99,13 +113,18 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         num_standalone=chunks.height - dependent.height,
         num_dependent=dependent.height,
         num_zero_loss=num_zero_loss,
-        num_groups=dependent.filter(pl.col("group_index") == 0).height,
+        num_groups=dependent.filter(is_first & (pl.col("group_index") == 0)).height,
         token_fill=totals["num_tokens"] / (max(chunks.height - num_zero_loss, 1) * config.chunk_size),
         longest_sequence=totals["longest_sequence"],
         heaviest_over_mean=_over(_total(ranks["heaviest"]), _total(ranks["mean"])),
         heaviest_over_work=None if work is None else _over(_total(ranks["heaviest"]), work / config.dp),
         peak_retained_tokens=int(_float(steps["peak_retained_tokens"].max())),
         recompute_share=_total(steps["recompute_us"]) / max(_total(chunks["cost"]), 1e-30),
+        num_shared_sequences=shared.height,
+        shared_work_share=_total(of_shared["cost"]) / max(_total(chunks["cost"]), 1e-30),
+        unshared_lower_bound_us=None
+        if cost is None or not shared.height
+        else _unshared_bound_us(steps, shared, cost, config.pp),
         num_exceeding_steps=exceeding.height,
         exceeding_predicted_us=_total(exceeding["predicted_us"]),
         exceeding_lower_bound_us=_total(exceeding["lower_bound_us"]),
@@ -118,12 +137,31 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
     )
 
 
-def _work_us(chunks: pl.DataFrame, cost_model: Any) -> float | None:
-    """Forward and backward of all sequences, however they are cut: without recompute and what chunks cost beside."""
+def alone_us(cost: CostModel, num_tokens: Int64Array, pp: int) -> Float64Array:
+    """What a step takes at least that has a sequence of `num_tokens` on one rank of `pp` stages, in microseconds; [n].
+
+    That is its forward and its backward, in one chunk and without recompute.
+    """
+    alone = work_ns(cost, num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens))
+    return (alone + cost.passes * cost.chunk_overhead_ns) // pp / 1e3
+
+
+def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostModel, pp: int) -> float:
+    """What all steps take at least where none of the `shared` sequences is shared."""
+    alone = shared.with_columns(alone=pl.Series(alone_us(cost, shared["tokens"].to_numpy(), pp)))
+    by_step = steps.join(alone.group_by("step").agg(pl.col("alone").max()), on="step", how="left")
+    return _total(by_step.select(pl.max_horizontal(pl.col("lower_bound_us").cast(pl.Float64), "alone")).to_series())
+
+
+def _cost_model(described: Any) -> CostModel | None:
     try:
-        cost = CostModel.from_dict(cost_model, where="manifest")
+        return CostModel.from_dict(described, where="manifest")
     except DataError:
         return None
+
+
+def _work_us(chunks: pl.DataFrame, cost: CostModel) -> float:
+    """Forward and backward of all sequences, however they are cut: without recompute and what chunks cost beside."""
     by_chunk = work_ns(cost, chunks["num_tokens"].to_numpy(), chunks["attention_pairs"].to_numpy())
     return float(by_chunk.sum(dtype=np.float64)) / 1e3
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import starmap
 from pathlib import Path
@@ -19,7 +19,7 @@ from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
-from chunkplan.planfile.schema import plan_schemas
+from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas
 from chunkplan.planfile.step_rows import StepRows, rows_by_step
 from chunkplan.planfile.tables import read_table
 
@@ -75,6 +75,10 @@ class Chunk:
         """What it holds: one of `KINDS`."""
         num_segments = len(self.segments) if self.cp_size == 1 else 1
         return KINDS[kind_of(self.group_id is not None, num_segments)]
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Its columns, for JSON; those that say how ranks share it only where they do."""
+        return {name: value for name, value in asdict(self).items() if self.cp_size > 1 or name not in CP_COLUMNS}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ import numpy as np
 from chunkplan.errors import DataError
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
+from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.places import check_rank, find_chunk, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
+from chunkplan.reporting.shared_sequences import exchange_us
 from chunkplan.reporting.token_text import NUM_CONTEXT, TextPiece, decode_pieces
 
 
@@ -46,18 +48,24 @@ class ChunkAction:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkView:
-    """A chunk of a step and rank, what stages do with it, and its segments in order."""
+    """A chunk of a step and rank, what stages do with it, and its segments in order.
+
+    Where ranks share it, the segments are the slices of this one. `exchange_us`: what of its cost is exchange between
+    ranks, None where the plan does not describe the model and the GPU that it was made for.
+    """
 
     step: int
     dp_rank: int
     chunk: Chunk
     actions: tuple[ChunkAction, ...]
     segments: tuple[SegmentView, ...]
+    exchange_us: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document: the chunk's columns beside the rest."""
         document = asdict(self)
-        return {**document.pop("chunk"), **document}
+        del document["chunk"]
+        return {**self.chunk.to_dict(), **document}
 
 
 def view_chunk(
@@ -91,7 +99,15 @@ def view_chunk(
             else _with_analysis(segment, chunk, analysis, tokens, tokenizer)
             for place, segment in enumerate(chunk.segments)
         ),
+        exchange_us=_exchange_us(plan, chunk),
     )
+
+
+def _exchange_us(plan: Plan, chunk: Chunk) -> float | None:
+    try:
+        return float(exchange_us(chunks_of_rows([chunk]), plan.cost)[0])
+    except DataError:
+        return None
 
 
 def _actions(step: PlanStep, rank: int, chunk_id: int) -> tuple[ChunkAction, ...]:
@@ -106,10 +122,11 @@ def _actions(step: PlanStep, rank: int, chunk_id: int) -> tuple[ChunkAction, ...
 
 def _without_analysis(segment: Segment, chunk: Chunk, place: int) -> SegmentView:
     """The planner puts the part of a split sequence first; only the analysis can tell for plans of others."""
+    is_part = chunk.group_id is not None and (place == 0 or chunk.cp_size > 1)
     return SegmentView(
         **asdict(segment),
         sequence_tokens=None,
-        part=(chunk.group_index, chunk.group_size) if chunk.group_id is not None and place == 0 else None,
+        part=(chunk.group_index, chunk.group_size) if is_part else None,
         num_target_tokens=None,
         place=None,
         pieces=None,

@@ -44,11 +44,12 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
     _check_steps(steps, plan)
     stage_ends = pl.DataFrame(pl.from_arrow(read_table(plan.path / "schedule.parquet", _STAGE_ENDS)))
     is_grouped = pl.col("kind").is_in(("dependent", "mixed"))
+    is_first = pl.col("dp_rank") == pl.col("cp_first_rank")  # a sequence that ranks share counts once
     counted = chunks.group_by("step").agg(
         num_standalone=(~is_grouped).sum(),
         num_dependent=is_grouped.sum(),
         num_zero_loss=(pl.col("kind") == "zero-loss").sum(),
-        num_groups=(is_grouped & (pl.col("group_index") == 0)).sum(),
+        num_groups=(is_grouped & is_first & (pl.col("group_index") == 0)).sum(),
         cost=pl.col("cost").cast(pl.Float64).sum(),
     )
     rank_cost = chunks.group_by("step", "dp_rank", maintain_order=True).agg(pl.col("cost").cast(pl.Float64).sum())

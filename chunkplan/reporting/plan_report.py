@@ -8,11 +8,14 @@ from typing import Any
 
 import polars as pl
 
+from chunkplan.cost.model import CostModel
+from chunkplan.errors import DataError
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import KINDS, Plan
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_chunks import PlanChunks, plan_chunks
 from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
+from chunkplan.reporting.shared_sequences import SharedRow, shared_rows
 from chunkplan.reporting.slow_steps import StepTimeSummary, step_times
 from chunkplan.summary import PlanSummary, summary_of
 
@@ -62,13 +65,14 @@ class RankRow:
 class PlanReport:
     """A plan's `summary` and what lies behind it; times and memory are predictions.
 
-    `fill`: ten bands. `kinds`: those there are. `ranks`: by dp_rank. `memory`: None where the plan does not describe
-    the model and the GPU that it was made for.
+    `fill`: ten bands. `kinds`: those there are. `shared`: by number of ranks. `ranks`: by dp_rank. `memory`: None where
+    the plan does not describe the model and the GPU that it was made for.
     """
 
     summary: PlanSummary
     fill: tuple[FillBand, ...]
     kinds: tuple[KindRow, ...]
+    shared: tuple[SharedRow, ...]
     ranks: tuple[RankRow, ...]
     times: StepTimeSummary
     memory: PlanMemory | None
@@ -97,10 +101,18 @@ def report_of(plan: Plan, chunks: PlanChunks, steps: pl.DataFrame) -> PlanReport
         summary=summary_of(plan.steps(), chunks.frame, plan.manifest),
         fill=_fill(chunks.frame, config.chunk_size),
         kinds=_kinds(chunks.frame, config.chunk_size),
+        shared=shared_rows(chunks.frame, chunks.table, _cost(plan)),
         ranks=_ranks(chunks.frame, steps),
         times=step_times(steps, chunks.frame, config.dp, config.pp),
         memory=plan_memory(plan, chunks.table),
     )
+
+
+def _cost(plan: Plan) -> CostModel | None:
+    try:
+        return plan.cost
+    except DataError:
+        return None
 
 
 def _fill(chunks: pl.DataFrame, chunk_size: int) -> tuple[FillBand, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest_entries import Selection
+from chunkplan.quantities import seconds
 from chunkplan.tuning.document_entries import CostModelEntry
 
 _PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
@@ -53,6 +54,26 @@ def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
     """List what takes memory by name, in bytes, most first."""
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
+
+
+#: What is to know of plans in which ranks share sequences.
+PLANNED_ONLY = "Planned only: the trainer cannot run it yet"
+
+
+def may_share_words(config: PlanConfig) -> str:
+    """Say what helps where a sequence is too long for its step, if the plan has ranks and an order for it."""
+    can = config.dp > 1 and config.schedule in ORDERS_OF_GROUPS and config.balance != "search"
+    if config.cp != "off" or not can:
+        return ""
+    return ". --cp auto shares it among ranks (planned only: the trainer cannot run that yet)"
+
+
+def unshared_words(predicted_us: float, unshared_lower_bound_us: float | None) -> str:
+    """Say what steps in which ranks share sequences would take at least without, and how many times as long that is."""
+    if unshared_lower_bound_us is None:
+        return ""
+    times = unshared_lower_bound_us / max(predicted_us, 1e-30)
+    return f"; if none were shared, at least {seconds(unshared_lower_bound_us)}, {times:.2f} times as long"
 
 
 def machine_words(cost_model: CostModelEntry) -> str:

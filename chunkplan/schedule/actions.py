@@ -5,12 +5,13 @@ One representation, which schedules write, the simulator times, the validator ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
@@ -78,3 +79,26 @@ def times_of_rank(chunks: Chunks, times: ChunkTimes, rank: int) -> ChunkTimes:
     """The times of the chunks that `chunks_of_rank` has of a rank."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     return ChunkTimes(np.ascontiguousarray(times.durations[:, :, start:stop]), times.link[start:stop])
+
+
+def join_actions(found: Sequence[Actions]) -> Actions:
+    """The actions of some ranks, one after another, as those of all of their stages."""
+    starts = offsets_of([actions.ops.size for actions in found])
+    stages = [actions.stages[:-1] + start for actions, start in zip(found, starts[:-1], strict=True)]
+    return Actions(
+        np.concatenate([actions.ops for actions in found]),
+        np.concatenate([actions.chunk_ids for actions in found]),
+        np.concatenate([actions.virtual_stages for actions in found]),
+        np.append(np.concatenate(stages), starts[-1]),
+    )
+
+
+def actions_of_rank(actions: Actions, rank: int, pp: int) -> Actions:
+    """Those of the stages of one rank, of many."""
+    start, stop = actions.stages[rank * pp], actions.stages[(rank + 1) * pp]
+    return Actions(
+        actions.ops[start:stop],
+        actions.chunk_ids[start:stop],
+        actions.virtual_stages[start:stop],
+        actions.stages[rank * pp : (rank + 1) * pp + 1] - start,
+    )

@@ -5,42 +5,87 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions
 
 
-def critical_path(
-    actions: Actions, starts: Int64Array, ends: Int64Array, link: Int64Array, num_model_stages: int
-) -> list[int]:
-    """The places of its actions in `actions`, in order of time.
+def start_times(chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int) -> Int64Array:
+    """When each action of all stages of some ranks starts, int64 [num_actions]; `ends` is when it ends."""
+    row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
+    model_stage = actions.virtual_stages * pp + row % pp
+    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
+    starts: Int64Array = ends - times.durations[actions.ops, model_stage, chunk]
+    return starts
 
-    Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
-    just in time. Walks back over these from the last action to one that starts at 0; where both are just in time, it
-    stays on the stage. What lies between two of its actions is the way over a link, so their times and those of the
-    links add up to that of the schedule.
 
-    Args:
-        starts, ends: int64 [num_actions], see `simulate`.
-        link: int64 [n], the time of each chunk's way from one stage to another.
-        num_model_stages: of all stages together.
+def arrival_times(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int
+) -> tuple[Int64Array, Int64Array]:
+    """When each action is there, int64 [num_actions]: its stage is free and what it waits for has arrived.
+
+    It starts then, or later where it waits for other ranks. Returns with it the place of the action that came just
+    then, int64 [num_actions], -1 where there is none: of its stage, where both came at once.
     """
-    pp = actions.stages.size - 1
-    stage = np.repeat(np.arange(pp), np.diff(actions.stages))
-    model_stage = actions.virtual_stages * pp + stage
+    num_model_stages = times.durations.shape[1]
+    row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
+    model_stage = actions.virtual_stages * pp + row % pp
+    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
     is_forward = actions.ops <= FORWARD_KV
     is_backward = (actions.ops == BACKWARD) | (actions.ops == BACKWARD_INPUT)
     # [way, model stage, n], with an empty model stage before the first and after the last
-    sender = np.full((2, num_model_stages + 2, link.size), -1, np.int64)
+    sender = np.full((2, num_model_stages + 2, times.link.size), -1, np.int64)
     for way, sends in enumerate((is_forward, is_backward)):
         places = np.flatnonzero(sends)
-        sender[way, model_stage[places] + 1, actions.chunk_ids[places]] = places
+        sender[way, model_stage[places] + 1, chunk[places]] = places
+    sent_by = np.where(is_forward, sender[0, model_stage, chunk], sender[1, model_stage + 2, chunk])
+    sent_by[~is_forward & ~is_backward] = -1
+    link = times.link[chunk] if pp > 1 else 0
+    sent = np.where(sent_by < 0, 0, ends[sent_by] + link)
 
-    action = int(np.argmax(ends))
+    before = np.arange(ends.size) - 1
+    before[actions.stages[:-1]] = -1
+    free = np.where(before < 0, 0, ends[before])
+    return np.maximum(free, sent), np.where(free >= sent, before, sent_by)
+
+
+def critical_path(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, last: int
+) -> list[int]:
+    """The places in `actions` of those on the critical path to the one at `last`, in order of time.
+
+    Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
+    just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
+    on the stage. What ranks do with a chunk that they share starts when the last of them is there: the walk goes on
+    with what this one did before, on its own stages. What lies between two actions of the path is the way over a link,
+    so their times and those of the links add up to the end of `last`.
+
+    Args:
+        chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
+        ends: int64 [num_actions], see `simulate` and `simulate_steps`.
+        pp: stages of a rank.
+    """
+    starts = start_times(chunks, actions, times, ends, pp)
+    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp)
+    row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
+    action = last
     path = [action]
     while starts[action] > 0:
-        before = action - 1
-        if action == actions.stages[stage[action]] or ends[before] != starts[action]:
-            way, step = (0, 0) if is_forward[action] else (1, 2)
-            before = int(sender[way, model_stage[action] + step, actions.chunk_ids[action]])
+        if arrivals[action] < starts[action]:
+            action = _last_to_come(chunks, actions, arrivals, row, pp, action)
+        before = int(came_from[action])
         assert before >= 0 and starts[before] <= starts[action], "an action that starts later than it has to"
         path.append(action := before)
     return path[::-1]
+
+
+def _last_to_come(chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int) -> int:
+    """The place of what another rank does with the same shared chunk as `action`: of those that are there last."""
+    chunk = chunks.rank_chunks[row[action] // pp] + actions.chunk_ids[action]
+    first = int(chunks.cp_first_rank[chunk])
+    start, stop = (int(actions.stages[rank * pp]) for rank in (first, first + int(chunks.cp_size[chunk])))
+    is_same = (row[start:stop] % pp == row[action] % pp) & (actions.ops[start:stop] == actions.ops[action])
+    for values in (actions.chunk_ids, actions.virtual_stages):
+        is_same &= values[start:stop] == values[action]
+    places = start + np.flatnonzero(is_same)
+    return int(places[np.argmax(arrivals[places])])

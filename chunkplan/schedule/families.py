@@ -11,7 +11,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
-from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
+from chunkplan.schedule.actions import Actions, empty_actions, join_actions, times_of_rank
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate
@@ -99,16 +99,7 @@ def _one_by_one(
         found.append(actions)
         ends.append(simulate(actions, rank_times))
         retained.append(peak_retained(rank_chunks, actions))
-    sizes = np.array([actions.ops.size for actions in found])
-    starts = np.cumsum(sizes) - sizes
-    stages = [actions.stages[:-1] + start for actions, start in zip(found, starts, strict=True)]
-    together = Actions(
-        np.concatenate([actions.ops for actions in found]),
-        np.concatenate([actions.chunk_ids for actions in found]),
-        np.concatenate([actions.virtual_stages for actions in found]),
-        np.append(np.concatenate(stages), sizes.sum()),
-    )
-    return together, np.concatenate(ends), np.concatenate(retained), lower_bound
+    return join_actions(found), np.concatenate(ends), np.concatenate(retained), lower_bound
 
 
 def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:

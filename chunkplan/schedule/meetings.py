@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from chunkplan.arrays import Int64Array
@@ -10,6 +12,15 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions
 from chunkplan.schedule.simulate import arrival
+
+
+class StepRanks(NamedTuple):
+    """What all ranks of a step do, which follow one another in `chunks`; `ends` is that of `simulate_steps`."""
+
+    chunks: Chunks
+    times: ChunkTimes
+    actions: Actions
+    ends: Int64Array
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound
-from chunkplan.schedule.critical_path import critical_path
+from chunkplan.schedule.critical_path import arrival_times, critical_path, start_times
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
+from chunkplan.schedule.meetings import StepRanks
 
 _NO_LIMIT = 2**62
 
@@ -32,6 +33,9 @@ class Simulation:
     All times are in `unit`: "microseconds", or, where `cost` is None, "tokens": that of a token's forward through a
     stage, whose backward takes twice as long. Only `times`, `starts`, `ends` (int64 [num_actions]) and `proved_ticks`,
     a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
+
+    Where the rank shares chunks, `step` is what all ranks of its step do, and `rank` its place among them. `exchange`
+    is what of `times.durations` is exchange with other ranks; None where there is none.
     """
 
     title: str
@@ -44,15 +48,21 @@ class Simulation:
     actions: Actions = field(repr=False)
     ends: Int64Array = field(repr=False)
     proved_ticks: int = 0
+    step: StepRanks | None = field(default=None, repr=False)
+    rank: int = 0
+    exchange: Int64Array | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document; `actions` in order of stage, then time."""
         names = ("title", "schedule", "pp", "virtual_stages", "unit", "makespan", "lower_bound", "bubble")
-        lists = ("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "peak_retained_tokens", "peak_kv_tokens")
+        lists = (
+            *("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "waiting_for_ranks_per_stage"),
+            *("exchange_per_stage", "peak_retained_tokens", "peak_kv_tokens"),
+        )
         return {
             **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
             "chunks": [
-                {name: value for name, value in asdict(chunk).items() if name not in ("num_target_tokens", "cost")}
+                {name: value for name, value in chunk.to_dict().items() if name not in ("num_target_tokens", "cost")}
                 for chunk in self.chunks
             ],
             "actions": [
@@ -63,6 +73,8 @@ class Simulation:
                     "virtual_stage": int(self.actions.virtual_stages[action]),
                     "start": self.in_unit(self.starts[action]),
                     "end": self.in_unit(self.ends[action]),
+                    "waited_for_ranks": self.in_unit(self.waits[action]),
+                    "exchange": self.in_unit(self.exchange_of_actions[action]),
                     "critical": action in self.is_critical,
                 }
                 for action in range(self.ends.size)
@@ -107,13 +119,13 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """What is not useful of the time of all stages, 0..1: waiting and recomputing."""
-        return 1 - float(self._useful.sum()) / (self.pp * max(self._makespan, 1))
+        """What is not useful of the time of all stages, 0..1: waiting and recomputing, but for waiting for ranks."""
+        return 1 - float((self._useful + self._for_ranks).sum()) / (self.pp * max(self._makespan, 1))
 
     @property
     def bubble_per_stage(self) -> list[float]:
         """The `bubble` of each stage."""
-        return [1 - float(useful) / max(self._makespan, 1) for useful in self._useful]
+        return [1 - float(used) / max(self._makespan, 1) for used in self._useful + self._for_ranks]
 
     @property
     def busy_per_stage(self) -> list[float]:
@@ -127,15 +139,31 @@ class Simulation:
 
     @property
     def waiting_per_stage(self) -> list[dict[str, float]]:
-        """The time in which each stage does nothing: before its first action, between actions, after its last one."""
+        """The time in which each stage does nothing: before its first action, between actions, after its last one.
+
+        That in which it waits for ranks that share a chunk is not in it: see `waiting_for_ranks_per_stage`.
+        """
         waiting = []
         for stage in range(self.pp):
             own = slice(*self.actions.stages[stage : stage + 2])
-            start, end = int(self.starts[own][0]), int(self.ends[own][-1])
-            between = end - start - int(self._busy[stage])
+            start, end = int((self.starts - self.waits)[own][0]), int(self.ends[own][-1])
+            between = end - start - int(self._busy[stage]) - int(self._for_ranks[stage])
             times = {"before": start, "between": between, "after": self._makespan - end}
             waiting.append({name: self.in_unit(ticks) for name, ticks in times.items()})
         return waiting
+
+    @property
+    def waiting_for_ranks_per_stage(self) -> list[float]:
+        """The time in which each stage could do something with a shared chunk, but not all of its ranks are there."""
+        return [self.in_unit(ticks) for ticks in self._for_ranks]
+
+    @property
+    def exchange_per_stage(self) -> list[float]:
+        """The time, of what each stage does, in which it waits for what ranks exchange in the layers of shared chunks.
+
+        It is part of the actions, so that stages are busy then.
+        """
+        return [self.in_unit(ticks) for ticks in np.add.reduceat(self.exchange_of_actions, self.actions.stages[:-1])]
 
     @property
     def peak_retained_tokens(self) -> list[int]:
@@ -150,18 +178,34 @@ class Simulation:
 
     @property
     def critical_path(self) -> dict[str, float]:
-        """What the critical path is made of, in `unit`: time by op, and `link`, on the way from stage to stage."""
-        by_op = dict.fromkeys(OPS, 0)
+        """What the critical path is made of, in `unit`: time by op, what `other_ranks` do until they meet this one, and
+        `link`, on the way from stage to stage."""
+        by_op = dict.fromkeys((*OPS, "other_ranks"), 0)
         for action in self.critical_actions:
             by_op[OPS[self.actions.ops[action]]] += int(self.ends[action] - self.starts[action])
+        by_op["other_ranks"] = sum(ticks for _, _, ticks in self.critical_elsewhere)
         times = {**by_op, "link": self._makespan - sum(by_op.values())}
         return {name: self.in_unit(ticks) for name, ticks in times.items()}
 
     @cached_property
     def critical_actions(self) -> list[int]:
         """The places in `actions` of those on the critical path, in order of time."""
-        num_model_stages = self.pp * self.virtual_stages
-        return critical_path(self.actions, self.starts, self.ends, self.times.link, num_model_stages)
+        first, stop = self._places
+        return [place - first for place in self._path if first <= place < stop]
+
+    @cached_property
+    def critical_elsewhere(self) -> list[tuple[int, int, int]]:
+        """What other ranks do on the critical path, in order of time: (rank, start, duration), in ticks."""
+        if self.step is None:
+            return []
+        first, stop = self._places
+        ranks = np.searchsorted(self.step.actions.stages[:: self.pp], self._path, side="right") - 1
+        starts = start_times(self.step.chunks, self.step.actions, self.step.times, self.step.ends, self.pp)
+        return [
+            (int(rank), int(starts[place]), int(self.step.ends[place] - starts[place]))
+            for rank, place in zip(ranks, self._path, strict=True)
+            if not first <= place < stop
+        ]
 
     @cached_property
     def is_critical(self) -> frozenset[int]:
@@ -171,9 +215,23 @@ class Simulation:
     @cached_property
     def starts(self) -> Int64Array:
         """When each action starts, int64 [num_actions]."""
+        return start_times(self.table, self.actions, self.times, self.ends, self.pp)
+
+    @cached_property
+    def waits(self) -> Int64Array:
+        """How long each action waits for other ranks that share its chunk, in ticks, int64 [num_actions]."""
+        if self.step is None:
+            return np.zeros_like(self.ends)
+        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp)[0]
+
+    @cached_property
+    def exchange_of_actions(self) -> Int64Array:
+        """What of each action is exchange with other ranks, in ticks, int64 [num_actions]."""
+        if self.exchange is None:
+            return np.zeros_like(self.ends)
         model_stage = self.actions.virtual_stages * self.pp + self.stage_of
-        starts: Int64Array = self.ends - self.times.durations[self.actions.ops, model_stage, self.actions.chunk_ids]
-        return starts
+        exchange: Int64Array = self.exchange[self.actions.ops, model_stage, self.actions.chunk_ids]
+        return exchange
 
     @cached_property
     def stage_of(self) -> Int64Array:
@@ -208,6 +266,26 @@ class Simulation:
     @property
     def _makespan(self) -> int:
         return int(self.ends.max())
+
+    @property
+    def _places(self) -> tuple[int, int]:
+        """Where the actions of the rank begin and end among those of all ranks that it is simulated with."""
+        if self.step is None:
+            return 0, self.ends.size
+        start, stop = self.step.actions.stages[[self.rank * self.pp, (self.rank + 1) * self.pp]]
+        return int(start), int(stop)
+
+    @cached_property
+    def _path(self) -> list[int]:
+        """The critical path, as places among the actions of all ranks that it is simulated with."""
+        step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
+        last = self._places[0] + int(np.argmax(self.ends))
+        return critical_path(step.chunks, step.actions, step.times, step.ends, self.pp, last)
+
+    @cached_property
+    def _for_ranks(self) -> Int64Array:
+        waiting: Int64Array = np.add.reduceat(self.waits, self.actions.stages[:-1])
+        return waiting
 
     @cached_property
     def _busy(self) -> Int64Array:

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 from chunkplan.files.json_file import write_json
 from chunkplan.operations import OPS
+from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.simulated import Simulation
 
 #: One letter an op, in the order of `operations.OPS`.
@@ -20,14 +21,14 @@ class _Required(TypedDict):
     ts: float
     pid: int
     tid: int
-    args: Mapping[str, str | int | bool | None]
+    args: Mapping[str, str | int | float | bool | None]
 
 
 class TraceEvent(_Required, total=False):
     """An event of the Chrome trace format: a name (`M`), a complete event (`X`) or a counter (`C`).
 
-    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op; `pid` and `tid` are a simulation and a
-    stage.
+    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op, or "waiting"; `pid` and `tid` are a
+    simulation and a stage.
     """
 
     cat: str
@@ -48,9 +49,10 @@ def write_trace(path: str | Path, simulations: Sequence[Simulation]) -> None:
 def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
     """The events of the Chrome trace format: names, then the actions and the counters of one stage after the other.
 
-    A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Counters (`C`) of
-    each stage are its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where
-    the unit of the simulation is "tokens", one of these counts as one.
+    A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Before an action with
+    a chunk that ranks share comes an event while the stage waits for them, if it does. Counters (`C`) of each stage are
+    its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where the unit of the
+    simulation is "tokens", one of these counts as one.
     """
     named = [_name(process, 0, "process_name", name=f"{simulation.title}: {simulation.schedule}")]
     for stage in range(simulation.pp):
@@ -65,6 +67,18 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
         chunk = simulation.chunks[actions.chunk_ids[action]]
         op = int(actions.ops[action])
         start, end = (_microseconds(simulation, ticks[action]) for ticks in (simulation.starts, simulation.ends))
+        waits = _microseconds(simulation, simulation.waits[action])
+        if waits:
+            yield {
+                "name": f"waits for ranks {ranks_of(chunk)}",
+                "cat": "waiting",
+                "ph": "X",
+                "ts": round(start - waits, 3),
+                "dur": waits,
+                "pid": process,
+                "tid": stage,
+                "args": {"chunk": chunk.chunk_id},
+            }
         yield {
             "name": f"{LETTERS[op]} {chunk.chunk_id}",
             "cat": OPS[op],
@@ -81,6 +95,7 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
                 "tokens": chunk.num_tokens,
                 "prefix": chunk.prefix_tokens,
                 "critical": action in simulation.is_critical,
+                **(_shared(simulation, chunk, action) if chunk.cp_size > 1 else {}),
             },
         }
     for ticks, retained, kept in simulation.held[stage]:
@@ -93,6 +108,23 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
                 "tid": stage,
                 "args": {"tokens": tokens},
             }
+
+
+def ranks_of(chunk: Chunk) -> str:
+    """The ranks that share `chunk`, as the first and the last of them."""
+    return f"{chunk.cp_first_rank}-{chunk.cp_first_rank + chunk.cp_size - 1}"
+
+
+def _shared(simulation: Simulation, chunk: Chunk, action: int) -> dict[str, str | int | float]:
+    """What is to say of an action with a chunk that ranks share; the exchange is part of the action."""
+    return {
+        "ranks": ranks_of(chunk),
+        "cp_size": chunk.cp_size,
+        "cp_heads": chunk.cp_heads,
+        "cp_tokens": chunk.cp_tokens,
+        "exchange_us": _microseconds(simulation, simulation.exchange_of_actions[action]),
+        "waited_us": _microseconds(simulation, simulation.waits[action]),
+    }
 
 
 def _microseconds(simulation: Simulation, ticks: int) -> float:

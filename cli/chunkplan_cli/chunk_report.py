@@ -49,11 +49,29 @@ def _facts(view: ChunkView, chunk_size: int) -> Table:
     if chunk.prefix_tokens:
         grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
     recompute = "" if chunk.keeps_activations else ", with its recompute"
+    if chunk.cp_size > 1:
+        grid.add_row("shared", _shared(view))
+        if view.exchange_us is not None:
+            recompute += f", {percent(view.exchange_us / max(chunk.cost, 1e-30))} of it exchange"
     grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{recompute}")
     for stage in sorted({action.stage for action in view.actions}):
         of_stage = [action for action in view.actions if action.stage == stage]
         grid.add_row(f"stage {stage}", f"{_places(of_stage)} of {of_stage[0].num_actions:,} actions")
     return grid
+
+
+def _shared(view: ChunkView) -> str:
+    """Say what the whole chunk is, of which the rank has slices, and which ranks have the others."""
+    from chunkplan.reporting.shared_sequences import way_words
+
+    chunk = view.chunk
+    whole = f"[{chunk.prefix_tokens:,}, {chunk.prefix_tokens + chunk.cp_tokens:,}) of the sequence"
+    ranks = f"{chunk.cp_first_rank} to {chunk.cp_first_rank + chunk.cp_size - 1}"
+    own = "slice is" if len(view.segments) == 1 else f"{len(view.segments)} slices are"
+    return (
+        f"the whole chunk, {whole}, by ranks {ranks} ({way_words(chunk.cp_size, chunk.cp_heads)}); this rank's {own} "
+        "below"
+    )
 
 
 def _places(actions: list[ChunkAction]) -> str:

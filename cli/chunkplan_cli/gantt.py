@@ -15,7 +15,7 @@ from chunkplan.schedule.trace import LETTERS
 #: By op, in the order of `OPS`.
 OP_WORDS = ("forward", "forward, KV only", "recompute", "backward", "backward of inputs", "of weights")
 _COLOURS = ("bright_blue", "cyan", "yellow", "green", "green", "magenta")
-_IDLE = -1
+_IDLE, _WAITS_FOR_RANKS = -1, -2
 
 #: Long schedules of few stages are shown in several bands, one below the other, of so many lines in all.
 _MAX_LINES = 18
@@ -52,7 +52,10 @@ def _num_bands(simulation: Simulation, width: int) -> int:
 
 
 def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> Text:
-    """Draw what a stage does from `start` to `stop`: a label and a line for each action, dots where it waits."""
+    """Draw what a stage does from `start` to `stop`: a label and a line for each action, dots where it waits.
+
+    Where it waits for ranks that share a chunk, they are colons.
+    """
     bar = Text()
     winners = _winners(simulation, stage, start, stop, width)
     column = 0
@@ -60,8 +63,8 @@ def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) 
         action, first = winners[column], column
         while column < width and winners[column] == action:
             column += 1
-        if action == _IDLE:
-            bar.append("." * (column - first), style="dim")
+        if action in (_IDLE, _WAITS_FOR_RANKS):
+            bar.append((":" if action == _WAITS_FOR_RANKS else ".") * (column - first), style="dim")
             continue
         op = int(simulation.actions.ops[action])
         line = "=" if action in simulation.is_critical else "-"
@@ -72,41 +75,53 @@ def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) 
 
 
 def _block(simulation: Simulation, action: int, width: int) -> str:
-    """Name an action by the letter of its op and its chunk, or as much of that as fits; never a part of a number."""
+    """Name an action by the letter of its op, its chunk and how many ranks share that, or as much of that as fits.
+
+    A number is there as a whole or not at all.
+    """
     letter = LETTERS[simulation.actions.ops[action]]
     label = f"{letter}{simulation.actions.chunk_ids[action]}"
     if simulation.virtual_stages > 1:
         longer = f"{label}.{simulation.actions.virtual_stages[action]}"
         label = longer if len(longer) <= width else label
+    size = int(simulation.table.cp_size[simulation.actions.chunk_ids[action]])
+    if size > 1:
+        longer = f"{label}x{size}"
+        label = longer if len(longer) <= width else label
     return label if len(label) <= width else letter
 
 
 def _winners(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> list[int]:
-    """Choose the action that each column shows, or `_IDLE`.
+    """Choose the action that each column shows, or `_IDLE` or `_WAITS_FOR_RANKS`.
 
     Where a column is many actions, it shows what has been shown least so far for the time it takes, so that any stretch
     of columns shows ops and waiting in proportion; of the actions of an op, the longest.
     """
     span = stop - start  # columns are as long as `span` when time is multiplied by `width`
-    time = [[0] * len(OPS) for _ in range(width)]
-    longest = [[(0, _IDLE)] * len(OPS) for _ in range(width)]
+    for_ranks, idle = len(OPS), len(OPS) + 1
+    time = [[0] * (for_ranks + 1) for _ in range(width)]
+    longest = [[(0, _IDLE)] * len(OPS) + [(0, _WAITS_FOR_RANKS)] for _ in range(width)]
     actions = simulation.actions
-    for action in range(actions.stages[stage], actions.stages[stage + 1]):
-        begins = (max(int(simulation.starts[action]), start) - start) * width
-        ends = (min(int(simulation.ends[action]), stop) - start) * width
-        op = int(actions.ops[action])
+
+    def add(what: int, first: int, last: int, action: int) -> None:
+        begins, ends = (max(first, start) - start) * width, (min(last, stop) - start) * width
         for column in range(begins // span, -(-ends // span) if ends > begins else 0):
             overlap = min(ends, (column + 1) * span) - max(begins, column * span)
-            time[column][op] += overlap
-            longest[column][op] = max(longest[column][op], (overlap, action))
+            time[column][what] += overlap
+            longest[column][what] = max(longest[column][what], (overlap, action))
+
+    for action in range(actions.stages[stage], actions.stages[stage + 1]):
+        begins = int(simulation.starts[action])
+        add(int(actions.ops[action]), begins, int(simulation.ends[action]), action)
+        add(for_ranks, begins - int(simulation.waits[action]), begins, _WAITS_FOR_RANKS)
     winners = []
-    owed = [0] * (len(OPS) + 1)  # by op, then waiting
+    owed = [0] * (idle + 1)  # by op, then waiting for ranks, then for all else
     for column in range(width):
         shares = [*time[column], span - sum(time[column])]
         owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
         winner = max((what for what, share in enumerate(shares) if share), key=lambda what: owed[what])
         owed[winner] -= span
-        winners.append(_IDLE if winner == len(OPS) else longest[column][winner][1])
+        winners.append(_IDLE if winner == idle else longest[column][winner][1])
     return winners
 
 
@@ -130,4 +145,6 @@ def _legend(simulation: Simulation) -> tuple[Text, Text]:
         legend.append(LETTERS[op], style=f"black on {_COLOURS[op]}")
         legend.append(f" {OP_WORDS[op]}  ", style="dim")
     label = "F3.1 chunk 3, virtual stage 1" if simulation.virtual_stages > 1 else "F3 chunk 3"
+    if simulation.step is not None:
+        label += "  F3x4 shared by 4 ranks  : for ranks"
     return legend, Text(f"{label}  . waiting  = on the critical path", style="dim")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.planfile.plan import Plan, PlanStep
+    from chunkplan.reporting.shared_sequences import StepShares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,20 +168,23 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None:
     from chunkplan.planfile.places import check_rank, find_step
     from chunkplan.reporting.plan_words import PlanHeader
+    from chunkplan.reporting.shared_sequences import step_shares
     from chunkplan_cli.step_report import print_step
 
     step = find_step(plan, number)
+    shares = step_shares(plan, step)
     if rank is not None:
         check_rank(plan, rank)
+        shares = shares.of_rank(rank)
         step = replace(
             step,
             chunks={rank: step.chunks.get(rank, [])},
             actions={place: done for place, done in step.actions.items() if place[0] == rank},
         )
     if as_json:
-        _print_step_json(step, exact=plan.manifest["analysis"]["exact"])
+        _print_step_json(step, shares, exact=plan.manifest["analysis"]["exact"])
     else:
-        print_step(stdout(), step, PlanHeader.of(plan.manifest))
+        print_step(stdout(), step, shares, PlanHeader.of(plan.manifest))
 
 
 def _one_rank(plan: Plan, rank: int | None) -> int:
@@ -226,11 +230,13 @@ def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:
     return found
 
 
-def _print_step_json(step: PlanStep, *, exact: bool) -> None:
+def _print_step_json(step: PlanStep, shares: StepShares, *, exact: bool) -> None:
     document = {"exact": exact, **asdict(step)}
     del document["actions"], document["schedule_us"]
+    document["shared_sequences"] = [asdict(sequence) for sequence in shares.sequences]
+    document["unshared_lower_bound_us"] = shares.unshared_lower_bound_us
     document["chunks"] = [
-        {"dp_rank": rank, **asdict(chunk)} for rank, chunks in step.chunks.items() for chunk in chunks
+        {"dp_rank": rank, **chunk.to_dict()} for rank, chunks in step.chunks.items() for chunk in chunks
     ]
     document["schedule"] = [
         {

@@ -12,6 +12,7 @@ from rich.text import Text
 from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, seconds, selection_words
 
 if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import PlanSummary
@@ -69,7 +70,9 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
     if summary.dp > 1:
         rows.append(("balance", _balance(summary)))
     if summary.num_exceeding_steps:
-        rows.append(("too long a sequence", _exceeding(summary)))
+        rows.append(("too long a sequence", _exceeding(summary, config)))
+    if summary.num_shared_sequences:
+        rows.append(("shared sequences", _shared(summary)))
     rows += [
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
         (
@@ -100,9 +103,10 @@ def _steps(summary: PlanSummary) -> str:
 
 
 def _chunks(summary: PlanSummary) -> str:
+    or_shared = "or shared " if summary.num_shared_sequences else ""
     parts = [
         f"{summary.num_standalone - summary.num_zero_loss:,} standalone",
-        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} split sequences)",
+        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} split {or_shared}sequences)",
     ]
     if summary.num_zero_loss:
         parts.append(f"{summary.num_zero_loss:,} zero-loss")
@@ -130,10 +134,19 @@ def _balance(summary: PlanSummary) -> str:
     return words
 
 
-def _exceeding(summary: PlanSummary) -> str:
+def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
+    from chunkplan.reporting.plan_words import may_share_words
+
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     return (
         f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs more than a rank's share, which no "
         f"assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
-        f"{seconds(summary.exceeding_lower_bound_us)}"
+        f"{seconds(summary.exceeding_lower_bound_us)}{may_share_words(config)}"
     )
+
+
+def _shared(summary: PlanSummary) -> str:
+    from chunkplan.reporting.plan_words import PLANNED_ONLY, unshared_words
+
+    words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
+    return f"{words}{unshared_words(summary.predicted_us, summary.unshared_lower_bound_us)}. {PLANNED_ONLY}"

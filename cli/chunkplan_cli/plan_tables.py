@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
     from chunkplan.reporting.plan_words import PlanHeader
+    from chunkplan.reporting.shared_sequences import SharedRow
     from chunkplan.reporting.slow_steps import StepTimeSummary
 
 _MAX_BAR = 30
@@ -28,6 +29,8 @@ def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) 
     from chunkplan.reporting.plan_words import machine_words
 
     parts = [_fill(console, report.fill), _kinds(report.kinds)]
+    if report.shared:
+        parts.append(_shared(report.shared))
     if report.summary.dp > 1:
         parts.append(_ranks(console, report.ranks))
     if report.times.slowest:
@@ -68,6 +71,27 @@ def _kinds(kinds: tuple[KindRow, ...]) -> Table:
     for row in kinds:
         shares = (row.fill, row.token_share, row.attention_share, row.cost_share)
         table.add_row(row.kind, f"{row.num_chunks:,}", f"{row.num_tokens:,}", *map(percent, shares))
+    return table
+
+
+def _shared(shared: tuple[SharedRow, ...]) -> Table:
+    from chunkplan.reporting.shared_sequences import way_words
+
+    table = titled_table("Shared sequences, by number of ranks")
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("share", no_wrap=True)
+    for name in ("sequences", "tokens", "of work", "exchange"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in shared:
+        exchange = "?" if row.exchange_share is None else percent(row.exchange_share)
+        table.add_row(
+            str(row.num_ranks),
+            way_words(row.num_ranks, row.num_heads),
+            f"{row.num_sequences:,}",
+            f"{row.num_tokens:,}",
+            percent(row.work_share),
+            exchange,
+        )
     return table
 
 

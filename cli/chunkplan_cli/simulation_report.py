@@ -11,6 +11,7 @@ from rich.text import Text
 from chunkplan.planfile.plan import Chunk
 from chunkplan.quantities import counted, percent, seconds
 from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.trace import ranks_of
 from chunkplan_cli.gantt import print_gantt
 
 #: What-ifs with more chunks than these say what they are with --json.
@@ -28,7 +29,10 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     console.print(_totals(simulation))
     console.print()
     console.print(_stages(simulation))
-    console.print(Text("held: of that many tokens at once", style="dim"))
+    held = "held: of that many tokens at once"
+    if simulation.step is not None:
+        held += "; for ranks: waiting for those that share a chunk"
+    console.print(Text(held, style="dim"))
     if len(simulation.chunks) <= _MAX_CHUNKS:
         console.print()
         console.print(_chunks(simulation))
@@ -67,6 +71,8 @@ def _totals(simulation: Simulation) -> Table:
     makespan = _time(simulation, simulation.makespan)
     grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
     grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
+    if simulation.step is not None:
+        grid.add_row("shared chunks", _shared(simulation))
     if simulation.recompute_share > 0:
         grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
     grid.add_row("critical path", _critical_path(simulation))
@@ -80,18 +86,37 @@ def _critical_path(simulation: Simulation) -> str:
     return f"{', '.join(shares)}; {len(simulation.critical_actions):,} actions"
 
 
+def _shared(simulation: Simulation) -> str:
+    """Say what the chunks that ranks share cost the stages beside their work."""
+    num_shared = int((simulation.table.cp_size > 1).sum())
+    waiting, exchange = (
+        sum(times) / simulation.pp for times in (simulation.waiting_for_ranks_per_stage, simulation.exchange_per_stage)
+    )
+    return (
+        f"{num_shared:,} of {len(simulation.chunks):,}: waiting for their ranks {_share(simulation, waiting)} of the "
+        f"stages' time, exchange {_share(simulation, exchange)} (part of busy)"
+    )
+
+
 def _stages(simulation: Simulation) -> Table:
-    table = _table("stage", "bubble", "busy", "idle before", "between", "after", "activations held", "KV held")
+    """Make a table that fits 80 columns: where ranks share chunks, idle times are one column."""
+    waiting = [list(times.values()) for times in simulation.waiting_per_stage]
+    names = ["idle before", "between", "after"]
+    if simulation.step is not None:
+        of_ranks = zip(simulation.exchange_per_stage, simulation.waiting_for_ranks_per_stage, strict=True)
+        waiting = [[*times, sum(idle)] for times, idle in zip(of_ranks, waiting, strict=True)]
+        names = ["exchange", "for ranks", "idle"]
+    table = _table("stage", "bubble", "busy", *names, "activations held", "KV held")
     columns = (
         simulation.bubble_per_stage,
         simulation.busy_per_stage,
-        simulation.waiting_per_stage,
+        waiting,
         simulation.peak_retained_tokens,
         simulation.peak_kv_tokens,
     )
-    for stage, (bubble, busy, waiting, held, kept) in enumerate(zip(*columns, strict=True)):
-        idle = (_share(simulation, time) for time in waiting.values())
-        table.add_row(str(stage), percent(bubble), percent(busy), *idle, f"{held:,}", f"{kept:,}")
+    for stage, (bubble, busy, times, held, kept) in enumerate(zip(*columns, strict=True)):
+        shares = (_share(simulation, time) for time in times)
+        table.add_row(str(stage), percent(bubble), percent(busy), *shares, f"{held:,}", f"{kept:,}")
     return table
 
 
@@ -105,13 +130,14 @@ def _chunks(simulation: Simulation) -> Table:
 
 
 def _contents(chunk: Chunk) -> str:
-    ids = [str(segment.sequence_id) for segment in chunk.segments]
+    ids = [str(each) for each in dict.fromkeys(segment.sequence_id for segment in chunk.segments)]
     shown = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
     what = f"sequence{'s' if len(ids) > 1 else ''} {shown}" if ids else f"nothing: a {chunk.kind} chunk"
     if chunk.group_id is None:
         return what
     kept = "" if chunk.keeps_activations else ", recomputed"
-    return f"part {chunk.group_index + 1} of {chunk.group_size}{kept}: {what}"
+    shared = f", shared by ranks {ranks_of(chunk)}" if chunk.cp_size > 1 else ""
+    return f"part {chunk.group_index + 1} of {chunk.group_size}{kept}{shared}: {what}"
 
 
 def _print_unit(console: Console, simulation: Simulation) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.operations import OPS
-from chunkplan.quantities import counted, seconds
+from chunkplan.quantities import counted, percent, seconds
 from chunkplan.schedule.trace import LETTERS
 from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
@@ -18,6 +18,7 @@ from chunkplan_cli.tables import titled_table
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
     from chunkplan.reporting.plan_words import PlanHeader
+    from chunkplan.reporting.shared_sequences import StepShares
 
 #: By op its letter, for the line of a stage's actions.
 _LETTERS = dict(zip(OPS, LETTERS, strict=True))
@@ -27,8 +28,10 @@ _MAX_CHUNKS = 40
 _MAX_ACTIONS = 200
 
 
-def print_step(console: Console, step: PlanStep, header: PlanHeader) -> None:
-    """Print the chunks of each rank of a step, and what its stages do."""
+def print_step(console: Console, step: PlanStep, shares: StepShares, header: PlanHeader) -> None:
+    """Print the chunks of each rank of a step, which sequences ranks share, and what its stages do."""
+    from chunkplan.reporting.plan_words import unshared_words
+
     config = header.config
     print_estimated(console, header)
     console.print(
@@ -39,8 +42,11 @@ def print_step(console: Console, step: PlanStep, header: PlanHeader) -> None:
     )
     console.print(
         f"predicted {seconds(step.predicted_us)}; any plan of these sequences takes at least "
-        f"{seconds(step.lower_bound_us)}"
+        f"{seconds(step.lower_bound_us)}{unshared_words(step.predicted_us, shares.unshared_lower_bound_us)}"
     )
+    if shares.sequences:
+        console.print()
+        console.print(_shared_table(shares))
     for rank, chunks in step.chunks.items():
         console.print()
         console.print(_chunk_table(rank, chunks, config.chunk_size))
@@ -57,6 +63,27 @@ def print_step(console: Console, step: PlanStep, header: PlanHeader) -> None:
     console.print(Text(_legend(step), style="dim"))
     if config.virtual_stages > 1:
         console.print(Text("F3.1 chunk 3, virtual stage 1", style="dim"))
+    if shares.sequences:
+        console.print(Text("part 1/2 x4: shared by 4 ranks; time: of one of them, exchange is part of it", style="dim"))
+
+
+def _shared_table(shares: StepShares) -> Table:
+    from chunkplan.reporting.shared_sequences import way_words
+
+    table = titled_table("Shared sequences")
+    for name in ("sequence", "tokens", "ranks", "share", "chunks", "time", "exchange"):
+        table.add_column(name, justify="left" if name == "share" else "right", no_wrap=True)
+    for row in shares.sequences:
+        table.add_row(
+            str(row.sequence_id),
+            f"{row.num_tokens:,}",
+            f"{row.first_rank}-{row.first_rank + row.num_ranks - 1}",
+            way_words(row.num_ranks, row.num_heads),
+            f"{row.num_chunks:,}",
+            seconds(row.predicted_us),
+            "?" if row.exchange_us is None else percent(row.exchange_us / max(row.predicted_us, 1e-30)),
+        )
+    return table
 
 
 def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
@@ -82,14 +109,15 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
 
 
 def kind_words(chunk: Chunk) -> str:
-    """Say what kind of chunk it is, and which part of a sequence it holds."""
+    """Say what kind of chunk it is, which part of a sequence it holds, and how many ranks share that."""
     if chunk.group_id is None:
         return chunk.kind
-    return f"part {chunk.group_index + 1}/{chunk.group_size}" + ("" if chunk.keeps_activations else " kv")
+    shared = f" x{chunk.cp_size}" if chunk.cp_size > 1 else ""
+    return f"part {chunk.group_index + 1}/{chunk.group_size}{shared}" + ("" if chunk.keeps_activations else " kv")
 
 
 def _sequences(chunk: Chunk) -> str:
-    ids = [str(segment.sequence_id) for segment in chunk.segments]
+    ids = [str(each) for each in dict.fromkeys(segment.sequence_id for segment in chunk.segments)]
     shown = ", ".join(ids[:3])
     return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
 

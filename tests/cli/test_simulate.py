@@ -101,10 +101,11 @@ def test_json_has_what_the_screen_has(run: Run) -> None:
         "keeps_activations": True,
         "segments": [{"sequence_id": 3, "start": 2048, "end": 4096}],
     }
+    assert shown["waiting_for_ranks_per_stage"] == shown["exchange_per_stage"] == [0] * 4
     places = [(action["stage"], action["start"]) for action in shown["actions"]]
     assert places == sorted(places)
     first = {"stage": 0, "op": "forward", "chunk_id": 0, "virtual_stage": 0, "start": 0, "end": 2048, "critical": True}
-    assert shown["actions"][0] == first
+    assert shown["actions"][0] == {**first, "waited_for_ranks": 0, "exchange": 0}
 
 
 def test_a_plan_is_named_in_json_and_its_last_rank_is_the_default(run: Run, plans: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from chunkplan.operations import OPS
-from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.planfile.chunks import chunks_without_segments, read_chunks
+from chunkplan.planning.chunks import slice_of
+from chunkplan.reporting.plan_report import plan_report
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import (
     ACTIVATIONS,
@@ -19,6 +23,7 @@ from chunkplan.schedule.holdings import (
     peak_retained,
     stage_holdings,
 )
+from tests.support.small_plans import built
 
 
 @pytest.mark.parametrize("backward", [("backward",), ("backward_input", "backward_weight")])
@@ -52,3 +57,47 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert peak_retained(chunks, actions).tolist() == [0, 8]
     for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13)):
         assert fullest_moments(chunks, actions, np.tile(np.eye(3)[kind], (2, 1)))[0, 1, kind] == most
+
+
+WAYS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (6, 2)]
+
+
+@pytest.mark.parametrize(("size", "heads"), WAYS)
+@pytest.mark.parametrize("tokens", [64, 1000, 4099])
+def test_a_rank_that_shares_a_chunk_keeps_as_much_of_keys_and_values_as_it_has_tokens(
+    size: int, heads: int, tokens: int
+) -> None:
+    """By pages it keeps those of its own tokens; by heads, some of the heads' of all tokens of its group of ranks."""
+    own = [
+        sum(end - start for start, end in (slice_of(tokens, size, heads, member, half) for half in halves(size, heads)))
+        for member in range(size)
+    ]
+    assert sum(own) == tokens
+    for member, num_tokens in enumerate(own):
+        group = own[member // heads * heads : (member // heads + 1) * heads]
+        kept = sum(group) / heads  # tokens times the share of the heads
+        assert abs(num_tokens - kept) < len(halves(size, heads))
+        assert abs(num_tokens - tokens / size) <= 2 * len(halves(size, heads))
+
+
+def halves(size: int, heads: int) -> range:
+    return range(1 if size == heads else 2)
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8])
+def test_ranks_that_share_a_sequence_hold_its_keys_and_values_together(tmp_path: Path, dp: int) -> None:
+    """K 1: activations are of one chunk of ChunkSize whatever the number of ranks, keys and values of all chunks."""
+    tokens = 100_000
+    plan = built(tmp_path, [tokens], chunk_size=2000, k=1, dp=dp, epochs=1, cp="auto")
+    chunks = read_chunks(plan.chunks())
+    assert np.all(chunks.cp_size == dp)
+    held = np.add.reduceat(kv_tokens(chunks)[START], chunks.rank_chunks[:-1])
+    assert held.sum() == tokens
+    num_chunks = np.diff(chunks.rank_chunks)
+    assert np.all(np.abs(held - tokens / dp) <= 2 * num_chunks)
+    memory = plan_report(plan).memory
+    assert memory is not None
+    shape = plan.cost.shape
+    kept = memory.memory.kv / (2 * shape.kv_width * shape.num_layers * plan.cost.num_bytes)
+    assert kept == pytest.approx(held.max())
+    assert plan_report(plan).summary.peak_retained_tokens <= 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 import chunkplan
 from chunkplan.config.plan import PlanConfig
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Plan, PlanStep
 
 LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -25,3 +26,12 @@ def built(folder: Path, lengths: Any, **config: Any) -> Plan:
     np.save(folder / "lengths.npy", lengths)
     settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, **config}
     return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
+
+
+def with_late_rank(plan: Plan) -> PlanStep:
+    """The step of a plan of two ranks, in which rank 1 does all that it has for itself before it meets rank 0."""
+    [step] = plan.iter_steps()
+    own = {chunk.chunk_id for chunk in step.chunks[1] if chunk.cp_size == 1}
+    assert own and len(own) < len(step.chunks[1])
+    late = sorted(step.actions[1, 0], key=lambda action: action.chunk_id not in own)
+    return replace(step, actions={**step.actions, (1, 0): late})

@@ -9,7 +9,7 @@ import polars as pl
 from chunkplan.planfile.places import find_step
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.schedule.simulated import Simulation
-from chunkplan.simulation import simulate_step
+from chunkplan.simulation import simulate_ranks
 
 #: Stages of ranks of a step; its actions: one rank is there even if it has more, of which the first are drawn.
 _MOST_ROWS, MOST_ACTIONS = 64, 5_000
@@ -51,7 +51,7 @@ def drawn_steps(plan: Plan, steps: pl.DataFrame, median: int, first: int | None)
     drawn = []
     for number, reasons in _worth_a_look(steps, median, first).items():
         step = find_step(plan, number)
-        simulated = {rank: simulate_step(plan, step, rank) for rank in _ranks(step, plan.config.pp)}
+        simulated = simulate_ranks(plan, step, _ranks(step, plan.config.pp))
         drawn.append(DrawnStep(step, ", ".join(reasons), simulated))
     return drawn
 

@@ -11,6 +11,9 @@ PlotlyEntries = dict[str, Any]
 #: People who see fewer colours can distinguish them, on light and dark grounds alike; white text on them can be read.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", "#6b7684"
 
+#: Of what is lost.
+RED = "#c02626"
+
 #: Of text in charts, in pixels.
 FONT_SIZE = 12
 

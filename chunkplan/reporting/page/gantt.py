@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array
 from chunkplan.operations import OPS
 from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, axis, layout, narrowest, within
+from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, axis, layout, narrowest, within
 from chunkplan.reporting.page.parts import Table
 from chunkplan.schedule.simulated import Simulation
 
@@ -34,38 +34,49 @@ MOST_HATCHED = 80
 #: Of a step, the least that is worth a look; of longer actions, the shortest.
 _LEAST_SHOWN = 1e-3
 
-_US_A_SECOND = 1e6
+_US_A_SECOND, _NS_A_SECOND = 1e6, 1e9
+
+#: Kinds of chunks, and how bars of them are hatched: of whole sequences, parts of a split one, those that ranks share.
+_WHOLE, _PART, _SHARED = range(3)
+_HATCHES = ("", "/", "x")
 
 
 class _Actions(NamedTuple):
-    """What the ranks of a step do: [n] each, `chunk` [n, 6]; times are seconds.
+    """What the ranks of a step do: [n] each, `chunk` [n, 11]; times are seconds.
 
-    `chunk`: its id, tokens, tokens before it, which part it is of how many, and the model stage that runs it.
+    `chunk`: its id, tokens, tokens before it, which part it is of how many, the model stage that runs it; of one that
+    ranks share the first and the last of these, how many share heads and how many pages, and the exchange, in ns.
+    `wait`: for these ranks, before it starts.
     """
 
     row: Int64Array
     op: Int64Array
-    is_part: BoolArray
+    kind: Int64Array
     start: Float64Array
     duration: Float64Array
+    wait: Float64Array
     chunk: Int64Array
 
 
 def gantt_figure(drawn: DrawnStep) -> go.Figure:
-    """Draw a trace for each op with chunks of whole sequences, and one with parts of split ones."""
+    """Draw a trace for each op with each kind of chunks, and one of the waiting for ranks that share them."""
     ranks = list(drawn.ranks.values())
     per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
     actions = _first(_Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True)))
     with_model_stage, is_narrow = ranks[0].virtual_stages > 1, bool(np.bincount(actions.row).max() > MOST_HATCHED)
     figure = go.Figure()
     for op, (words, colour) in _STYLES.items():
-        of_op = actions.op == OPS.index(op)
-        whole, parts = np.flatnonzero(of_op & ~actions.is_part), np.flatnonzero(of_op & actions.is_part)
-        for chosen, is_part in ((whole, False), (parts, True)):
+        is_named = False
+        for kind in (_WHOLE, _PART, _SHARED):
+            chosen = np.flatnonzero((actions.op == OPS.index(op)) & (actions.kind == kind))
             if chosen.size:
                 bars = _Actions._make(column[chosen] for column in actions)
-                bar = _bars(bars, words, colour, is_part, with_model_stage=with_model_stage, is_narrow=is_narrow)
-                figure.add_trace(bar.update(legendgroup=op, showlegend=not is_part or not whole.size))
+                bar = _bars(bars, words, colour, kind, with_model_stage=with_model_stage, is_narrow=is_narrow)
+                figure.add_trace(bar.update(legendgroup=op, showlegend=not is_named))
+                is_named = True
+    long = _LEAST_SHOWN * float((actions.start + actions.duration).max())
+    if (actions.wait > long).any():
+        figure.add_trace(_waits(actions, long))
     labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
     for row in range(ranks[0].pp, len(labels), ranks[0].pp):
         figure.add_hline(y=row - 0.5, line={"color": GREY, "width": 0.5})
@@ -111,28 +122,49 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
         (chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens, chunk.group_index + 1, chunk.group_size)
         for chunk in simulation.chunks
     ]
+    shares = [
+        (chunk.cp_first_rank, chunk.cp_first_rank + chunk.cp_size - 1, chunk.cp_heads, chunk.cp_size // chunk.cp_heads)
+        for chunk in simulation.chunks
+    ]
+    kinds = [
+        _SHARED if chunk.cp_size > 1 else _PART if chunk.group_id is not None else _WHOLE for chunk in simulation.chunks
+    ]
     actions = simulation.actions
     model_stage = actions.virtual_stages * simulation.pp + simulation.stage_of
     scale = simulation.ticks * _US_A_SECOND
     return _Actions(
         first_row + simulation.stage_of,
         actions.ops.astype(np.int64),
-        np.array([chunk.group_id is not None for chunk in simulation.chunks])[actions.chunk_ids],
+        np.array(kinds)[actions.chunk_ids],
         simulation.starts / scale,
         (simulation.ends - simulation.starts) / scale,
-        np.column_stack([np.array(chunks, np.int64)[actions.chunk_ids], model_stage]),
+        simulation.waits / scale,
+        np.column_stack(
+            [
+                np.array(chunks, np.int64)[actions.chunk_ids],
+                model_stage,
+                np.array(shares, np.int64)[actions.chunk_ids],
+                simulation.exchange_of_actions,
+            ]
+        ),
     )
 
 
-def _bars(
-    actions: _Actions, words: str, colour: str, is_part: bool, *, with_model_stage: bool, is_narrow: bool
-) -> go.Bar:
+def _bars(actions: _Actions, words: str, colour: str, kind: int, *, with_model_stage: bool, is_narrow: bool) -> go.Bar:
     lines = [f"<b>{words}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
-    if is_part:
+    if kind != _WHOLE:
         lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")
+    shown = actions.chunk[:, :6].astype(np.int32)
+    if kind == _SHARED:
+        exchange = actions.chunk[:, 10:] / _NS_A_SECOND
+        shown = np.column_stack([actions.chunk[:, :10], exchange])  # [n, 11]
+        lines[2] += " of this rank"
+        lines.append("shared by ranks %{customdata[6]} to %{customdata[7]}:")
+        lines.append("%{customdata[8]} by heads x %{customdata[9]} by pages")
+        lines.append("exchange %{customdata[10]:.4f} s of it")
     lines += ["model stage %{customdata[5]}"] if with_model_stage else []
     pattern = {"fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
-    pattern["shape"] = "/" if is_part and not is_narrow else ""
+    pattern["shape"] = "" if is_narrow else _HATCHES[kind]
     outline = {"width": 0 if is_narrow else 0.5, "color": "rgba(255,255,255,0.7)"}
     # Wholly opaque bars are drawn a pixel wide, however narrow they are, and hide what lies before them.
     fill = f"rgba{(*(int(colour[place : place + 2], 16) for place in (1, 3, 5)), 0.99)}" if is_narrow else colour
@@ -144,7 +176,7 @@ def _bars(
         base=actions.start,
         x=actions.duration,
         text=actions.chunk[:, 0].astype(np.int32),
-        customdata=actions.chunk.astype(np.int32),
+        customdata=shown,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -154,17 +186,45 @@ def _bars(
     )
 
 
+def _waits(actions: _Actions, least: float) -> go.Bar:
+    """Draw where stages wait longer than `least` seconds for the ranks that share a chunk."""
+    chosen = np.flatnonzero(actions.wait > least)
+    waits = _Actions._make(column[chosen] for column in actions)
+    lines = ["<b>waiting</b> for ranks %{customdata[1]} to %{customdata[2]}", "that share chunk %{customdata[0]}"]
+    return go.Bar(
+        orientation="h",
+        width=0.35,
+        name="waiting for ranks that share",
+        y=waits.row.astype(np.int16),
+        base=waits.start - waits.wait,
+        x=waits.wait,
+        customdata=waits.chunk[:, [0, 6, 7]].astype(np.int32),
+        marker={"color": RED},
+        hovertemplate="<br>".join([*lines, "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"]),
+    )
+
+
 def gantt_table(drawn: list[DrawnStep]) -> Table:
-    """List of each stage that is drawn how much it does, how busy it is and when it is done."""
+    """List of each stage that is drawn how much it does, how busy it is and when it is done.
+
+    Where ranks share chunks, also what of its work is exchange, and how long it waits for them.
+    """
+    shares = any(simulation.step is not None for each in drawn for simulation in each.ranks.values())
+    head = ("stage", "actions", "busy", "done after", *(("exchange", "waiting for ranks") if shares else ()))
     rows = [
         (
             f"step {each.step.step:,}, rank {rank}, stage {stage}",
             f"{len(each.step.actions[rank, stage]):,}",
             percent(simulation.busy_per_stage[stage]),
             seconds(simulation.in_unit(simulation.ends[simulation.actions.stages[stage + 1] - 1])),
+            *(
+                seconds(times[stage])
+                for times in (simulation.exchange_per_stage, simulation.waiting_for_ranks_per_stage)
+                if shares
+            ),
         )
         for each in drawn
         for rank, simulation in each.ranks.items()
         for stage in range(simulation.pp)
     ]
-    return Table("Stages of the steps that are drawn", ("stage", "actions", "busy", "done after"), rows)
+    return Table("Stages of the steps that are drawn", head, rows)

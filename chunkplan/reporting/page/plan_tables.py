@@ -7,6 +7,7 @@ from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
 from chunkplan.reporting.plan_words import memory_parts
+from chunkplan.reporting.shared_sequences import SharedRow, way_words
 from chunkplan.reporting.slow_steps import StepTimeSummary
 
 #: Of more ranks the heaviest and the lightest, half of each.
@@ -17,6 +18,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     """Make the tables of a report; those of which there is nothing to say are left out."""
     tables = [_times(report.times)] if report.times.slowest else []
     tables += [_kinds(report.kinds)]
+    tables += [_shared(report.shared)] if report.shared else []
     tables += [_memory(report.memory)] if report.memory is not None else []
     tables += [_fill(report.fill)]
     return tables + ([_ranks(report.ranks)] if report.summary.dp > 1 else [])
@@ -43,6 +45,22 @@ def _kinds(kinds: tuple[KindRow, ...]) -> Table:
         for row in kinds
     ]
     return Table("Chunks by kind", head, rows)
+
+
+def _shared(shared: tuple[SharedRow, ...]) -> Table:
+    head = ("ranks", "share", "sequences", "tokens", "of work", "exchange")
+    rows = [
+        (
+            f"{row.num_ranks:,}",
+            way_words(row.num_ranks, row.num_heads),
+            f"{row.num_sequences:,}",
+            f"{row.num_tokens:,}",
+            percent(row.work_share),
+            "?" if row.exchange_share is None else percent(row.exchange_share),
+        )
+        for row in shared
+    ]
+    return Table("Shared sequences, by number of ranks", head, rows, texts=("share",))
 
 
 def _memory(memory: PlanMemory) -> Table:

@@ -23,6 +23,7 @@ from chunkplan.reporting.page.parts import Chart, Section
 from chunkplan.reporting.page.plan_tables import plan_tables
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
+from chunkplan.reporting.plan_words import PLANNED_ONLY
 from chunkplan.tuning.document_entries import TuningDocument
 
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
@@ -118,6 +119,11 @@ def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: in
     drawn = drawn_steps(plan, steps, report.times.median_step, first)
     how = "Numbers are chunks. Hatched bars are chunks of split sequences, which depend on one another"
     notes = [f"{how}; where a stage does more than {MOST_HATCHED} things, none are hatched."]
+    if report.shared:
+        notes.append(
+            "Cross-hatched bars are chunks that ranks share: they begin together, when the last of them is there. "
+            "Where a stage waits for the others for more than a thousandth of the step, a thin bar says so."
+        )
     if len(drawn) < steps.height:
         some = f"{len(drawn)} of {steps.height:,} steps are here"
         notes.insert(0, f"{some}; `chunkplan inspect --html PAGE --step N` adds one.")
@@ -147,6 +153,12 @@ def numbers_section(report: PlanReport) -> Section:
         "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
         "counted in pairs of a query and a key."
     ]
+    if report.shared:
+        notes.append(
+            "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
+            "heads for its own tokens, and fetches the keys and values of the others. Exchange is what of their time "
+            f"they wait for that. {PLANNED_ONLY}."
+        )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")
     return Section("numbers", "All of the plan", notes, tables=[summary_table(report.summary), *plan_tables(report)])

@@ -29,9 +29,16 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         *_selection(plan, summary),
         ("predicted time", seconds(summary.predicted_us)),
         ("its lower bound", seconds(summary.lower_bound_us)),
+        *_if_unshared(summary),
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
     ]
+
+
+def _if_unshared(summary: PlanSummary) -> Facts:
+    """Say what a plan in which ranks share sequences would take without."""
+    bound = summary.unshared_lower_bound_us
+    return [] if bound is None else [("if no sequence were shared", f"at least {seconds(bound)}")]
 
 
 def _sequences_a_step(summary: PlanSummary) -> str:
@@ -72,6 +79,16 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
     ]
 
 
+def _shared_rows(summary: PlanSummary) -> Facts:
+    if not summary.num_shared_sequences:
+        return []
+    return [
+        ("sequences that ranks share", f"{summary.num_shared_sequences:,}"),
+        ("their share of the work", percent(summary.shared_work_share)),
+        *_if_unshared(summary),
+    ]
+
+
 def summary_table(summary: PlanSummary) -> Table:
     """List the numbers of a whole plan."""
     balance = [
@@ -87,7 +104,7 @@ def summary_table(summary: PlanSummary) -> Table:
         ("chunks", f"{summary.num_chunks:,}"),
         ("standalone chunks", f"{summary.num_standalone - summary.num_zero_loss:,}"),
         ("dependent chunks", f"{summary.num_dependent:,}"),
-        ("split sequences", f"{summary.num_groups:,}"),
+        ("split or shared sequences" if summary.num_shared_sequences else "split sequences", f"{summary.num_groups:,}"),
         ("zero-loss chunks", f"{summary.num_zero_loss:,}"),
         ("fill of chunks", percent(summary.token_fill)),
         ("chunks over their lower bound", f"{summary.chunks_over_bound:.4f}"),
@@ -96,6 +113,7 @@ def summary_table(summary: PlanSummary) -> Table:
         *((name, ratio(value)) for name, value in balance if value is not None and summary.dp > 1),
         ("steps with too long a sequence to be balanced", f"{summary.num_exceeding_steps:,}"),
         *([("their share of the imbalance", percent(summary.exceeding_share))] if summary.num_exceeding_steps else []),
+        *_shared_rows(summary),
         ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
         ("predicted time", seconds(summary.predicted_us)),

@@ -194,6 +194,14 @@ def _one_after_another(planned: Mapping[int, Simulation], title: str) -> tuple[S
     )
     ends = simulate(actions, times)
     joined = replace(
-        found[0], title=title, table=chunks_of_rows(chunks), times=times, actions=actions, ends=ends, proved_ticks=0
+        found[0],
+        title=title,
+        table=chunks_of_rows(chunks),
+        times=times,
+        actions=actions,
+        ends=ends,
+        proved_ticks=0,
+        step=None,  # plans whose ranks share chunks do not get here: the runtime refuses them
+        exchange=None,
     )
     return joined, first_chunks
