@@ -10,9 +10,9 @@ sequences, / dp / pp, without recompute, overhead of chunks or exchange: 1 where
 is predicted, of Qwen2.5-7B on h100, and the same on any machine. Seconds are of this one: planning without writing, the
 second time; of 10M sequences whole commands.
 
-Rules of others (benchmarks/group_rules.py) get the same batches, and are timed by the same cost model. Theirs that have a
-bound of tokens a rank get the one with which they are fastest here: ChunkSize for Skrull, the least that holds the
-longest sequence for Megatron-LM. That one is read from a file of Megatron-LM's, wherever you have put it.
+Rules of others (benchmarks/group_rules.py) get the same batches, and are timed by the same cost model. Those that have
+a bound of tokens a rank get the one with which they are fastest here: ChunkSize for Skrull, the least that holds the
+longest sequence for Megatron-LM. That rule is read from a file of Megatron-LM, wherever you have put it.
 """
 
 from __future__ import annotations

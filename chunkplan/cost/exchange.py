@@ -29,6 +29,7 @@ def exchange_times(
     num_pages: IntArray,
     size: IntArray,
     heads: IntArray,
+    *,
     attention_pairs: Float64Array | None = None,
 ) -> Exchange:
     """The exchange of chunks of `num_tokens` tokens in all after `prefix_tokens`, each shared by `size` ranks; all [n].
