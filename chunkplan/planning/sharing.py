@@ -18,7 +18,7 @@ from chunkplan.cost.durations import attention_pairs_of, whole_ns, work_ns
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
-from chunkplan.planning.splitting import most_kept, split_sequences
+from chunkplan.planning.splitting import most_kept, most_tokens, split_sequences
 
 #: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave.
 _LEAST_PART = 16
@@ -87,7 +87,7 @@ def _shared_times(
     All int64 [m]. Of all ways to share a sequence by heads and by pages the fastest one.
     """
     ranks = np.full(tokens.size, size)
-    num_parts, stops = split_sequences(tokens, config.chunk_size * ranks, config.split, cost, ranks)
+    num_parts, stops = split_sequences(tokens, most_tokens(config.chunk_size, ranks), config.split, cost, ranks)
     starts = offsets_of(num_parts)
     index = np.arange(stops.size) - np.repeat(starts[:-1], num_parts)  # [num_parts]
     begins = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]

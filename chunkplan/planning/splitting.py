@@ -23,7 +23,7 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     """
     if shares is None:
         shares = Shares.none(tokens.size)
-    chunk_size = config.chunk_size * shares.size  # [n]
+    chunk_size = most_tokens(config.chunk_size, shares.size)  # [n]
     work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
     split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
     num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
@@ -40,6 +40,14 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
     return Sequences(tokens, work, np.cumsum(parts), part_tokens, keeps, shares.size, shares.heads, shares.first_rank)
+
+
+def most_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
+    """The most tokens of a chunk that `num_ranks` [n] share: ChunkSize of each, an even number where there are several.
+
+    Slices differ by a token, so that two of them would have one more than an odd ChunkSize.
+    """
+    return np.where(num_ranks > 1, max(chunk_size // SLICES * SLICES, 1), chunk_size) * num_ranks
 
 
 def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
