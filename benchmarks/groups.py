@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -144,7 +144,7 @@ def batches(values: Int64Array, config: PlanConfig) -> list[Int64Array]:
 def measure_ten_million(folder: Path) -> list[Row]:
     """Measure `chunkplan build` and `chunkplan validate` of 10M sequences, without and with groups, as users do."""
     source = write_lengths(folder / "lengths.parquet", lengths("long-tail", 10_000_000, cap=None))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for cp in ("off", "auto"):
         plan = folder / f"plan-{cp}"
         options = ["--chunk-size", CHUNK_SIZE, "--k", K, "--dp", 8, "--cp", cp]
@@ -153,7 +153,7 @@ def measure_ten_million(folder: Path) -> list[Row]:
             "build": ["build", source, *options, "--output", plan],
             "validate": ["validate", plan],
         }
-        found = {"--cp": cp}
+        found: Row = {"--cp": cp}
         for name, command in commands.items():
             run(command)
             seconds, num_bytes = run(command)

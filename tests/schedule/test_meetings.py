@@ -1,7 +1,8 @@
-"""Ranks that share chunks meet in one order, so that no process waits for ever (docs/context-parallel.md has the proof)."""
+"""Ranks that share chunks meet in one order, so that no process waits for ever."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_everything_comes_after_what_it_waits_for(tmp_path: Path, dp: int, pp: i
             sizes |= {chunk.cp_size for chunk in chunks}
             for stage in range(pp):
                 actions, values = step.actions[rank, stage], values_of(step, rank, stage, pp)
-                assert all(before < after for before, after in zip(values, values[1:], strict=False))
+                assert all(before < after for before, after in pairwise(values))
                 for action, value in zip(actions, values, strict=True):
                     places[rank, stage, action.chunk_id, value[1], action.op == "recompute"] = value
         for (rank, stage, chunk_id, is_backward, is_recompute), value in places.items():
