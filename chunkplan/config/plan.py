@@ -257,18 +257,25 @@ class PlanConfig(Options):
             return
         if isinstance(self.cp, int) and self.dp % self.cp:
             sizes = [size for size in range(2, self.dp + 1) if self.dp % size == 0]
+            fewer, more = ([size for size in sizes if (size > self.cp) == is_more] for is_more in (False, True))
+            nearest = ", ".join(map(str, [*fewer[-1:], *more[:1]]))
             raise UsageError(
-                f"cp is {self.cp}, which does not divide the {self.dp} data-parallel ranks",
-                hint=f"choose {', '.join(map(str, sizes))} or auto" if sizes else "set dp, or leave cp out",
+                f"cp is {self.cp}, expected a divisor of dp, which is {self.dp}",
+                hint=f"choose {nearest} or auto" if nearest else f"set dp to a multiple of {self.cp}, or leave cp out",
             )
         if self.schedule not in ORDERS_OF_GROUPS:
             raise UsageError(
                 f"schedule {self.schedule} orders every rank by itself: groups of ranks would wait for each other",
                 hint="use schedule 1f1b with cp, or leave cp out",
             )
+        if self.split == "none":
+            raise UsageError(
+                "nothing may be split, and cp splits sequences among ranks",
+                hint="leave no-split out, or leave cp out",
+            )
         if self.balance == "search":
             raise UsageError(
-                "balance search moves whole sequences from rank to rank, cp shares them",
+                "balance search assigns whole sequences to ranks, and cp has ranks share sequences",
                 hint="leave balance out, or leave cp out",
             )
 

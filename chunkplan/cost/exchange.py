@@ -29,10 +29,13 @@ def exchange_times(
     num_pages: IntArray,
     size: IntArray,
     heads: IntArray,
+    *,
+    attention_pairs: Float64Array | None = None,
 ) -> Exchange:
     """The exchange of chunks of `num_tokens` tokens in all after `prefix_tokens`, each shared by `size` ranks; all [n].
 
     `heads` of the ranks share the heads, the others pages, of which there are `num_pages` with the chunk's own.
+    `attention_pairs`: of each chunk, where it holds more than one sequence.
     """
     shape, hardware = cost.shape, cost.hardware
     tokens = num_tokens.astype(np.float64)
@@ -42,7 +45,9 @@ def exchange_times(
     all_to_alls = np.where(heads > 1, 1e9 * sent / _link_bytes(cost, heads) + _ALL_TO_ALLS * hardware.link_ns, 0.0)
 
     fetched = (prefix_tokens + tokens) * 2 * shape.kv_width / cost.tp / heads * (by_pages - 1) / by_pages  # elements
-    attention = cost.rates.pair * attention_pairs_of(num_tokens, prefix_tokens) / size
+    if attention_pairs is None:
+        attention_pairs = attention_pairs_of(num_tokens, prefix_tokens)
+    attention = cost.rates.pair * attention_pairs / size
     ns = 1e9 / _link_bytes(cost, size)
     launches = num_pages * hardware.link_ns
     forward = np.maximum(fetched * cost.num_bytes * ns + launches - attention, hardware.link_ns)

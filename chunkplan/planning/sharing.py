@@ -107,7 +107,7 @@ def _shared_times(
     own_forward = rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins) / size
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
-    for heads in _head_degrees(size, cost):
+    for heads in head_degrees(size, cost):
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
         forward = num_layers * (own_forward + exchange.forward)
         backward = num_layers * (rates.layer_passes * own_forward + exchange.backward)
@@ -118,7 +118,7 @@ def _shared_times(
     return np.where(least < SLICES * size, _NEVER, best), by_heads, num_parts
 
 
-def _head_degrees(size: int, cost: CostModel) -> list[int]:
+def head_degrees(size: int, cost: CostModel) -> list[int]:
     """How many of `size` ranks can share the key and value heads among them."""
     heads = cost.shape.num_kv_heads // cost.tp
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]

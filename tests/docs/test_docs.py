@@ -51,6 +51,7 @@ PROGRAMS = (
 COMMANDS = {
     "data.md": ("analyze", "merge"),
     "planner.md": ("build",),
+    "context-parallel.md": ("build",),
     "schedules.md": ("simulate", "build"),
     "tuning.md": ("tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),

@@ -31,6 +31,42 @@ def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: st
         PlanConfig(chunk_size=8, k=1, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"dp": 8, "cp": 3}, "cp is 3, expected a divisor of dp, which is 8", "choose 2, 4 or auto"),
+        ({"dp": 8, "cp": 16}, "cp is 16, expected a divisor of dp, which is 8", "choose 8 or auto"),
+        ({"dp": 7, "cp": 2}, "cp is 2, expected a divisor of dp, which is 7", "choose 7 or auto"),
+        ({"cp": 2}, "cp is 2, expected a divisor of dp, which is 1", "set dp to a multiple of 2, or leave cp out"),
+        (
+            {"dp": 8, "cp": "auto", "pp": 2, "schedule": "search"},
+            "schedule search orders every rank by itself: groups of ranks would wait for each other",
+            "use schedule 1f1b with cp, or leave cp out",
+        ),
+        (
+            {"dp": 8, "cp": 4, "balance": "search"},
+            "balance search assigns whole sequences to ranks, and cp has ranks share sequences",
+            "leave balance out, or leave cp out",
+        ),
+        (
+            {"dp": 8, "cp": "auto", "split": "none"},
+            "nothing may be split, and cp splits sequences among ranks",
+            "leave no-split out, or leave cp out",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_with_what_can(changes: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        PlanConfig(chunk_size=8, k=1, **changes)
+    assert (refused.value.message, refused.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_schedules_in_which_groups_could_wait_for_ever_are_refused(schedule: str) -> None:
+    with pytest.raises(UsageError, match=f"schedule {schedule} orders every rank by itself"):
+        PlanConfig(chunk_size=8, k=1, dp=2, pp=2, cp="auto", schedule=schedule)
+
+
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 virtual stages"):
         build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
