@@ -25,8 +25,9 @@ from chunkplan.planning.splitting import most_kept, most_tokens, split_sequences
 #: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave.
 _LEAST_PART = 16
 
-#: Sharing is looked for where the slowest rank takes longer than the bound by more than this part of it.
-_WORTH = 256
+#: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it, and
+#: thoroughly where it then still takes longer by more than one in _MUCH.
+_WORTH, _MUCH = 256, 64
 
 #: When all ranks are to be done, in parts of the bound: each is tried.
 _TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4])
@@ -124,7 +125,7 @@ def head_degrees(size: int, cost: CostModel) -> list[int]:
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """The large sequences of a step, and what others come to, which are taken to fill up ranks as a fluid does.
 
     `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns. `rest`: what all others
@@ -149,65 +150,72 @@ def _choose_steps(
     chosen: Int64Array,
     first_rank: Int64Array,
 ) -> None:
-    """`_choose` for some steps, whose large sequences begin at `first` [num_steps + 1]; see `_Step`."""
+    """`choose_groups` for some steps, whose large sequences begin at `first` [num_steps + 1]; see `Step`."""
     for index in range(bounds.size):
         own = slice(first[index], first[index + 1])
-        step = _Step(times[:, own], sizes, rest[index], bounds[index], dp)
-        _choose(step, chosen[own], first_rank[own])
+        step = Step(times[:, own], sizes, rest[index], bounds[index], dp)
+        choose_groups(step, chosen[own], first_rank[own])
 
 
 @compiled
-def _choose(step: _Step, chosen: Int64Array, first_rank: Int64Array) -> None:
-    """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m]."""
+def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> None:
+    """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m].
+
+    `chosen` are places in `step.sizes`, and 0 when it comes; `first_rank` is -1 where nobody shares.
+    """
     best = _place(step, chosen, first_rank)
-    if best - step.bound > step.bound // _WORTH:
-        best = _try_targets(step, best, chosen, first_rank)
-        _try_others(step, best, chosen, first_rank)
-        _place(step, chosen, first_rank)
+    tried = chosen.copy()
+    for thorough in (False, True):
+        if best - step.bound <= step.bound // (_MUCH if thorough else _WORTH):
+            break
+        for target in _TARGETS:
+            _aim(step, target * step.bound, tried)
+            slowest = _place(step, tried, first_rank)
+            if thorough:
+                slowest = _improve(step, slowest, tried, first_rank)
+            if slowest < best:
+                best = slowest
+                chosen[:] = tried
+        best = _improve(step, best, chosen, first_rank)
+    _place(step, chosen, first_rank)
     first_rank[chosen == 0] = -1
 
 
 @compiled
-def _try_targets(step: _Step, best: int, choice: Int64Array, first_rank: Int64Array) -> int:
-    """Share each sequence, dearest first, by as many ranks as work least and are done within a target: the best time.
+def _aim(step: Step, target: float, choice: Int64Array) -> None:
+    """Share each sequence, dearest first, by as many ranks as work least and are done by `target`: writes `choice`.
 
-    Where none are, by those that are done first. Changes `choice`.
+    Where none are, by those that are done first.
     """
     sizes, dp = step.sizes, step.dp
-    tried = choice.copy()
-    for target in _TARGETS:
-        loads = np.zeros(dp, np.int64)
-        for job in range(choice.size):
-            found, first, is_late, least = 0, 0, True, np.int64(0)
-            for index in range(sizes.size):
-                size = sizes[index]
-                block, before = 0, np.max(loads[:size])
-                for rank in range(size, dp, size):
-                    load = np.max(loads[rank : rank + size])
-                    if load < before:
-                        block, before = rank, load
-                end = before + step.times[index, job]
-                late = end > target * step.bound
-                value = end if late else step.times[index, job] * size
-                if index == 0 or (is_late and not late) or (late == is_late and value < least):
-                    found, first, is_late, least = index, block, late, value
-            tried[job] = found
-            loads[first : first + sizes[found]] += step.times[found, job]
-        slowest = _place(step, tried, first_rank)
-        if slowest < best:
-            best = slowest
-            choice[:] = tried
-            if best - step.bound <= step.bound // _WORTH:
-                break
-    return best
+    loads = np.zeros(dp, np.int64)
+    for job in range(choice.size):
+        found, first, is_late, least = 0, 0, True, np.int64(0)
+        for index in range(sizes.size):
+            size = sizes[index]
+            block, before = 0, np.max(loads[:size])
+            for rank in range(size, dp, size):
+                load = np.max(loads[rank : rank + size])
+                if load < before:
+                    block, before = rank, load
+            end = before + step.times[index, job]
+            late = end > target
+            value = end if late else step.times[index, job] * size
+            if index == 0 or (is_late and not late) or (late == is_late and value < least):
+                found, first, is_late, least = index, block, late, value
+        choice[job] = found
+        loads[first : first + sizes[found]] += step.times[found, job]
 
 
 @compiled
-def _try_others(step: _Step, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
-    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps; changes `choice`."""
+def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) -> int:
+    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps: the best time.
+
+    Changes `choice`, which takes `best`.
+    """
     for _ in range(_ROUNDS):
         if best - step.bound <= step.bound // _WORTH:
-            return
+            break
         found, to = -1, 0
         least = best - step.bound // (4 * _WORTH)
         for job in range(min(choice.size, _TRIED)):
@@ -221,13 +229,14 @@ def _try_others(step: _Step, best: int, choice: Int64Array, first_rank: Int64Arr
                     least, found, to = slowest, job, index
             choice[job] = before
         if found < 0:
-            return
+            break
         choice[found] = to
         best = least
+    return best
 
 
 @compiled
-def _place(step: _Step, choice: Int64Array, first_rank: Int64Array) -> int:
+def _place(step: Step, choice: Int64Array, first_rank: Int64Array) -> int:
     """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
 
     Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
