@@ -292,7 +292,7 @@ class PlanConfig(Options):
             sizes.append(sizes[-1] * next(prime for prime in range(2, left + 1) if left % prime == 0))
         return tuple(sizes)
 
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, object]:
         """The configuration as manifests and hashes have it: without `cp` where no sequence may be shared."""
         return {name: value for name, value in asdict(self).items() if name != "cp" or value != "off"}
 

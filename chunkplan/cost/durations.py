@@ -43,7 +43,7 @@ class ChunkTimes(NamedTuple):
     link: Int64Array
 
 
-class Exchange(NamedTuple):
+class ExchangeTimes(NamedTuple):
     """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward."""
 
     forward: Float64Array
@@ -55,7 +55,7 @@ def chunk_times(
     attention_pairs: Float64Array,
     rates: Rates,
     layers: Sequence[int],
-    exchange: Exchange | None = None,
+    exchange: ExchangeTimes | None = None,
 ) -> ChunkTimes:
     """The times of chunks; the arguments are those of `durations`."""
     return ChunkTimes(durations(num_tokens, attention_pairs, rates, layers, exchange), link_times(num_tokens, rates))
@@ -66,7 +66,7 @@ def durations(
     attention_pairs: Float64Array,
     rates: Rates,
     layers: Sequence[int],
-    exchange: Exchange | None = None,
+    exchange: ExchangeTimes | None = None,
 ) -> Int64Array:
     """Time of each action, int64 [num_ops, num_model_stages, n], by the code of its op (its place in `operations.OPS`).
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import IntArray
-from chunkplan.cost.durations import Exchange, Float64Array, attention_pairs_of
+from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
 from chunkplan.cost.memory import KV_GRADIENT_BYTES
 from chunkplan.cost.model import CostModel
 
@@ -31,7 +31,7 @@ def exchange_times(
     heads: IntArray,
     *,
     attention_pairs: Float64Array | None = None,
-) -> Exchange:
+) -> ExchangeTimes:
     """The exchange of chunks of `num_tokens` tokens in all after `prefix_tokens`, each shared by `size` ranks; all [n].
 
     `heads` of the ranks share the heads, the others pages, of which there are `num_pages` with the chunk's own.
@@ -56,7 +56,7 @@ def exchange_times(
     forward = all_to_alls + np.where(by_pages > 1, forward, 0.0)
     backward = all_to_alls + np.where(by_pages > 1, backward, 0.0)
     recomputed = (cost.rates.layer_passes - 2) * forward  # where layers are recomputed inside the backward
-    return Exchange(forward, backward + recomputed)
+    return ExchangeTimes(forward, backward + recomputed)
 
 
 def _link_bytes(cost: CostModel, size: IntArray) -> Float64Array:

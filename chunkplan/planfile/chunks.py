@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import Exchange, Float64Array, attention_pairs_of
+from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.arrow import to_numpy
@@ -177,14 +177,14 @@ def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
     return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, *shares, strict=True)))
 
 
-def exchange_of(chunks: Chunks, cost: CostModel) -> Exchange | None:
+def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
     """What ranks wait for each other in the chunks that they share; None where they share none."""
     rows = np.flatnonzero(chunks.cp_size > 1)
     if not rows.size:
         return None
     columns = (chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index + 1, chunks.cp_size, chunks.cp_heads)
     found = exchange_times(cost, *(column[rows] for column in columns))
-    exchange = Exchange(np.zeros(chunks.num_tokens.size), np.zeros(chunks.num_tokens.size))
+    exchange = ExchangeTimes(np.zeros(chunks.num_tokens.size), np.zeros(chunks.num_tokens.size))
     exchange.forward[rows], exchange.backward[rows] = found
     return exchange
 

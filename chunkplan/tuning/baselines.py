@@ -11,7 +11,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Exchange, Float64Array, chunk_times, split_layers
+from chunkplan.cost.durations import ExchangeTimes, Float64Array, chunk_times, split_layers
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
@@ -182,7 +182,7 @@ def _simulate(
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
 
 
-def _exchange(tokens: Int64Array, cp: int, cost: CostModel) -> Exchange:
+def _exchange(tokens: Int64Array, cp: int, cost: CostModel) -> ExchangeTimes:
     """By heads as far as these go, else by pages."""
     heads = math.gcd(cp, cost.shape.num_kv_heads // cost.tp)
     ones = np.ones_like(tokens)
