@@ -258,11 +258,17 @@ class _Task:
             self._result.num_truncated += int(is_long.sum())
             self._result.num_truncated_tokens += int((lengths - limit)[is_long].sum())
             return np.ones(len(lengths), np.bool_), np.minimum(lengths, limit)
-        hint = (
-            "raise --max-length, or say --long drop or --long truncate"
-            if options.max_length is not None
-            else "split the record; that is the most a plan can address"
-        )
         for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
-            self._rejected.append(Rejected(number, "too-long", f"{length:,} tokens, more than {limit:,}", hint))
+            self._rejected.append(too_long(number, length, options.max_length))
         return ~is_long, lengths
+
+
+def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:
+    """The entry of a record whose sequence has more tokens than are asked for, or than there can be."""
+    hint = (
+        "raise --max-length, or say --long drop or --long truncate"
+        if max_length is not None
+        else "split the record; that is the most a plan can address"
+    )
+    limit = _LONGEST if max_length is None else max_length
+    return Rejected(number, "too-long", f"{num_tokens:,} tokens, more than {limit:,}", hint)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import date, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -34,6 +34,8 @@ from chunkplan.intake.template_sandbox import (
 )
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
 from chunkplan.intake.template_turns import TurnFinder
+
+T = TypeVar("T")
 
 _HINT = "fix the template, give another one with --chat-template, or leave this record out"
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
@@ -114,22 +116,45 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation)
+        (full, spans), messages = self._either_way(
+            conversation, lambda messages: self._render_all(conversation, messages, conversation.tools)
+        )
+        if "None" in full and any("None" in full[start:stop] for start, stop in spans):
+            self._refuse_printed_nulls(conversation, messages)
+        refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
+        return full, spans
+
+    def text(self, conversation: Conversation) -> str:
+        """The conversation as a string, also where what counts in it is not known.
+
+        Raises:
+            RecordError: the template raises.
+        """
+        if self._for_tools is not None and conversation.tools is not None:
+            return self._for_tools.text(conversation)
+        rendered, _ = self._either_way(
+            conversation, lambda messages: self._render_watched(messages, conversation.tools)
+        )
+        return rendered.text
+
+    def _either_way(
+        self, conversation: Conversation, render: Callable[[list[JsonObject]], T]
+    ) -> tuple[T, list[JsonObject]]:
+        """What `render` makes of the messages as the template gets them, and these.
+
+        Where the template raises, arguments of calls are in their other form.
+        """
         messages = [self._shown(message) for message in conversation.messages]
         try:
-            full, spans = self._render_all(conversation, messages, conversation.tools)
+            return render(messages), messages
         except TemplateRaisedError as error:
             written = other_arguments(messages)
             if written is None:
                 raise
             try:
-                full, spans = self._render_all(conversation, written, conversation.tools)
+                return render(written), written
             except TemplateRaisedError:
                 raise error from None
-            messages = written
-        if "None" in full and any("None" in full[start:stop] for start, stop in spans):
-            self._refuse_printed_nulls(conversation, messages)
-        refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
-        return full, spans
 
     def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""

@@ -53,6 +53,9 @@ class TokenizerLibrary(Protocol):
     def knows(self, input_id: int) -> bool:
         """Whether this is the id of a token."""
 
+    def is_special(self, input_id: int) -> bool:
+        """Whether this is the id of a token that was added to those of text, such as one that ends a turn."""
+
     def decode(self, input_ids: list[int]) -> str:
         """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
 

@@ -129,7 +129,7 @@ def analyze(
                 hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
             )
     place = Workspace.find(workspace)
-    options = IntakeOptions(**_with_length_column(intake, how.length_column))
+    options = IntakeOptions(**with_length_column(intake, how.length_column))
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
     if how.shard is not None:
@@ -188,7 +188,7 @@ def _write_shard(request: IntakeRequest, target: Path, shard: tuple[int, int]) -
     note(f"shard {shard[0]} of {shard[1]} in {target}")
 
 
-def _with_length_column(intake: Given, key: str | None) -> Given:
+def with_length_column(intake: Given, key: str | None) -> Given:
     """Return the options, with the key of the role `length` among the columns."""
     if key is None:
         return intake

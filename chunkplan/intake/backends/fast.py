@@ -41,6 +41,7 @@ class FastTokenizer:
         self.num_added = _leading(added), _leading(added[::-1])
         added_tokens = description.get("added_tokens") or []
         self.special_tokens = frozenset(token["content"] for token in added_tokens if token.get("special"))
+        self._added_ids = frozenset(token["id"] for token in added_tokens)
         self._form = (description.get("normalizer") or {}).get("type")
         self._num_bytes = _byte_lengths(self._tokenizer, description) if _is_byte_level(description) else None
 
@@ -90,6 +91,10 @@ class FastTokenizer:
     def knows(self, input_id: int) -> bool:
         """See `TokenizerLibrary`."""
         return input_id >= 0 and self._tokenizer.id_to_token(input_id) is not None
+
+    def is_special(self, input_id: int) -> bool:
+        """See `TokenizerLibrary`."""
+        return input_id in self._added_ids
 
     def decode(self, input_ids: list[int]) -> str:
         """See `TokenizerLibrary`."""

@@ -158,6 +158,43 @@ def digest(piece: Piece) -> str:
         return table.digest(piece.start, piece.stop)
 
 
+def num_rows(piece: Piece) -> int:
+    """How many rows there are.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    with open_table(piece.path, piece.reader) as table:
+        return sum(group.num_rows for group in islice(table.row_groups(), piece.start, piece.stop))
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece of one row, which is written into `folder` with all of its columns.
+
+    Raises:
+        RecordError: the row is lost to damage.
+        UsageError: the file cannot be read.
+    """
+    path = folder / "row.arrow"
+    before, index = 0, piece.start
+    with open_table(piece.path, piece.reader) as table:
+        for group in islice(table.row_groups(), piece.start, piece.stop):
+            if number < before + group.num_rows:
+                break
+            before, index = before + group.num_rows, index + 1
+        for found in table.batches(index, index + 1, table.schema.names, pieces.BATCH_RECORDS):
+            if number < before + found.num_rows:
+                break
+            before += found.num_rows
+        if isinstance(found, Lost):
+            raise found.error
+        with pa.ipc.new_file(str(path), found.schema) as file:
+            file.write_batch(found.slice(number - before, 1))
+    origin = piece.origin + number
+    return replace(piece, path=str(path), reader="arrow", start=0, stop=1, origin=origin, is_temporary=True)
+
+
 def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:
     """The columns that records of the layout may have, and those they are refused for.
 

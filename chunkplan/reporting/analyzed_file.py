@@ -1,0 +1,33 @@
+"""A file and the analysis that it may be a source of, wherever both are looked at from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from chunkplan.planfile.analysis import Analysis
+
+
+class AnalyzedFile(NamedTuple):
+    """A file: where it is, which source of the analysis it is, if any, and whether its size is another one now."""
+
+    path: str
+    source: int | None
+    has_changed: bool
+
+
+def find_analyzed(analysis: Analysis, path: str) -> AnalyzedFile:
+    """Find the file `path`, and itself among the sources of `analysis`.
+
+    Relative paths are looked for here, and from each folder above the analysis.
+    """
+    folders: list[str | Path] = ["", *analysis.path.resolve().parents]
+    here = next((str(place) for folder in folders if (place := Path(folder, path)).is_file()), None)
+    if here is None:
+        return AnalyzedFile(path, None, False)
+    for number, source in enumerate(analysis.manifest.get("sources", ())):
+        places = (Path(folder, source["path"]) for folder in folders)
+        found = next((place for place in places if place.is_file()), None)
+        if found is not None and found.samefile(here):
+            return AnalyzedFile(here, number, source["bytes"] not in (None, found.stat().st_size))
+    return AnalyzedFile(here, None, False)
