@@ -154,7 +154,9 @@ def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | No
     from chunkplan.reporting.page.write import write_report
 
     with note_compilation():
-        warnings = write_report(page, shown, tuning=options.tuning, analysis=options.analysis, step=step)
+        warnings = write_report(
+            page, shown, tuning=options.tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
+        )
     for warning in warnings:
         warn(warning)
     note(f"page in {page}")
