@@ -99,11 +99,9 @@ def find_record(
             total += rows
             if piece.is_temporary:
                 Path(piece.path).unlink(missing_ok=True)
-    is_lines = source.format == "jsonl"
-    what = counted(total, "line") if is_lines else counted(total, "record")
     first, last = (record_place(source.name, source.format, row) for row in (0, total - 1))
     raise UsageError(
-        f"{source.name} has {what}, and no {'line' if is_lines else 'record'} {place.number}",
+        f"{source.name} has {counted(total, place.kind)}, and no {place.kind} {place.number}",
         hint=f"give one from '{first}' to '{last}'",
     )
 
@@ -128,14 +126,13 @@ def _row(place: TypedPlace, source: Source) -> int:
             raise UsageError(f"{source.name} is one record, its whole text", hint=f"give '{first}'")
         case "jsonl", "line" if place.number:
             return place.number - 1
-        case "jsonl", _:
-            hint = f"lines are counted from 1: '{first}' is the first"
-        case _, "record":
+        case "npy" | "parquet" | "arrow" | "json", "record":
             return place.number
-        case _:
-            hint = f"records of this file are counted from 0: '{first}' is the first"
-    message = "does not say which record" if place.kind == "file" else f"has no {place.kind} {place.number}"
-    raise UsageError(f"{source.name} {message}", hint=hint)
+    counted_from = "lines are counted from 1" if source.format == "jsonl" else "its records are counted from 0"
+    hint = f"{counted_from}: '{first}' is the first"
+    if place.kind == "file":
+        raise UsageError(f"{source.name} does not say which record", hint=hint)
+    raise UsageError(f"{source.name} has no {place.kind} {place.number}", hint=hint)
 
 
 def _found(

@@ -40,8 +40,10 @@ def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
 
 
 def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
-    """[start, stop) of every turn, with the messages of others that it answers; together they cover all but the rest
-    behind the last turn."""
+    """The messages [start, stop) of every turn, with those of others that it answers.
+
+    Together they cover all but the rest behind the last turn.
+    """
     start = stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":

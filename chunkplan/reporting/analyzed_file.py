@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.planfile.analysis import Analysis
 
 
@@ -31,3 +33,12 @@ def find_analyzed(analysis: Analysis, path: str) -> AnalyzedFile:
         if found is not None and found.samefile(here):
             return AnalyzedFile(here, number, source["bytes"] not in (None, found.stat().st_size))
     return AnalyzedFile(here, None, False)
+
+
+def options_for(analysis: Analysis, file: AnalyzedFile) -> IntakeOptions:
+    """How records of a file are read as `analysis` has read its own.
+
+    How these are laid out says nothing of a file that is no source of it.
+    """
+    options = analysis.options or IntakeOptions()
+    return options if file.source is not None else replace(options, schema=None, columns={})

@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
+from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
 from chunkplan.intake.process import too_long
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
@@ -20,7 +22,7 @@ from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.reporting.analyzed_file import AnalyzedFile, find_analyzed
+from chunkplan.reporting.analyzed_file import AnalyzedFile, find_analyzed, options_for
 from chunkplan.reporting.token_text import SequenceText, decode_sequence
 
 
@@ -88,16 +90,16 @@ def view_record(
     options: IntakeOptions | None = None,
     *,
     analysis: Analysis | None = None,
-    tokenizer: RecordTokenizer | None = None,
+    tokenizer: RecordTokenizer | str | Path | None = None,
     most_tokens: int | None = None,
 ) -> RecordView:
     """Look at the record at `place`: FILE:LINE, or as messages name those of files that have no lines.
 
     Args:
         place: the file may be there as it is named here, or from a folder above `analysis`.
-        options: how records are read; by default as for `analysis`.
+        options: how records are read; by default as for `analysis`, see `options_for`.
         analysis: one that the file may be a source of.
-        tokenizer: encodes what is not tokens already, see `open_tokenizer`.
+        tokenizer: encodes what is not tokens already: one of `open_tokenizer`, or what `analyze` takes.
         most_tokens: of longer sequences, the first and the last tokens are decoded.
 
     Raises:
@@ -105,10 +107,15 @@ def view_record(
         DataError: the file cannot be read, or no schema fits its records. A record that would be rejected is no error
             here: the view says why.
     """
-    options = options or (analysis and analysis.options) or IntakeOptions()
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer)
     typed = read_place(place)
-    analyzed = AnalyzedFile(typed.path, None, False) if analysis is None else find_analyzed(analysis, typed.path)
-    sources = [] if analysis is None else [source["path"] for source in analysis.manifest.get("sources", ())]
+    analyzed, sources = AnalyzedFile(typed.path, None, False), []
+    if analysis is not None:
+        analyzed = find_analyzed(analysis, typed.path)
+        sources = [source["path"] for source in analysis.manifest.get("sources", ())]
+        options = options or options_for(analysis, analyzed)
+    options = options or IntakeOptions()
     found = find_record(replace(typed, path=analyzed.path), options, sources=sources, named=analyzed.source)
     view = _made_of(found, options, tokenizer, most_tokens)
     known = None if analysis is None else _known(analysis, analyzed.source, found.row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,6 +98,9 @@ def inspect(
 
     `validate` checks what this shows, `diff` compares two of them, `simulate` plays a step of a plan through.
 
+    With `--record`, options of `analyze` say how it is read; by default they are those of the analysis in the
+    workspace, or of ANALYSIS.
+
     Example: chunkplan inspect --step 3
     """
     from chunkplan.planfile.load import is_analysis, load_plan
@@ -108,20 +112,15 @@ def inspect(
     asked += ["text"] if text else []
     given = [*asked, *beside]
     if options.record is not None:
-        for name in given:
-            if name not in ("text", "record", "tokenizer"):
-                raise UsageError(f"--{name} and --record exclude one another", hint="leave one of them out")
+        _refuse_beside("record", given, ("text", "record", "tokenizer"))
         request = RecordRequest(options.record, options.tokenizer, reading, files, shows_all=text, as_json=as_json)
         show_record(request, path, place)
         return
-    for config, names in ((IntakeOptions, reading), (AnalyzeOptions, files)):
-        for flag in (options_of(config)[name].flag for name in names):
-            raise UsageError(f"{flag} needs --record", hint=f"give --record FILE:LINE, or leave {flag} out")
+    _refuse_without_record(reading, files)
     path = find_plan(path, place, "a PLAN or an ANALYSIS")
     if options.html is not None:
-        for name in [*given, *(["json"] if as_json else [])]:
-            if name not in ("step", "analysis", "html", "tuning", "tokenizer"):
-                raise UsageError(f"--{name} and --html exclude one another", hint="leave one of them out")
+        shown = [*given, *(["json"] if as_json else [])]
+        _refuse_beside("html", shown, ("step", "analysis", "html", "tuning", "tokenizer"))
         _write_page(options.html, path, options, step)
         return
     if options.tuning is not None:
@@ -147,6 +146,21 @@ def inspect(
 
 #: What an option is of no use without.
 _NEEDS = {"rank": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
+
+
+def _refuse_beside(name: str, given: Sequence[str], allowed: Collection[str]) -> None:
+    """Refuse what makes no sense beside the option `name`."""
+    for other in given:
+        if other not in allowed:
+            raise UsageError(f"--{other} and --{name} exclude one another", hint="leave one of them out")
+
+
+def _refuse_without_record(reading: Given, files: Given) -> None:
+    """Refuse options that say how a record is read, where none is asked for."""
+    flags = [options_of(IntakeOptions)[name].flag for name in reading]
+    flags += [options_of(AnalyzeOptions)[name].flag for name in files]
+    for flag in flags:
+        raise UsageError(f"{flag} needs --record", hint=f"give --record FILE:LINE, or leave {flag} out")
 
 
 def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:

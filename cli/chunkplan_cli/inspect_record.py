@@ -89,9 +89,13 @@ def _analysis(path: Path | None, place: Workspace) -> Analysis | None:
 
 def _options(request: RecordRequest, analysis: Analysis | None) -> IntakeOptions:
     """Those of the analysis, if there is one, and over them what was given."""
+    from chunkplan.intake.one_record import read_place
+    from chunkplan.reporting.analyzed_file import find_analyzed, options_for
+
     given = with_length_column(request.reading, request.files.get("length_column"))
-    options = None if analysis is None else analysis.options
-    return IntakeOptions(**given) if options is None else replace(options, **given)
+    if analysis is None:
+        return IntakeOptions(**given)
+    return replace(options_for(analysis, find_analyzed(analysis, read_place(request.place).path)), **given)
 
 
 def _tokenizer(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> RecordTokenizer | None:

@@ -97,11 +97,13 @@ def _choices(view: RecordView) -> Table:
 
 
 def _trained(sequences: Sequence[SequenceView], num_turns: int) -> str:
-    """Say which turns count: "1 to 3, 5 of 6"; one that every sequence has for itself is said to be."""
+    """Say which turns count: "all 3", "1 to 3, 5 of 6"; of several sequences that each has one."""
     trained = sorted({turn for one in sequences if one.num_target_tokens for turn in one.trained})
     if not trained:
         return "none" if sequences else ""
-    words = f"{_ranges(trained)} of {num_turns:,}" + (", each in a sequence" if len(sequences) > 1 else "")
+    is_all = len(trained) == num_turns > 1
+    words = f"all {num_turns:,}" if is_all else f"{_ranges(trained)} of {num_turns:,}"
+    words += ", one a sequence" if len(sequences) > 1 else ""
     return f"{words}, so far as not cut off" if any(one.num_cut for one in sequences) else words
 
 

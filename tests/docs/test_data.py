@@ -42,13 +42,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "needing", ["bad.jsonl|rejected.jsonl|analyze data ", pytest.param("", marks=pytest.mark.soak)]
+    "needing",
+    [
+        "bad.jsonl|rejected.jsonl|analyze data ",
+        "analyze sample_data --tokenizer sample_data/tokenizer$|--record",
+        pytest.param("", marks=pytest.mark.soak),
+    ],
 )
 def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
-    """Commands in order, in one folder, those of `bad.jsonl` and `data`, or all; a line `...` stands for any lines."""
+    """Commands in order, in one folder, those of a few subjects, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
-    assert len(commands) == 10
+    assert len(commands) == 11
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
         if not re.search(needing, command):
