@@ -91,8 +91,9 @@ def _tokenizer_of(analysis: Analysis, given: str | Path | None) -> tuple[RecordT
     """
     if not analysis.manifest.get("sources"):
         return None, None
+    if not analysis.has_tokens:
+        return None, "the analysis has no tokens."
     try:
-        analysis.tokens()
         return open_tokenizer(analysis, given), None
     except ChunkplanError as error:
         if given is not None:
