@@ -25,7 +25,8 @@ Turns = Literal["rendered", "last", "each"]
 #: What is read of one record at most. Encoding takes up to 130 times as much memory.
 MAX_RECORD_BYTES = 8_000_000
 
-_MEGABYTE = 1_000_000
+#: As people count the bytes of a record.
+MEGABYTE = 1_000_000
 
 
 def _read_columns(typed: list[str]) -> dict[str, str]:
@@ -58,7 +59,7 @@ COLUMNS = Domain(
 RECORD_BYTES = Domain(
     holds=lambda value: type(value) is int and 1 <= value < 10**15,
     expected="megabytes above 0",
-    read=lambda typed: round(float(typed) * _MEGABYTE),
+    read=lambda typed: round(float(typed) * MEGABYTE),
     metavar="MB",
     example="16",
 )
@@ -141,7 +142,7 @@ class IntakeOptions(Options):
         "Larger records are errors; each MB may take 130 MB of memory in each process.",
         group=_DATA,
         default=MAX_RECORD_BYTES,
-        default_words=str(MAX_RECORD_BYTES // _MEGABYTE),
+        default_words=str(MAX_RECORD_BYTES // MEGABYTE),
         flag="--max-record-mb",
     )
 

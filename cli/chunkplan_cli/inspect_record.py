@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chunkplan.config.intake import IntakeOptions
+from chunkplan.config.intake import MEGABYTE, IntakeOptions
 from chunkplan.errors import UsageError
-from chunkplan.options import options_of
+from chunkplan.options import Option, options_of
 from chunkplan.workspace import Workspace, find_tokenizer
 from chunkplan_cli.analyze import with_length_column
 from chunkplan_cli.declared import Given
@@ -95,7 +96,10 @@ def _options(request: RecordRequest, analysis: Analysis | None) -> IntakeOptions
     given = with_length_column(request.reading, request.files.get("length_column"))
     if analysis is None:
         return IntakeOptions(**given)
-    return replace(options_for(analysis, find_analyzed(analysis, read_place(request.place).path)), **given)
+    options = options_for(analysis, find_analyzed(analysis, read_place(request.place).path))
+    if not given.keys().isdisjoint(("schema", "columns")):  # which say together how records are laid out
+        options = replace(options, schema=None, columns={})
+    return replace(options, **given)
 
 
 def _tokenizer(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> RecordTokenizer | None:
@@ -137,9 +141,22 @@ def _origin(request: RecordRequest, view: RecordView, analysis: Analysis | None,
         return None
     words = ["its tokenizer"] if request.tokenizer is None and analysis.manifest.get("tokenizer") else []
     for name in READING:
-        one, value = options_of(IntakeOptions)[name], getattr(options, name)
-        if name not in request.reading and value != one.default:
-            shown = " ".join(f"{role}={key}" for role, key in value.items()) if name == "columns" else value
-            words.append(f"{one.flag} {shown}")
+        if name not in request.reading:
+            words += _typed(options_of(IntakeOptions)[name], getattr(options, name))
+    if view.analyzed is None and not words:
+        return None
     unknown = "" if view.analyzed is not None else ", of which this file is no source"
     return f"of the analysis {analysis.path}{unknown}" + (f": {', '.join(words)}" if words else "")
+
+
+def _typed(one: Option, value: Any) -> list[str]:
+    """What would be typed for an option to have this value; nothing where it is the default."""
+    if value == one.default:
+        return []
+    match one.name:
+        case "columns":
+            return [shlex.join([one.flag, f"{role}={key}"]) for role, key in value.items()]
+        case "max_record_bytes":
+            return [f"{one.flag} {value / MEGABYTE:g}"]
+        case _:
+            return [f"{one.flag} {value}"]

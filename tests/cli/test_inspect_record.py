@@ -130,6 +130,7 @@ def analyzed(command: Run, tmp_path: Path) -> Path:
     write(tmp_path / "data" / "texts.jsonl", {"body": "A text, and some more of it, up to here."})
     shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
     words = ("--turns", "each", "--max-length", 25, "--column", "texts.jsonl:text=body")
+    words = (*words, "--max-record-mb", 0.5)
     assert command("analyze", "data", "--tokenizer", "tokenizer", *words).code == 0
     return tmp_path
 
@@ -142,12 +143,14 @@ def test_an_analysis_says_how_its_records_are_read(
     assert shown.err == ""
     assert (
         "defaults of the analysis chunkplan-out/analysis: its tokenizer, "
-        "--column texts.jsonl:text=body, --turns each, --max-length 25 "
+        "--column texts.jsonl:text=body, --turns each, --max-length 25, --max-record-mb 0.5 "
     ) in plain(shown.out)
     assert "each (shown)" in shown.out
     assert re.search(r"tokens +\d+, and \d+ cut off by --max-length", shown.out)
     text = plain(command("inspect", "--record", "data/texts.jsonl:1").out)
     assert "keys `body` (text)" in text
+    again = plain(command("inspect", "--record", "data/chat.jsonl:2", "--format", "messages").out)
+    assert "read as messages (--format messages: " in again and "--column" not in again
     given = plain(command("inspect", "--record", "data/chat.jsonl:2", "--turns", "last", "--max-length", 99).out)
     assert "last (shown)" in given and "cut off" not in given and "--turns each" not in given
     (analyzed / "elsewhere").mkdir()
@@ -161,7 +164,10 @@ def test_of_a_file_that_was_not_analyzed_the_keys_are_its_own(command: Run, anal
     write(analyzed / "other.jsonl", {"text": "Another text."})
     ran = command("inspect", "--record", "other.jsonl:1")
     assert (ran.code, ran.err) == (0, "")
-    assert "of which this file is no source: its tokenizer, --turns each, --max-length 25 tokens" in plain(ran.out)
+    assert (
+        "of which this file is no source: its tokenizer, --turns each, --max-length 25, --max-record-mb 0.5 tokens"
+        in plain(ran.out)
+    )
 
 
 def test_a_record_that_is_not_what_was_analyzed_is_warned_of(command: Run, analyzed: Path) -> None:
