@@ -23,7 +23,7 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
-from chunkplan.intake.template_parts import other_arguments, reads_parts
+from chunkplan.intake.template_parts import other_forms, reads_parts
 from chunkplan.intake.template_sandbox import (
     GENERATION_END,
     GENERATION_START,
@@ -108,7 +108,8 @@ class ChatTemplate:
 
         An assistant message counts where it stands in generation blocks; without such blocks from the end of the
         generation prompt to the token that ends it. Any other message counts as a whole. Where the template raises,
-        arguments of calls that are objects are written as JSON, and those that are JSON read.
+        arguments of calls that are objects are written as JSON, and those that are JSON read; and tools that are bare
+        functions are written as tools.
 
         Raises:
             RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
@@ -116,11 +117,11 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation)
-        (full, spans), messages = self._either_way(
-            conversation, lambda messages: self._render_all(conversation, messages, conversation.tools)
+        (full, spans), messages, tools = self._in_some_form(
+            conversation, lambda messages, tools: self._render_all(conversation, messages, tools)
         )
         if "None" in full and any("None" in full[start:stop] for start, stop in spans):
-            self._refuse_printed_nulls(conversation, messages)
+            self._refuse_printed_nulls(conversation, messages, tools)
         refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
         return full, spans
 
@@ -132,29 +133,27 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.text(conversation)
-        rendered, _ = self._either_way(
-            conversation, lambda messages: self._render_watched(messages, conversation.tools)
-        )
+        rendered, _, _ = self._in_some_form(conversation, self._render_watched)
         return rendered.text
 
-    def _either_way(
-        self, conversation: Conversation, render: Callable[[list[JsonObject]], T]
-    ) -> tuple[T, list[JsonObject]]:
-        """What `render` makes of the messages as the template gets them, and these.
+    def _in_some_form(
+        self, conversation: Conversation, render: Callable[[list[JsonObject], list[JsonObject] | None], T]
+    ) -> tuple[T, list[JsonObject], list[JsonObject] | None]:
+        """What `render` makes of the messages and tools as the template gets them, and these.
 
-        Where the template raises, arguments of calls are in their other form.
+        Where the template raises, they are in the first of their other forms at which it does not.
         """
-        messages = [self._shown(message) for message in conversation.messages]
+        messages, tools = [self._shown(message) for message in conversation.messages], conversation.tools
         try:
-            return render(messages), messages
-        except TemplateRaisedError as error:
-            written = other_arguments(messages)
-            if written is None:
-                raise
-            try:
-                return render(written), written
-            except TemplateRaisedError:
-                raise error from None
+            return render(messages, tools), messages, tools
+        except TemplateRaisedError as first:
+            raised = first
+            for messages, tools in other_forms(messages, tools):
+                try:
+                    return render(messages, tools), messages, tools
+                except TemplateRaisedError as error:
+                    raised = raised if tools is conversation.tools else error  # of tools that it can read
+            raise raised from None
 
     def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""
@@ -173,10 +172,12 @@ class ChatTemplate:
     def _variables(self, tools: list[JsonObject] | None) -> Variables:
         return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
 
-    def _refuse_printed_nulls(self, conversation: Conversation, messages: list[JsonObject]) -> None:
-        """Raises RecordError where a "None" that counts is a null; `messages` are those that were rendered."""
+    def _refuse_printed_nulls(
+        self, conversation: Conversation, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> None:
+        """Raises RecordError where a "None" that counts is a null; `messages` and `tools` were rendered."""
         nulls = MarkedNulls()
-        messages, tools = nulls.mark(messages, "messages"), nulls.mark(conversation.tools, "tools")
+        messages, tools = nulls.mark(messages, "messages"), nulls.mark(tools, "tools")
         if not nulls.paths:
             return
         full, spans = self._render_all(conversation, messages, tools)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from chunkplan.intake.records import JsonObject
+from chunkplan.intake.records import JsonObject, as_tools
 from chunkplan.intake.rejection import RecordError
 
 T = TypeVar("T", bool, str, list[Any], JsonObject)
@@ -144,7 +144,7 @@ def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | Non
         return found or None
     if found:
         wrong(f"`{key}` and `{functions_key}` are both there", hint="leave one of the two out")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
+    return as_tools(functions)
 
 
 def _objects(record: JsonObject, key: str) -> list[JsonObject]:
