@@ -140,6 +140,8 @@ def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | Non
     """
     key, functions_key = columns["tools"], columns["functions"]
     found, functions = _objects(record, key), _objects(record, functions_key)
+    if any("functionDeclarations" in tool for tool in found):
+        unsupported(f"`{key}` has `functionDeclarations` of Gemini, which no chat template reads")
     if not functions:
         return found or None
     if found:
