@@ -29,7 +29,7 @@ class Piece:
     or URL, or a temporary file that holds what was read from a stream. `start` and `stop` are bytes of lines, or row
     groups (record batches) of a table. `origin` is the position of the piece in the whole source, in bytes or rows:
     positions decide which records a sample takes. `num_bytes` is how much there is to read in it. `share` is how
-    many bytes of the source's own file, which may be compressed, it stands for.
+    many bytes of the source's own file, which may be compressed, it stands for. `compression` is that of what is read.
     """
 
     source: int
@@ -42,6 +42,7 @@ class Piece:
     is_temporary: bool = False
     num_bytes: int = 0
     share: int = 0
+    compression: str | None = None
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
         return None
     try:
         records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
-        layout = find_layout(source, records, options)
+        layout = find_layout(source, records)
         if options.on_error == "stop":
             _check_records(source, piece, layout, records, options)
     finally:
@@ -106,7 +106,7 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     return None if is_stream(file) else layout
 
 
-def find_layout(source: Source, records: Sequence[JsonObject], options: IntakeOptions) -> RecordLayout:
+def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """How the records of a source are laid out that begins with `records`.
 
     Raises:
@@ -118,7 +118,7 @@ def find_layout(source: Source, records: Sequence[JsonObject], options: IntakeOp
         return RecordLayout("text", {"text": "text"}, "no record")
     columns = source.asked_columns or default_columns(source.file)
     try:
-        return detect(records, schema=options.schema, columns=columns)
+        return detect(records, schema=source.asked_schema, columns=columns)
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 

@@ -22,6 +22,7 @@ from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.run import IntakeRun, Runner
 from chunkplan.intake.run_local import run_here, run_in_processes
 from chunkplan.intake.source import Source
+from chunkplan.intake.source_columns import suffixes_of
 from chunkplan.intake.sources import SourceFile, find_sources
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import TokenizerEntry
@@ -73,7 +74,7 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     paths = [request.paths] if isinstance(request.paths, (str, Path)) else request.paths
     beside: list[str] = []
-    files = find_sources(paths, beside)
+    files = find_sources(paths, beside, suffixes_of(request.options.formats))
     if request.beside is not None:
         request.beside(beside)
     if shard is not None:

@@ -148,11 +148,11 @@ class ChatTemplate:
             return render(messages, tools), messages, tools
         except TemplateRaisedError as first:
             raised = first
-            for messages, tools in other_forms(messages, tools):
+            for other, others in other_forms(messages, tools):
                 try:
-                    return render(messages, tools), messages, tools
+                    return render(other, others), other, others
                 except TemplateRaisedError as error:
-                    raised = raised if tools is conversation.tools else error  # of tools that it can read
+                    raised = raised if others is tools else error  # of tools that it can read
             raise raised from None
 
     def _shown(self, message: Message) -> JsonObject:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "columns", "turns", "max_length", "long", "max_record_bytes")
+READING = ("schema", "formats", "columns", "turns", "max_length", "long", "max_record_bytes")
 
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
@@ -93,12 +93,13 @@ def _options(request: RecordRequest, analysis: Analysis | None) -> IntakeOptions
     from chunkplan.intake.one_record import read_place
     from chunkplan.reporting.analyzed_file import find_analyzed, options_for
 
-    given = with_length_column(request.reading, request.files.get("length_column"))
+    own = {name: value for name, value in request.files.items() if name == "length_column"}
+    given = with_length_column({**request.reading, **own})
     if analysis is None:
         return IntakeOptions(**given)
     options = options_for(analysis, find_analyzed(analysis, read_place(request.place).path))
-    if not given.keys().isdisjoint(("schema", "columns")):  # which say together how records are laid out
-        options = replace(options, schema=None, columns={})
+    if not given.keys().isdisjoint(("schema", "formats", "columns")):  # which say together how records are laid out
+        options = replace(options, schema=None, formats={}, columns={})
     return replace(options, **given)
 
 

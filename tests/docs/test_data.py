@@ -116,3 +116,16 @@ def test_its_python_runs_as_written(here: Path) -> None:
     exec(block, names)
     assert names["analysis"].manifest["rejected"]["too-long"] > 0
     assert len(names["input_ids"]) == len(names["target"])
+
+
+def test_its_toml_is_read_as_written(here: Path) -> None:
+    [block] = re.findall(r"```toml\n(.*?)```", DATA, re.S)
+    (here / "data.toml").write_text(block, encoding="utf-8")
+    (here / "mine").mkdir()
+    (here / "mine" / "data.log").write_text('{"prompt": "a", "answer": "b"}\n')
+    (here / "mine" / "humaneval.jsonl").write_text('{"prompt": "a", "canonical_solution": "b"}\n')
+    command = ["analyze", "mine", "--config", "data.toml", "--tokenizer", str(TOKENIZER), "--json"]
+    ran = subprocess.run([SCRIPTS / "chunkplan", *command], capture_output=True, text=True, check=True)
+    assert ran.stderr.startswith("options from data.toml: max-length, on-error, formats, columns\n")
+    read = {Path(source["path"]).name: source["columns"]["completion"] for source in json.loads(ran.stdout)["sources"]}
+    assert read == {"data.log": "answer", "humaneval.jsonl": "canonical_solution"}
