@@ -16,6 +16,9 @@ PIECE_BYTES = 8 << 20
 #: Whole lines are read together up to this many bytes; a longer line is read alone.
 BLOCK_BYTES = 1 << 20
 
+#: How much is fetched at once of what is behind a URL, where only its beginning is looked at, or what it has in it.
+LOOK_BYTES = 1 << 18
+
 #: Records in a batch: of any schema, and of those that are columns of numbers.
 BATCH_RECORDS = 1024
 COLUMN_RECORDS = 65_536

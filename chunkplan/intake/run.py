@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.intake.files import is_url
 from chunkplan.intake.probe import find_layout, probe, unreadable_sources
 from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import cut, first_records, is_stream
@@ -26,6 +28,9 @@ from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Iterator[tuple[Task, PieceResult | Failed]]]
+
+#: How many URLs are looked at at once.
+_LOOKS = 16
 
 #: The place of what failed in the order of the input: source, and piece in it.
 _Place = tuple[int, int]
@@ -93,14 +98,24 @@ class IntakeRun:
         What is in the cache was read before, and is not looked at.
         """
         problems: list[tuple[Source, DataError]] = []
-        for index, source in enumerate(self.sources):
-            opened = self._opened[index] = _open(source)
-            if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
-                continue
-            try:
-                source.layout = probe(source, index, self._options, self._spool)
-            except DataError as error:
-                problems.append((source, error))
+        threads = ThreadPoolExecutor(_LOOKS)
+        looks = {  # at what is behind a URL, which takes long to answer
+            index: threads.submit(probe, source, index, self._options, self._spool)
+            for index, source in enumerate(self.sources)
+            if is_url(source.file.path)
+        }
+        try:
+            for index, source in enumerate(self.sources):
+                opened = self._opened[index] = _open(source)
+                if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
+                    continue
+                try:
+                    look = looks.get(index)
+                    source.layout = look.result() if look else probe(source, index, self._options, self._spool)
+                except DataError as error:
+                    problems.append((source, error))
+        finally:
+            threads.shutdown(cancel_futures=True)
         num_sources = sum(source.file.kind != LINK for source in self.sources)
         is_schema = any(not isinstance(found, RecordError) for _, found in problems)
         if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == num_sources)):

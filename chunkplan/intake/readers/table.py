@@ -45,7 +45,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     num_rows = 0
     damage: RecordError | None = None
     try:
-        with open_table(path, file.kind) as table:
+        with open_table(path, file.kind, is_look=True) as table:
             for group in table.row_groups():
                 if num_rows and piece.num_bytes + group.num_bytes > pieces.PIECE_BYTES and not is_copy:
                     yield piece
@@ -78,7 +78,7 @@ def length_column(file: SourceFile) -> str | None:
         RecordError: unreadable.
         UsageError: the file cannot be read.
     """
-    with open_table(file.path, file.kind) as table:
+    with open_table(file.path, file.kind, is_look=True) as table:
         only = table.schema.field(0) if len(table.schema) == 1 else None
     return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
 
@@ -135,7 +135,7 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
         UsageError: the file cannot be read.
     """
     found: list[JsonObject] = []
-    with open_table(piece.path, piece.reader) as table:
+    with open_table(piece.path, piece.reader, is_look=True) as table:
         for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
             for batch in table.batches(start, stop, table.schema.names, count):
                 if isinstance(batch, pa.RecordBatch):
