@@ -23,7 +23,7 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
-from chunkplan.intake.template_parts import other_forms, reads_parts
+from chunkplan.intake.template_parts import calls_put_out, other_forms, reads_parts
 from chunkplan.intake.template_sandbox import (
     GENERATION_END,
     GENERATION_START,
@@ -33,7 +33,7 @@ from chunkplan.intake.template_sandbox import (
     compile_tree,
 )
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
-from chunkplan.intake.template_turns import TurnFinder
+from chunkplan.intake.template_turns import MOST_SHAPES, TurnFinder, shape_of
 
 T = TypeVar("T")
 
@@ -81,6 +81,7 @@ class ChatTemplate:
         self.today = today if "strftime_now" in source + (for_tools or "") else None
         self._special_tokens = special_tokens
         self._reads_parts: dict[tuple[str, int], bool] = {}
+        self._put_out: dict[Any, frozenset[tuple[int, int]] | None] = {}  # by shape
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
             tree = environment.parse(source)
@@ -122,7 +123,8 @@ class ChatTemplate:
         )
         if "None" in full and any("None" in full[start:stop] for start, stop in spans):
             self._refuse_printed_nulls(conversation, messages, tools)
-        refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
+        counted = "".join(full[start:stop] for start, stop in spans)
+        refuse_missing_calls(conversation, counted, self._calls_put_out(messages, tools))
         return full, spans
 
     def text(self, conversation: Conversation) -> str:
@@ -154,6 +156,19 @@ class ChatTemplate:
                 except TemplateRaisedError as error:
                     raised = raised if others is tools else error  # of tools that it can read
             raise raised from None
+
+    def _calls_put_out(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> frozenset[tuple[int, int]] | None:
+        """As `calls_put_out`, which is asked once of every shape."""
+        if not any("tool_calls" in message for message in messages):
+            return None
+        shape = bool(tools), *map(shape_of, messages)
+        if shape not in self._put_out:
+            if len(self._put_out) >= MOST_SHAPES:
+                self._put_out.clear()
+            self._put_out[shape] = calls_put_out(lambda named: self._render_watched(named, tools).text, messages)
+        return self._put_out[shape]
 
     def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""

@@ -47,6 +47,37 @@ def reads_parts(render: Callable[[list[JsonObject]], str], role: str, num_parts:
     return all(word in text and f"'{word}'" not in text and f'"{word}"' not in text for word in words)
 
 
+def calls_put_out(
+    render: Callable[[list[JsonObject]], str], messages: list[JsonObject]
+) -> frozenset[tuple[int, int]] | None:
+    """The calls of tools in what `render` makes of messages, by message and place in it.
+
+    Each is seen by a name of its own for the tool. None where there are no calls, or the template raises at such names.
+    """
+    words: dict[str, tuple[int, int]] = {}
+    others = []
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        named = []
+        for place, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            word = f"qz{index}in{place}zq"
+            if isinstance(function, dict):
+                call = {**call, "function": {**function, "name": word}}
+            elif isinstance(call, dict):
+                call = {**call, "name": word}
+            words[word] = index, place
+            named.append(call)
+        others.append({**message, "tool_calls": named} if named else message)
+    if not words:
+        return None
+    try:
+        text = render(others)
+    except RecordError:
+        return None
+    return frozenset(place for word, place in words.items() if word in text)
+
+
 def other_forms(
     messages: list[JsonObject], tools: list[JsonObject] | None
 ) -> Iterator[tuple[list[JsonObject], list[JsonObject] | None]]:

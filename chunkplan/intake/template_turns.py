@@ -39,7 +39,7 @@ _SAID = {"role", "tool_calls", *_TEXTS}
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 
 #: So many shapes are remembered; data has some hundreds.
-_MOST_SHAPES = 1 << 12
+MOST_SHAPES = 1 << 12
 
 
 #: Texts of neighbours that are shorter may stand anywhere by chance.
@@ -255,10 +255,10 @@ class TurnFinder:
         return _Frame(longest_first(headers), beginnings, longest_first(ends))
 
     def _proof(self, messages: list[JsonObject], tools: Tools) -> _Proof:
-        shape = bool(tools), *map(_shape, messages)
+        shape = bool(tools), *map(shape_of, messages)
         found = self._proofs.get(shape)
         if found is None:
-            if len(self._proofs) >= _MOST_SHAPES:
+            if len(self._proofs) >= MOST_SHAPES:
                 self._proofs.clear()
             found = self._proofs[shape] = self._prove(messages, tools)
         return found
@@ -304,7 +304,7 @@ def _refuse_text_of_others(messages: list[JsonObject], index: int, written: str)
             )
 
 
-def _shape(message: JsonObject) -> Any:
+def shape_of(message: JsonObject) -> Any:
     """What of a message templates look at to decide how conversations are rendered, besides texts."""
     content = message.get("content")
     if len(message) == 2 and type(content) is str:  # as most are

@@ -41,4 +41,4 @@ def options_for(analysis: Analysis, file: AnalyzedFile) -> IntakeOptions:
     How these are laid out says nothing of a file that is no source of it.
     """
     options = analysis.options or IntakeOptions()
-    return options if file.source is not None else replace(options, schema=None, columns={})
+    return options if file.source is not None else replace(options, schema=None, formats={}, columns={})

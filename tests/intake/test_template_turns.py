@@ -31,8 +31,6 @@ PARTS_ONLY = ("idefics3", "llava_next", "smolvlm")
 
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if not path.stem.endswith("_training"))
-
-
 NAMES = [name for name in NAMES if name not in PARTS_ONLY]
 
 
@@ -228,9 +226,13 @@ def test_tools_that_are_bare_functions_are_tools_to_a_template_that_raises_at_th
 def test_of_two_calls_of_one_tool_both_have_to_be_put_out() -> None:
     """gpt-oss puts out the first call of a message alone; what is said beside the calls may name the tool as well."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
-    fields = {"tool_calls": [call, call]}
-    for said in ("", "I look: look twice."):
-        asked = Conversation((Message("user", "Where?"), Message("assistant", said, None, fields)))
+    for content, thought in (
+        ("", {}),
+        ("I look: look twice.", {}),
+        ("", {"reasoning_content": "I look, look and look."}),
+    ):
+        said = Message("assistant", content, None, {"tool_calls": [call, call], **thought})
+        asked = Conversation((Message("user", "Where?"), said))
         with pytest.raises(RecordError, match=r"leaves out the call of `look` that `messages\[1\]` makes"):
             template("gptoss").render(asked)
         [counted] = counting("qwen3", asked)
