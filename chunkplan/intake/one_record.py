@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRec
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources
+from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources, suffixes_of
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
@@ -79,16 +79,17 @@ def find_record(
         UsageError: there is no such file or record, or nobody can tell which one is meant.
         DataError: the file cannot be read, or no schema fits its records.
     """
-    file = _one_file(place.path)
+    file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
-    source = Source(file, columns_of_sources(options.columns, paths)[index])
+    schema = schemas_of_sources(options.schema, options.formats, paths)[index]
+    source = Source(file, columns_of_sources(options.columns, paths)[index], schema)
     with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
         total = 0
         row = 0
         for piece in cut(file, 0, Path(spool)):
             if source.layout is None:
                 records = first_records(piece, max_record_bytes=options.max_record_bytes)
-                source.layout = find_layout(source, records, options)
+                source.layout = find_layout(source, records)
                 source.reader = piece.reader
                 row = _row(place, source)
             rows = num_rows(piece)
@@ -106,11 +107,11 @@ def find_record(
     )
 
 
-def _one_file(path: str) -> SourceFile:
+def _one_file(path: str, suffixes: Mapping[str, str]) -> SourceFile:
     if path != STDIN and not is_url(path) and not Path(path).is_file():
         what = f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"
         raise UsageError(what, hint="name a file of data and a line of it: FILE:LINE")
-    files = [file for file in find_sources([path]) if file.kind != LINK]
+    files = [file for file in find_sources([path], [], suffixes) if file.kind != LINK]
     if len(files) != 1:
         raise UsageError(f"{path} stands for several files", hint="name one of them and a line of it: FILE:LINE")
     return files[0]

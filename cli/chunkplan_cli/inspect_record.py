@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "formats", "columns", "turns", "max_length", "long", "max_record_bytes")
+READING = ("schema", "columns", "turns", "max_length", "long", "max_record_bytes")
 
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
