@@ -23,7 +23,7 @@ from chunkplan.intake.records import JsonObject
 _BORDER = re.compile("[!-~\u4e00-\u9fa5](?= )|[0-9A-Za-z\u4e00-\u9fa5](?=\n)")
 
 #: What a part has at least, in characters, unless the text ends: the caches like it small, the calls large.
-_PART = 1024
+PART_CHARS = 1024
 
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -78,7 +78,7 @@ def _alternatives(pattern: str) -> Iterator[str]:
 def parts(text: str) -> Iterator[str]:
     """`text` in parts, each with as many characters as it takes to a border; one without a border is whole."""
     start = 0
-    while len(text) - start > _PART and (border := _BORDER.search(text, start + _PART - 1)):
+    while len(text) - start > PART_CHARS and (border := _BORDER.search(text, start + PART_CHARS - 1)):
         yield text[start : border.end()]
         start = border.end()
     yield text[start:]
