@@ -15,10 +15,10 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import reserve_folder, temporary_folder
 from chunkplan.files.writing import writing
+from chunkplan.intake import pieces
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.pieces import PIECE_BYTES
 from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.run import IntakeRun, Runner
 from chunkplan.intake.run_local import Prepare, Workers, run_here, run_in_processes
@@ -149,7 +149,7 @@ def _begin(workers: Workers, request: IntakeRequest, files: Sequence[SourceFile]
     new = [file.num_bytes for file in files if file.num_bytes is None or store.recall(Path(file.path)) is None]
     if workers.num_workers == 1 or not new:
         return
-    num_pieces = sum(-(-(size or ONE_PROCESS_BYTES) // PIECE_BYTES) for size in new)
+    num_pieces = sum(-(-(size or ONE_PROCESS_BYTES) // pieces.PIECE_BYTES) for size in new)
     tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
     workers.begin(min(workers.num_workers, num_pieces), Prepare(tokenizer, template, date.today().isoformat()))
 

@@ -135,7 +135,7 @@ def _run(
         if not is_more and not have_threads and len(running) < workers.num_workers:
             have_threads = True
             for worker in running:
-                worker.give(_Threads(workers.num_workers))
+                worker.give(Threads(workers.num_workers))
         can_go_on = is_more and failed is None and room > 0
         ready = wait([worker.connection for worker in running], timeout=0 if can_go_on else None)
         for worker in [worker for worker in running if worker.connection in ready]:
@@ -177,7 +177,7 @@ class _Given(NamedTuple):
     task: Task
 
 
-class _Threads(NamedTuple):
+class Threads(NamedTuple):
     """Given to the last processes at work: the others have ended, so each may use so many threads."""
 
     num_threads: int
@@ -202,12 +202,12 @@ def attempt(settings: IntakeSettings, task: Task, report: Callable[[int, int], N
             Path(task.piece.path).unlink(missing_ok=True)
 
 
-def _do(given: Prepare | _Given | _Threads, send: Callable[[_Progress], None]) -> _Progress | PieceResult | Failed:
+def _do(given: Prepare | _Given | Threads, send: Callable[[_Progress], None]) -> _Progress | PieceResult | Failed:
     """Do in a worker process what it was given, and `send` the progress of a task."""
     match given:
         case Prepare(tokenizer, chat_template, today):
             prepare(tokenizer, chat_template, today)
-        case _Threads(num_threads):
+        case Threads(num_threads):
             os.environ |= {"RAYON_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "true"}
         case _Given(settings, task):
             return attempt(settings, task, lambda num_bytes, num_tokens: send(_Progress(num_bytes, num_tokens)))
