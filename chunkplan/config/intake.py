@@ -22,7 +22,7 @@ CONVERSATIONS = ("messages", "conversations")
 #: What of a conversation is trained.
 Turns = Literal["rendered", "last", "each"]
 
-#: What is read of one record at most. Encoding takes up to 130 times as much memory.
+#: What is read of one record at most. Encoding takes up to 130 times as much memory where it is encoded whole.
 MAX_RECORD_BYTES = 8_000_000
 
 #: As people count the bytes of a record.

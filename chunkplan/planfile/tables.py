@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
 from chunkplan.files.own_files import raise_if_unreadable
+from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import ContentHasher
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
@@ -74,7 +75,8 @@ def read_columns(
             hasher.update(table)
             look(table)
             for name, values in columns.items():
-                values[row : row + table.num_rows] = table.column(name).to_numpy()
+                # What pyarrow itself makes of several chunks takes pandas, which takes long to import.
+                np.concatenate(list(map(to_numpy, table.column(name).chunks)), out=values[row : row + table.num_rows])
             row += table.num_rows
         if row != num_rows:
             raise ValueError(f"{row:,} rows, {num_rows:,} stated")
