@@ -3,7 +3,7 @@
     python benchmarks/intake.py                     # about 10 minutes on 2 cores, without memory
     python benchmarks/intake.py --quick             # a tenth of the data
     python benchmarks/intake.py --only memory       # 5 GB of lengths and of tokens, through a pipe; 10 GB of disk
-    python benchmarks/intake.py --data DIR --tokenizer FOLDER
+    python benchmarks/intake.py --data DIR --tokenizer FOLDER FOLDER   # everything with each of them
 
 The data are the records of JSON and JSONL files, repeated with their numbers mixed in. The bare loop takes the same
 strings, already in memory, in batches of 1,000 with the tokenizer's own threads on, and the ids out of every encoding:
@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=["tokenizing", "reading", "cache"])
     parser.add_argument("--data", type=Path, default=SAMPLES, help="a folder of JSON and JSONL files")
-    parser.add_argument("--tokenizer", type=Path, default=SAMPLES / "tokenizer")
+    parser.add_argument("--tokenizer", type=Path, nargs="+", default=[SAMPLES / "tokenizer"])
     parser.add_argument("--megabytes", type=int, default=100, help="of each input; a fifth of each of those read again")
     parser.add_argument("--memory-megabytes", type=int, default=5000, help="of lengths, and of tokens")
     parser.add_argument("--memory-text-megabytes", type=int, default=200, help="of text")
@@ -195,14 +196,22 @@ def main() -> None:
     size, large, text = (
         megabytes * scale for megabytes in (options.megabytes, options.memory_megabytes, options.memory_text_megabytes)
     )
-    data, tokenizer = load(options.data, options.tokenizer), options.tokenizer
-    parts: dict[str, Callable[[Path], list[Row]]] = {
-        "tokenizing": lambda folder: measure_tokenizing(data, tokenizer, size, repeats, folder),
-        "reading": lambda folder: measure_reading(data, tokenizer, 2 * size, repeats, folder),
-        "cache": lambda folder: measure_cache(data, tokenizer, size // 5, folder),
-        "memory": lambda folder: measure_memory(data, tokenizer, large, text, folder),
+    loaded = {tokenizer: load(options.data, tokenizer) for tokenizer in options.tokenizer}
+    parts: dict[str, Callable[[Path, Data, Path], list[Row]]] = {
+        "tokenizing": lambda tokenizer, data, folder: measure_tokenizing(data, tokenizer, size, repeats, folder),
+        "reading": lambda tokenizer, data, folder: measure_reading(data, tokenizer, 2 * size, repeats, folder),
+        "cache": lambda tokenizer, data, folder: measure_cache(data, tokenizer, size // 5, folder),
+        "memory": lambda tokenizer, data, folder: measure_memory(data, tokenizer, large, text, folder),
     }
-    chosen = {name: parts[name] for name in options.only}
+
+    def with_each(name: str, folder: Path) -> list[Row]:
+        return [
+            {"tokenizer": tokenizer.resolve().name, **row}
+            for tokenizer, data in loaded.items()
+            for row in parts[name](tokenizer, data, folder)
+        ]
+
+    chosen = {name: partial(with_each, name) for name in options.only}
     packages = ("chunkplan", "tokenizers", "pyarrow", "numpy", "numba", "msgspec")
     measure_all(chosen, TITLES, machine(*packages), as_json=options.json)
 

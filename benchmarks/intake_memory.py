@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from intake_data import Data, blocks, described_length_lines, text_lines, token_
 
 _EVERY = 0.1
 
-#: Megabytes of single records. The last is more than is read by default.
-_RECORD_SIZES = (1, 4, 7.9, 16, 500)
+#: How many records, of how many megabytes each; the last two are more than is read by default.
+_RECORDS = ((1, 1), (1, 4), (1, 7.9), (4, 7.9), (1, 16), (1, 500))
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,11 @@ def measure_memory(data: Data, tokenizer: Path, num_bytes: int, text_bytes: int,
             raise SystemExit(run.error)
         rows.append(_row(name, size, run))
         shutil.rmtree(folder)
-    for megabytes in _RECORD_SIZES:
+    for count, megabytes in _RECORDS:
         size = round(megabytes * 1_000_000)
-        line = one_record(data, size)
-        run = analyze(folder, ["-"], tokenizer=tokenizer, data=iter([line]))
-        name = f"text, one record of {megabytes} MB" + (", refused" if not run.manifest else "")
-        rows.append(_row(name, size, run))
+        run = analyze(folder, ["-"], tokenizer=tokenizer, data=repeat(one_record(data, size), count))
+        name = f"text, {count} of {megabytes} MB" + (", refused" if not run.manifest else "")
+        rows.append(_row(name, count * size, run))
         shutil.rmtree(folder)
     return rows
 

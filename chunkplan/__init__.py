@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.page.write import write_report
     from chunkplan.reporting.per_step import per_step
     from chunkplan.reporting.plan_report import plan_report
+    from chunkplan.reporting.record_view import view_record
     from chunkplan.reporting.token_text import open_tokenizer
     from chunkplan.rows import pack
     from chunkplan.schedule.trace import write_trace
@@ -65,6 +66,7 @@ __all__ = [
     "tune",
     "validate",
     "view_chunk",
+    "view_record",
     "write_report",
     "write_shard",
     "write_trace",
@@ -98,6 +100,7 @@ HOMES = {
     "tune": "chunkplan.tuning.tune",
     "validate": "chunkplan.validation.validate",
     "view_chunk": "chunkplan.reporting.chunk_view",
+    "view_record": "chunkplan.reporting.record_view",
     "write_report": "chunkplan.reporting.page.write",
     "write_shard": "chunkplan.intake.shard",
     "write_trace": "chunkplan.schedule.trace",

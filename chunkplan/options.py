@@ -205,10 +205,8 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
 
 
-def read_toml(
-    path: Path, config: type[Options], *, renamed: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Values by field, of a file whose entries are the flags of a configuration without the dashes before them.
+def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
 
     What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old
     names of entries, each with the new one: their values come back by the old name.
@@ -223,7 +221,7 @@ def read_toml(
         raise UsageError(f"--config {path} cannot be read: {error.strerror}", hint="give a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"not TOML: {error}", where=str(path), hint="lines such as seed = 0") from error
-    options = options_of(config).values()
+    options = [one for config in configs for one in options_of(config).values()]
     typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
     declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
     values = {}
@@ -231,7 +229,13 @@ def read_toml(
         name = entry.replace("_", "-")
         found = declared.get(renamed.get(name, name))
         if found is None:
-            raise DataError(f"unknown entry `{entry}`", where=str(path), hint=f"it is one of {', '.join(declared)}")
+            hint = f"it is one of {', '.join(declared)}"
+            for one in options:
+                if one.flag == f"--{name}":  # which says something else than a field of that name
+                    hint = (
+                        f"what {one.flag} says is {' or '.join(one.fills or (one.name,)).replace('_', '-')} in a file"
+                    )
+            raise DataError(f"unknown entry `{entry}`", where=str(path), hint=hint)
         loaded = found.domain.load(value)
         if found.domain.is_written_too and isinstance(value, str):
             loaded = found.read(value)

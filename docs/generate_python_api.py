@@ -53,7 +53,7 @@ FUNCTIONS = {
     "build": ["chunkplan.build"],
     "inspect": [
         *("chunkplan.length_report", "chunkplan.plan_report", "chunkplan.view_chunk"),
-        "chunkplan.write_report",
+        *("chunkplan.view_record", "chunkplan.write_report"),
     ],
     "diff": ["chunkplan.diff"],
     "simulate": [
@@ -91,6 +91,7 @@ NAMED = {
     "chunkplan.cost.shape": ["ModelShape"],
     "chunkplan.reporting.plan_report": ["PlanReport"],
     "chunkplan.reporting.chunk_view": ["ChunkView"],
+    "chunkplan.reporting.record_view": ["RecordView"],
     "chunkplan.reporting.difference": ["Difference"],
     "chunkplan.exporting.export": ["Export"],
     "chunkplan.intake.tokenizer": ["RecordTokenizer"],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, text, tokens
+from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, tokens
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
 
@@ -22,10 +22,11 @@ CONVERSATIONS = ("messages", "conversations")
 #: What of a conversation is trained.
 Turns = Literal["rendered", "last", "each"]
 
-#: What is read of one record at most. Encoding takes up to 130 times as much memory.
+#: What is read of one record at most. Encoding takes up to 130 times as much memory where it is encoded whole.
 MAX_RECORD_BYTES = 8_000_000
 
-_MEGABYTE = 1_000_000
+#: As people count the bytes of a record.
+MEGABYTE = 1_000_000
 
 
 def _read_columns(typed: list[str]) -> dict[str, str]:
@@ -46,9 +47,56 @@ def _read_columns(typed: list[str]) -> dict[str, str]:
     return columns
 
 
+def _load_columns(value: Any) -> Any:
+    """Keys by role, where those of some sources stand under their name: {"a.jsonl": {"text": "code"}}."""
+    if not isinstance(value, Mapping):
+        return value
+    columns: dict[Any, Any] = {}
+    for entry, key in value.items():
+        if not isinstance(key, Mapping):
+            columns[entry] = key
+            continue
+        of_source = {f"{entry}:{role}": inner for role, inner in key.items()}
+        if not entry or any(not role or ":" in role for role in key) or not of_source.keys().isdisjoint(value):
+            return value  # which is no mapping of strings
+        columns |= of_source
+    return columns
+
+
+def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:
+    """What is said of all sources, and of some, as typed: ["text", "a.log=jsonl"]."""
+    found: dict[str, str | dict[str, str]] = {}
+    formats: dict[str, str] = {}
+    for words in typed:
+        source, equals, name = words.rpartition("=")
+        if not name or bool(equals) != bool(source):
+            raise ValueError(words)
+        if source in formats or (not source and "schema" in found):
+            of_source = f"of {source}" if source else "for all sources"
+            raise UsageError(f"two formats {of_source}", hint="of some sources: --format SOURCE=NAME or =NAME,NAME")
+        if source:
+            found["formats"] = formats
+            formats[source] = name
+        else:
+            found["schema"] = name
+    return found
+
+
+FORMAT = Domain(
+    lambda value: isinstance(value, str),
+    "the name of a schema",
+    read=_read_formats,
+    typed="NAME or SOURCE=NAME",
+    metavar="NAME",
+    completed=SCHEMAS,
+    example="data.log=jsonl",
+    is_repeated=True,
+)
+FORMATS = Domain(WORDS.holds, "names of formats by source")
 COLUMNS = Domain(
     WORDS.holds,
-    "keys by role",
+    "keys by role, or by source and role",
+    load=_load_columns,
     read=_read_columns,
     typed="ROLE=KEY or SOURCE:ROLE=KEY",
     metavar="ROLE=KEY",
@@ -58,7 +106,7 @@ COLUMNS = Domain(
 RECORD_BYTES = Domain(
     holds=lambda value: type(value) is int and 1 <= value < 10**15,
     expected="megabytes above 0",
-    read=lambda typed: round(float(typed) * _MEGABYTE),
+    read=lambda typed: round(float(typed) * MEGABYTE),
     metavar="MB",
     example="16",
 )
@@ -71,21 +119,28 @@ class IntakeOptions(Options):
     """Options of `analyze`; the help of each is in its field.
 
     `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
-    for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all. Of a
-    `sample` nothing can be trained: no tokens are stored.
+    for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may
+    SOURCE -> {role -> key}. `formats`: SOURCE -> a schema, or how the name of the file would end if it said what the
+    file is (`jsonl`, `json.gz`, ...), or both with a comma between. Of a `sample` nothing can be trained: no tokens are
+    stored.
 
     Raises:
         UsageError: one makes no sense.
     """
 
     schema: str | None = option(
-        text("NAME", completed=SCHEMAS),
+        FORMAT,
         "How records are laid out: text, messages, conversations, prompt+completion, instruction, question+answer, "
-        "input_ids or length.",
+        "input_ids or length. For some sources only: qa.jsonl=question+answer; so also what a file is whose name does "
+        "not say it: data.log=jsonl. Repeatable.",
         group=_TOKENS,
         default=None,
         default_words="found out for each source",
         flag="--format",
+        fills=("schema", "formats"),
+    )
+    formats: Mapping[str, str] = option(
+        FORMATS, "Formats of some sources.", group=_TOKENS, default={}, default_words="", flag=""
     )
     columns: Mapping[str, str] = option(
         COLUMNS,
@@ -141,7 +196,7 @@ class IntakeOptions(Options):
         "Larger records are errors; each MB may take 130 MB of memory in each process.",
         group=_DATA,
         default=MAX_RECORD_BYTES,
-        default_words=str(MAX_RECORD_BYTES // _MEGABYTE),
+        default_words=str(MAX_RECORD_BYTES // MEGABYTE),
         flag="--max-record-mb",
     )
 
@@ -159,4 +214,4 @@ class IntakeOptions(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON values."""
-        return asdict(self) | {"columns": dict(self.columns)}
+        return asdict(self) | {"columns": dict(self.columns), "formats": dict(self.formats)}

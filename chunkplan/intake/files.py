@@ -95,14 +95,18 @@ class RemoteFiles:
 
     def exists(self, path: str) -> bool:
         """See `Files`."""
-        return bool(self._system.exists(path))
+        return self._type(path) is not None
 
     def is_folder(self, path: str) -> bool:
-        """See `Files`; asked for what is known of it, as `isdir` of http reads the file."""
+        """See `Files`."""
+        return self._type(path) == "directory"
+
+    def _type(self, path: str) -> str | None:
+        """What is at `path`, None if nothing is; asked for so, as `exists` and `isdir` of http fetch the file."""
         try:
-            return bool(self._system.info(path)["type"] == "directory")
+            return str(self._system.info(path)["type"])
         except FileNotFoundError:
-            return False
+            return None
 
     def is_folder_link(self, path: str) -> bool:
         """See `Files`; here there are none."""
@@ -166,11 +170,17 @@ def files_of(path: str) -> Files:
     return RemoteFiles(_filesystem(path)) if is_url(path) else LocalFiles()
 
 
-def open_file(path: str) -> BinaryIO:
-    """The bytes of a file, a URL, or the standard input, from their begin; use it within `reading`."""
+def open_file(path: str, block_bytes: int | None = None) -> BinaryIO:
+    """The bytes of a file, a URL, or the standard input, from their begin; use it within `reading`.
+
+    `block_bytes`: how much is fetched at once of what is behind a URL, where that is to be little.
+    """
     if path == STDIN:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    return cast(BinaryIO, _filesystem(path).open(path, "rb")) if is_url(path) else Path(path).open("rb")
+    if not is_url(path):
+        return Path(path).open("rb")
+    block_size = {} if block_bytes is None else {"block_size": block_bytes}
+    return cast(BinaryIO, _filesystem(path).open(path, "rb", **block_size))
 
 
 @contextmanager

@@ -16,6 +16,9 @@ PIECE_BYTES = 8 << 20
 #: Whole lines are read together up to this many bytes; a longer line is read alone.
 BLOCK_BYTES = 1 << 20
 
+#: How much is fetched at once of what is behind a URL, where only its beginning is looked at, or what it has in it.
+LOOK_BYTES = 1 << 18
+
 #: Records in a batch: of any schema, and of those that are columns of numbers.
 BATCH_RECORDS = 1024
 COLUMN_RECORDS = 65_536
@@ -29,7 +32,7 @@ class Piece:
     or URL, or a temporary file that holds what was read from a stream. `start` and `stop` are bytes of lines, or row
     groups (record batches) of a table. `origin` is the position of the piece in the whole source, in bytes or rows:
     positions decide which records a sample takes. `num_bytes` is how much there is to read in it. `share` is how
-    many bytes of the source's own file, which may be compressed, it stands for.
+    many bytes of the source's own file, which may be compressed, it stands for. `compression` is that of what is read.
     """
 
     source: int
@@ -42,6 +45,7 @@ class Piece:
     is_temporary: bool = False
     num_bytes: int = 0
     share: int = 0
+    compression: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Looks at the first records of every source before any is read, so that all that cannot be read is found at once.
 
-Of a file no more is read than it takes to find out how its records are laid out; what can be read only once, and what
-is behind a URL, is not touched.
+Of a file no more is read than it takes to find out how its records are laid out. What can be read only once is not
+touched, and neither is what is behind a URL if it has to be fetched whole.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from chunkplan.quantities import counted
 
 #: Records that say how those of a source are laid out.
 _RECORDS = 100
+
+#: Kinds of files of which nothing is known before they are fetched whole.
+_FETCHED = ("arrow", "npy")
 
 #: Sources that an error names, and letters of what it says of each: a screenful in all.
 _NAMED, _LETTERS = 8, 120
@@ -86,18 +89,19 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     file = source.file
     if file.damage is not None:
         raise RecordError(file.damage, reason="unreadable", where=source.name, hint="fix it, or take it away")
-    if file.kind == LINK or file.num_bytes is None or is_url(file.path):
+    is_once = file.num_bytes is None and not is_url(file.path)
+    if file.kind == LINK or is_once or (is_url(file.path) and file.kind in _FETCHED):
         return None
     if file.kind == "text":
-        if file.num_bytes or file.compression:  # an empty text is a blank record
-            next(chunks(file.path, file.compression))
+        if file.num_bytes != 0 or file.compression:  # an empty text is a blank record
+            next(chunks(file.path, file.compression, is_look=True))
         return None
     piece = _beginning(file, index, options, spool) if is_stream(file) else next(cut(file, index, spool))
     if piece is None:
         return None
     try:
         records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
-        layout = find_layout(source, records, options)
+        layout = find_layout(source, records)
         if options.on_error == "stop":
             _check_records(source, piece, layout, records, options)
     finally:
@@ -106,7 +110,7 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     return None if is_stream(file) else layout
 
 
-def find_layout(source: Source, records: Sequence[JsonObject], options: IntakeOptions) -> RecordLayout:
+def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """How the records of a source are laid out that begins with `records`.
 
     Raises:
@@ -118,14 +122,14 @@ def find_layout(source: Source, records: Sequence[JsonObject], options: IntakeOp
         return RecordLayout("text", {"text": "text"}, "no record")
     columns = source.asked_columns or default_columns(source.file)
     try:
-        return detect(records, schema=options.schema, columns=columns)
+        return detect(records, schema=source.asked_schema, columns=columns)
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 
 
 def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path) -> Piece | None:
     """The first lines of a file that has to be read in order, as a temporary piece; None if the first is very long."""
-    data, reader = contents(file, Taken())
+    data, reader = contents(file, Taken(), is_look=True)
     head = bytearray()
     is_whole = True
     try:

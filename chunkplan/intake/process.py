@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
@@ -28,7 +30,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 5
+_VERSION = 6
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -69,9 +71,7 @@ def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report
     options = settings.options
     if options.stores_tokens and (settings.tokenizer or layout.schema == "input_ids"):
         check_room(store.root, MOST * piece.num_bytes, "the next piece")
-    encoder = None
-    if settings.tokenizer:
-        encoder = _encoder(settings.identity, settings.tokenizer, settings.chat_template, settings.today)
+    encoder = _encoder(settings)
     with store.adding(result) as folder:
         writer = PieceWriter(folder, result)
         task = _Task(writer, result, encoder, options)
@@ -128,9 +128,28 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
     return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
 
 
-@lru_cache(maxsize=1)
-def _encoder(identity: str, tokenizer: str, chat_template: str | None, today: str) -> RecordTokenizer:
+def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
+    """Load what most tasks of a run need, before the first is known; what cannot be loaded is reported by others."""
+    if tokenizer is None:
+        import chunkplan.intake.readers.line_columns  # noqa: F401 - lengths and tokens need it, which takes a while
+    elif Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
+        with suppress(ChunkplanError):
+            _load(tokenizer, chat_template, today)
+
+
+def _encoder(settings: IntakeSettings) -> RecordTokenizer | None:
     """The tokenizer, loaded once in a process; again where the same name stands for something else."""
+    if settings.tokenizer is None:
+        return None
+    arguments = settings.tokenizer, settings.chat_template, settings.today
+    if (loaded := _load(*arguments)).identity != settings.identity:
+        _load.cache_clear()
+        loaded = _load(*arguments)
+    return loaded
+
+
+@lru_cache(maxsize=1)
+def _load(tokenizer: str, chat_template: str | None, today: str) -> RecordTokenizer:
     return load_tokenizer(tokenizer, chat_template, today=today)
 
 
@@ -258,11 +277,17 @@ class _Task:
             self._result.num_truncated += int(is_long.sum())
             self._result.num_truncated_tokens += int((lengths - limit)[is_long].sum())
             return np.ones(len(lengths), np.bool_), np.minimum(lengths, limit)
-        hint = (
-            "raise --max-length, or say --long drop or --long truncate"
-            if options.max_length is not None
-            else "split the record; that is the most a plan can address"
-        )
         for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
-            self._rejected.append(Rejected(number, "too-long", f"{length:,} tokens, more than {limit:,}", hint))
+            self._rejected.append(too_long(number, length, options.max_length))
         return ~is_long, lengths
+
+
+def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:
+    """The entry of a record whose sequence has more tokens than are asked for, or than there can be."""
+    hint = (
+        "raise --max-length, or say --long drop or --long truncate"
+        if max_length is not None
+        else "split the record; that is the most a plan can address"
+    )
+    limit = _LONGEST if max_length is None else max_length
+    return Rejected(number, "too-long", f"{num_tokens:,} tokens, more than {limit:,}", hint)

@@ -15,13 +15,15 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import reserve_folder, temporary_folder
 from chunkplan.files.writing import writing
+from chunkplan.intake import pieces
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.run import IntakeRun, Runner
-from chunkplan.intake.run_local import run_here, run_in_processes
+from chunkplan.intake.run_local import Prepare, Workers, run_here, run_in_processes
 from chunkplan.intake.source import Source
+from chunkplan.intake.source_columns import suffixes_of
 from chunkplan.intake.sources import SourceFile, find_sources
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import TokenizerEntry
@@ -73,32 +75,34 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     paths = [request.paths] if isinstance(request.paths, (str, Path)) else request.paths
     beside: list[str] = []
-    files = find_sources(paths, beside)
+    files = find_sources(paths, beside, suffixes_of(request.options.formats))
     if request.beside is not None:
         request.beside(beside)
     if shard is not None:
         _check_can_be_dealt(files)
-    settings, tokenizer = _settings_of(request)
-    share = 1 if shard is None else 1 / shard[1]
-    if request.options.stores_tokens and tokenizer:
-        least = LEAST * share * sum(file.num_bytes or 0 for file in files if file.kind != "npy")
-        check_room(request.cache, least, "storing the tokens")
-    total = None if any(file.num_bytes is None for file in files) else sum(file.num_bytes or 0 for file in files)
-
-    def report(num_bytes: int, num_tokens: int) -> None:
-        if request.progress is not None:
-            request.progress(num_bytes, total, num_tokens)
-
     store = Store(request.cache, is_trusted=request.use_cache)
-    kind = "analysis" if shard is None else "shard"
-    with reserve_folder(output, kind), writing(request.cache, room_hint=ROOM_HINT), store.in_use():
-        with temporary_folder(request.cache, "spool") as spool:
-            run = IntakeRun(files, settings, store, spool, shard=shard)
-            try:
-                run.run(_runner(request, files), report)
-            finally:
-                store.clean()  # processes that were ended at once leave their pieces behind
-        yield Done(run.sources, store, settings, tokenizer)
+    with Workers(_num_workers(request, files)) as workers:
+        _begin(workers, request, files, store)
+        settings, tokenizer = _settings_of(request)
+        share = 1 if shard is None else 1 / shard[1]
+        if request.options.stores_tokens and tokenizer:
+            least = LEAST * share * sum(file.num_bytes or 0 for file in files if file.kind != "npy")
+            check_room(request.cache, least, "storing the tokens")
+        total = None if any(file.num_bytes is None for file in files) else sum(file.num_bytes or 0 for file in files)
+
+        def report(num_bytes: int, num_tokens: int) -> None:
+            if request.progress is not None:
+                request.progress(num_bytes, total, num_tokens)
+
+        kind = "analysis" if shard is None else "shard"
+        with reserve_folder(output, kind), writing(request.cache, room_hint=ROOM_HINT), store.in_use():
+            with temporary_folder(request.cache, "spool") as spool:
+                run = IntakeRun(files, settings, store, spool, shard=shard)
+                try:
+                    run.run(_runner(request, workers), report)
+                finally:
+                    store.clean()  # processes that were ended at once leave their pieces behind
+            yield Done(run.sources, store, settings, tokenizer)
 
 
 def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
@@ -131,14 +135,28 @@ def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry
     return settings, encoder.describe()
 
 
-def _runner(request: IntakeRequest, files: Sequence[SourceFile]) -> Runner:
+def _num_workers(request: IntakeRequest, files: Sequence[SourceFile]) -> int:
+    """How many processes read on this machine; 1 is this one."""
+    num_bytes = sum(ONE_PROCESS_BYTES if file.num_bytes is None else file.num_bytes for file in files)
+    must_be_alone = multiprocessing.current_process().daemon  # such as a worker of a DataLoader
+    if must_be_alone or num_bytes < ONE_PROCESS_BYTES or request.ray is not None:
+        return 1
+    return request.workers or len(os.sched_getaffinity(0))
+
+
+def _begin(workers: Workers, request: IntakeRequest, files: Sequence[SourceFile], store: Store) -> None:
+    """Have the processes that will be needed load the tokenizer while this one does."""
+    new = [file.num_bytes for file in files if file.num_bytes is None or store.recall(Path(file.path)) is None]
+    if workers.num_workers == 1 or not new:
+        return
+    num_pieces = sum(-(-(size or ONE_PROCESS_BYTES) // pieces.PIECE_BYTES) for size in new)
+    tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
+    workers.begin(min(workers.num_workers, num_pieces), Prepare(tokenizer, template, date.today().isoformat()))
+
+
+def _runner(request: IntakeRequest, workers: Workers) -> Runner:
     if request.ray is not None:
         from chunkplan.intake.run_ray import run_on_ray
 
         return partial(run_on_ray, address=request.ray, num_workers=request.workers)
-    workers = request.workers or len(os.sched_getaffinity(0))
-    num_bytes = sum(ONE_PROCESS_BYTES if file.num_bytes is None else file.num_bytes for file in files)
-    must_be_alone = multiprocessing.current_process().daemon  # such as a worker of a DataLoader
-    if must_be_alone or workers == 1 or num_bytes < ONE_PROCESS_BYTES:
-        return run_here
-    return partial(run_in_processes, num_workers=workers)
+    return run_here if workers.num_workers == 1 else partial(run_in_processes, workers=workers)

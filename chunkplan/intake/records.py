@@ -12,6 +12,11 @@ from chunkplan.arrays import BoolArray, Int32Array
 JsonObject = dict[str, Any]
 
 
+def as_tools(functions: list[JsonObject]) -> list[JsonObject]:
+    """Tools as chat templates document them, each with its `function`, of what may be functions alone."""
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
+
+
 @dataclass(frozen=True)
 class TextRecord:
     """Plain text: every token counts in the loss."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.intake.files import is_url
 from chunkplan.intake.probe import find_layout, probe, unreadable_sources
 from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import cut, first_records, is_stream
@@ -21,12 +22,15 @@ from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources
+from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Iterator[tuple[Task, PieceResult | Failed]]]
+
+#: How many URLs are looked at at once.
+_LOOKS = 16
 
 #: The place of what failed in the order of the input: source, and piece in it.
 _Place = tuple[int, int]
@@ -45,8 +49,10 @@ class IntakeRun:
         shard: tuple[int, int] | None = None,
     ) -> None:
         readable = [file for file in files if file.kind != LINK]
-        columns = iter(columns_of_sources(settings.options.columns, [file.path for file in readable]))
-        self.sources = [Source(file, {} if file.kind == LINK else next(columns)) for file in files]
+        paths, options = [file.path for file in readable], settings.options
+        schemas = schemas_of_sources(options.schema, options.formats, paths)
+        said = iter(zip(columns_of_sources(options.columns, paths), schemas, strict=True))
+        self.sources = [Source(file) if file.kind == LINK else Source(file, *next(said)) for file in files]
         self._settings = settings
         self._options = settings.options
         self._spool = spool
@@ -92,14 +98,24 @@ class IntakeRun:
         What is in the cache was read before, and is not looked at.
         """
         problems: list[tuple[Source, DataError]] = []
-        for index, source in enumerate(self.sources):
-            opened = self._opened[index] = _open(source, self._options)
-            if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
-                continue
-            try:
-                source.layout = probe(source, index, self._options, self._spool)
-            except DataError as error:
-                problems.append((source, error))
+        threads = ThreadPoolExecutor(_LOOKS)
+        looks = {  # at what is behind a URL, which takes long to answer
+            index: threads.submit(probe, source, index, self._options, self._spool)
+            for index, source in enumerate(self.sources)
+            if is_url(source.file.path)
+        }
+        try:
+            for index, source in enumerate(self.sources):
+                opened = self._opened[index] = _open(source)
+                if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
+                    continue
+                try:
+                    look = looks.get(index)
+                    source.layout = look.result() if look else probe(source, index, self._options, self._spool)
+                except DataError as error:
+                    problems.append((source, error))
+        finally:
+            threads.shutdown(cancel_futures=True)
         num_sources = sum(source.file.kind != LINK for source in self.sources)
         is_schema = any(not isinstance(found, RecordError) for _, found in problems)
         if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == num_sources)):
@@ -141,7 +157,7 @@ class IntakeRun:
         for piece in cut(file, index, self._spool):
             if source.layout is None:
                 records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
-                source.layout = find_layout(source, records, self._options)
+                source.layout = find_layout(source, records)
             source.num_cut += 1
             source.reader = piece.reader
             share = min(piece.share, source.num_left)
@@ -224,10 +240,11 @@ class _Opened:
     origins: list[int]
 
 
-def _open(source: Source, options: IntakeOptions) -> _Opened | None:
+def _open(source: Source) -> _Opened | None:
     path = Path(source.file.path)
     if source.file.num_bytes is None or not path.is_file():
         return None
     looked = now_ns()
-    wanted = json.dumps([options.schema, sorted(source.asked_columns.items())])
+    file = source.file
+    wanted = json.dumps([file.kind, file.compression, source.asked_schema, sorted(source.asked_columns.items())])
     return _Opened(path, describe(path), looked, wanted, [])

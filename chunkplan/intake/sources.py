@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from chunkplan.config.intake import SCHEMAS
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
+from chunkplan.intake.source_columns import is_named
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -36,6 +39,7 @@ _KINDS = {
     ".npy": "npy",
 }
 _TEXT_KINDS = ("jsonl", "json", "text")
+_KIND_NAMES = ", ".join(suffix.removeprefix(".") for suffix in _KINDS)
 
 #: Suffixes that are read, for people.
 KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _TEXT_KINDS)} also with " + ", ".join(
@@ -111,10 +115,44 @@ def describe(path: str) -> tuple[str, str | None] | None:
     return kind, compression
 
 
-def find_sources(paths: Sequence[str | Path], beside: list[str] | None = None) -> list[SourceFile]:
+@dataclass(frozen=True)
+class _Search:
+    """What a search goes by, and what it finds besides data: `suffixes` are those the user says, see `find_sources`."""
+
+    beside: list[str]
+    suffixes: Mapping[str, str]
+
+    def describe(self, path: str) -> tuple[str, str | None] | None:
+        """As `describe`, of the suffix that the user says where one is said."""
+        said = self._said(path)
+        return describe(path) if said is None else describe(_named(said))
+
+    def is_data(self, path: str) -> bool:
+        """Whether a file of a folder or a pattern is data, by its name."""
+        name = name_of(path)
+        if name.startswith("."):
+            return False
+        if self._said(path) is not None:
+            return True
+        is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS) or name.lower() in _ABOUT_DATA
+        return "." in name and not is_beside and describe(path) is not None
+
+    def _said(self, path: str) -> str | None:
+        return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
+
+
+def _named(suffix: str) -> str:
+    """A name with this suffix."""
+    return f"x.{suffix.removeprefix('.')}"
+
+
+def find_sources(
+    paths: Sequence[str | Path], beside: list[str] | None = None, suffixes: Mapping[str, str] | None = None
+) -> list[SourceFile]:
     """The sources that `paths` name, in order; a file that is named twice is two of them.
 
-    Files that folders and patterns have beside data, and that are none, are added to `beside`.
+    Files that folders and patterns have beside data, and that are none, are added to `beside`. `suffixes` says how the
+    names of files would end if they said what these are: SOURCE -> suffix, for files that `is_named` so.
 
     A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
     pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
@@ -122,11 +160,19 @@ def find_sources(paths: Sequence[str | Path], beside: list[str] | None = None) -
     stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there.
 
     Raises:
-        UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access.
+        UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
+            standard input is said to be something else than JSON lines.
         DataError: a folder of `save_to_disk` does not say what its files are.
     """
-    others: list[str] = [] if beside is None else beside
-    found = [source for path in map(str, paths) for source in _find(path, others)]
+    search = _Search([] if beside is None else beside, suffixes or {})
+    for name, suffix in search.suffixes.items():
+        if describe(_named(suffix)) is None:
+            raise UsageError(
+                f"--format {name}={suffix}: there is no such schema, and no such kind of file",
+                hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of {_KIND_NAMES}, the first four also "
+                "such as jsonl.gz",
+            )
+    found = [source for path in map(str, paths) for source in _find(path, search)]
     sources = sorted(found, key=lambda source: source.kind == LINK)
     if not sources:
         raise UsageError("no data", hint="give files, folders, patterns or URLs of data, or - for the standard input")
@@ -135,33 +181,38 @@ def find_sources(paths: Sequence[str | Path], beside: list[str] | None = None) -
     return sources
 
 
-def _find(path: str, beside: list[str]) -> list[SourceFile]:
+def _find(path: str, search: _Search) -> list[SourceFile]:
     if path == STDIN:
+        if search.suffixes and search.describe(path) != describe(path):
+            raise UsageError("the standard input is JSON lines", hint="write it to a file, and name that")
         return [SourceFile(STDIN, "jsonl", None, None)]
     with reading(path):
         files = files_of(path)
         if files.is_folder(path):
-            return _in_folder(files, path, beside)
+            return _in_folder(files, path, search)
         if files.exists(path):
-            return [_source(files, path)]
+            return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
-            return _of_pattern(files, path, beside)
+            return _of_pattern(files, path, search)
     raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
 
 
-def _source(files: Files, path: str) -> SourceFile:
-    described = describe(path)
+def _source(files: Files, path: str, search: _Search) -> SourceFile:
+    described = search.describe(path)
     if described is None:
-        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}")
+        say = f"say what it is: --format {shlex.quote(f'{name_of(path)}=jsonl')}"
+        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {say}")
     return SourceFile(path, *described, files.size(path))
 
 
-def _found(files: Files, path: str) -> SourceFile:
+def _found(files: Files, path: str, search: _Search) -> SourceFile:
     """What a folder or a pattern stands for: data, or a link to a folder."""
     if files.is_folder_link(path):
         return SourceFile(path, LINK, None, 0)
     damage = files.damage(path)
-    return _source(files, path) if damage is None else SourceFile(path, *(describe(path) or ("jsonl", None)), 0, damage)
+    if damage is None:
+        return _source(files, path, search)
+    return SourceFile(path, *(search.describe(path) or ("jsonl", None)), 0, damage)
 
 
 def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
@@ -174,12 +225,12 @@ def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
     return found
 
 
-def _in_folder(files: Files, folder: str, beside: list[str]) -> list[SourceFile]:
-    found = [_found(files, path) for path in _below(files, folder, beside)]
+def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
+    found = [_found(files, path, search) for path in _below(files, folder, search)]
     return _check_any(found, f"{folder} has no data in it or below")
 
 
-def _of_pattern(files: Files, pattern: str, beside: list[str]) -> list[SourceFile]:
+def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
     found: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
@@ -190,10 +241,10 @@ def _of_pattern(files: Files, pattern: str, beside: list[str]) -> list[SourceFil
             found[links[-1]] = None  # the outermost
         elif not files.is_folder(path):
             if not any(map(is_ours, folders)):
-                found |= {path: None} if _is_source(files, path, beside) else {}
+                found |= {path: None} if _is_source(files, path, search) else {}
         elif "**" not in pattern:
-            found |= dict.fromkeys(_below(files, path, beside))
-    return _check_any([_found(files, path) for path in found], f"no data matches {pattern}")
+            found |= dict.fromkeys(_below(files, path, search))
+    return _check_any([_found(files, path, search) for path in found], f"no data matches {pattern}")
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -204,16 +255,16 @@ def _folders_of(path: str, named: int) -> Iterator[str]:
         folder = folder.rpartition("/")[0]
 
 
-def _below(files: Files, folder: str, beside: list[str]) -> list[str]:
+def _below(files: Files, folder: str, search: _Search) -> list[str]:
     """The data in and below `folder`, and links to folders, sorted.
 
     A folder of `save_to_disk` stands where its path does, and is a whole.
     """
-    found = sorted(_walk(files, folder, beside))
+    found = sorted(_walk(files, folder, search))
     return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
 
 
-def _walk(files: Files, folder: str, beside: list[str]) -> Iterator[tuple[str, bool]]:
+def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, bool]]:
     """(data file or link, False) and (folder of `save_to_disk`, True)."""
     with reading(folder):
         inside, folders = files.children(folder)
@@ -223,28 +274,23 @@ def _walk(files: Files, folder: str, beside: list[str]) -> Iterator[tuple[str, b
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
-    yield from ((file, False) for file in inside if _is_source(files, file, beside))
+    yield from ((file, False) for file in inside if _is_source(files, file, search))
     for child in folders:
         if files.is_folder_link(child):
             yield child, False
         else:
-            yield from _walk(files, child, beside)
+            yield from _walk(files, child, search)
 
 
-def _is_source(files: Files, path: str, beside: list[str]) -> bool:
+def _is_source(files: Files, path: str, search: _Search) -> bool:
     """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare.
 
-    What is neither is added to `beside`.
+    What is neither is noted as beside data.
     """
-    found = _is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
-    beside += [] if found else [path]
+    found = search.is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
+    if not found:
+        search.beside.append(path)
     return found
-
-
-def _is_data(path: str) -> bool:
-    name = name_of(path)
-    is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS) or name.lower() in _ABOUT_DATA
-    return "." in name[1:] and not name.startswith(".") and not is_beside and describe(path) is not None
 
 
 def _is_ours(files: Files, folder: str) -> bool:

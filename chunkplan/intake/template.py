@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import date, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -23,7 +23,7 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
 from chunkplan.intake.template_nulls import MarkedNulls
-from chunkplan.intake.template_parts import other_arguments, reads_parts
+from chunkplan.intake.template_parts import calls_put_out, other_forms, reads_parts
 from chunkplan.intake.template_sandbox import (
     GENERATION_END,
     GENERATION_START,
@@ -33,7 +33,9 @@ from chunkplan.intake.template_sandbox import (
     compile_tree,
 )
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
-from chunkplan.intake.template_turns import TurnFinder
+from chunkplan.intake.template_turns import MOST_SHAPES, TurnFinder, shape_of
+
+T = TypeVar("T")
 
 _HINT = "fix the template, give another one with --chat-template, or leave this record out"
 _MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
@@ -79,6 +81,7 @@ class ChatTemplate:
         self.today = today if "strftime_now" in source + (for_tools or "") else None
         self._special_tokens = special_tokens
         self._reads_parts: dict[tuple[str, int], bool] = {}
+        self._put_out: dict[Any, frozenset[tuple[int, int]] | None] = {}  # by shape
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
             tree = environment.parse(source)
@@ -106,7 +109,8 @@ class ChatTemplate:
 
         An assistant message counts where it stands in generation blocks; without such blocks from the end of the
         generation prompt to the token that ends it. Any other message counts as a whole. Where the template raises,
-        arguments of calls that are objects are written as JSON, and those that are JSON read.
+        arguments of calls that are objects are written as JSON, and those that are JSON read; and tools that are bare
+        functions are written as tools.
 
         Raises:
             RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
@@ -114,22 +118,57 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation)
-        messages = [self._shown(message) for message in conversation.messages]
-        try:
-            full, spans = self._render_all(conversation, messages, conversation.tools)
-        except TemplateRaisedError as error:
-            written = other_arguments(messages)
-            if written is None:
-                raise
-            try:
-                full, spans = self._render_all(conversation, written, conversation.tools)
-            except TemplateRaisedError:
-                raise error from None
-            messages = written
+        (full, spans), messages, tools = self._in_some_form(
+            conversation, lambda messages, tools: self._render_all(conversation, messages, tools)
+        )
         if "None" in full and any("None" in full[start:stop] for start, stop in spans):
-            self._refuse_printed_nulls(conversation, messages)
-        refuse_missing_calls(conversation, "".join(full[start:stop] for start, stop in spans))
+            self._refuse_printed_nulls(conversation, messages, tools)
+        counted = "".join(full[start:stop] for start, stop in spans)
+        refuse_missing_calls(conversation, counted, self._calls_put_out(messages, tools))
         return full, spans
+
+    def text(self, conversation: Conversation) -> str:
+        """The conversation as a string, also where what counts in it is not known.
+
+        Raises:
+            RecordError: the template raises.
+        """
+        if self._for_tools is not None and conversation.tools is not None:
+            return self._for_tools.text(conversation)
+        rendered, _, _ = self._in_some_form(conversation, self._render_watched)
+        return rendered.text
+
+    def _in_some_form(
+        self, conversation: Conversation, render: Callable[[list[JsonObject], list[JsonObject] | None], T]
+    ) -> tuple[T, list[JsonObject], list[JsonObject] | None]:
+        """What `render` makes of the messages and tools as the template gets them, and these.
+
+        Where the template raises, they are in the first of their other forms at which it does not.
+        """
+        messages, tools = [self._shown(message) for message in conversation.messages], conversation.tools
+        try:
+            return render(messages, tools), messages, tools
+        except TemplateRaisedError as first:
+            raised = first
+            for other, others in other_forms(messages, tools):
+                try:
+                    return render(other, others), other, others
+                except TemplateRaisedError as error:
+                    raised = raised if others is tools else error  # of tools that it can read
+            raise raised from None
+
+    def _calls_put_out(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> frozenset[tuple[int, int]] | None:
+        """As `calls_put_out`, which is asked once of every shape."""
+        if not any("tool_calls" in message for message in messages):
+            return None
+        shape = bool(tools), *map(shape_of, messages)
+        if shape not in self._put_out:
+            if len(self._put_out) >= MOST_SHAPES:
+                self._put_out.clear()
+            self._put_out[shape] = calls_put_out(lambda named: self._render_watched(named, tools).text, messages)
+        return self._put_out[shape]
 
     def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""
@@ -148,10 +187,12 @@ class ChatTemplate:
     def _variables(self, tools: list[JsonObject] | None) -> Variables:
         return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
 
-    def _refuse_printed_nulls(self, conversation: Conversation, messages: list[JsonObject]) -> None:
-        """Raises RecordError where a "None" that counts is a null; `messages` are those that were rendered."""
+    def _refuse_printed_nulls(
+        self, conversation: Conversation, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> None:
+        """Raises RecordError where a "None" that counts is a null; `messages` and `tools` were rendered."""
         nulls = MarkedNulls()
-        messages, tools = nulls.mark(messages, "messages"), nulls.mark(conversation.tools, "tools")
+        messages, tools = nulls.mark(messages, "messages"), nulls.mark(tools, "tools")
         if not nulls.paths:
             return
         full, spans = self._render_all(conversation, messages, tools)

@@ -1,18 +1,18 @@
-"""Whether a chat template reads content that is a list of text parts, found out by rendering one.
+"""The forms of content, of arguments and of tools that a chat template takes.
 
-transformers hands such lists on as they are. Many templates know strings alone: they would print the list as Python
-writes it, leave it out, or raise.
+transformers hands lists of text parts on as they are. Many templates know strings alone: they would print the list as
+Python writes it, leave it out, or raise. Whether one reads them is found out by rendering one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from chunkplan.intake.records import JsonObject
+from chunkplan.intake.records import JsonObject, as_tools
 from chunkplan.intake.rejection import RecordError
 
 _WORDS = ("qzfirst", "qzsecond")
@@ -47,11 +47,59 @@ def reads_parts(render: Callable[[list[JsonObject]], str], role: str, num_parts:
     return all(word in text and f"'{word}'" not in text and f'"{word}"' not in text for word in words)
 
 
-def other_arguments(messages: list[JsonObject]) -> list[JsonObject] | None:
+def calls_put_out(
+    render: Callable[[list[JsonObject]], str], messages: list[JsonObject]
+) -> frozenset[tuple[int, int]] | None:
+    """The calls of tools in what `render` makes of messages, by message and place in it.
+
+    Each is seen by a name of its own for the tool. None where there are no calls, or the template raises at such names.
+    """
+    words: dict[str, tuple[int, int]] = {}
+    others = []
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        named = []
+        for place, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            word = f"qz{index}in{place}zq"
+            if isinstance(function, dict):
+                call = {**call, "function": {**function, "name": word}}
+            elif isinstance(call, dict):
+                call = {**call, "name": word}
+            words[word] = index, place
+            named.append(call)
+        others.append({**message, "tool_calls": named} if named else message)
+    if not words:
+        return None
+    try:
+        text = render(others)
+    except RecordError:
+        return None
+    return frozenset(place for word, place in words.items() if word in text)
+
+
+def other_forms(
+    messages: list[JsonObject], tools: list[JsonObject] | None
+) -> Iterator[tuple[list[JsonObject], list[JsonObject] | None]]:
+    """The same messages and tools as templates take them that raise at these, those closest to them first.
+
+    Some templates put a string of arguments into the text and raise at an object, some walk over an object and raise at
+    a string. Some take the `function` of a tool, where data have the function alone.
+    """
+    other = _with_other_arguments(messages)
+    whole = as_tools(tools or [])
+    if other is not None:
+        yield other, tools
+    if whole != (tools or []):
+        yield messages, whole
+        if other is not None:
+            yield other, whole
+
+
+def _with_other_arguments(messages: list[JsonObject]) -> list[JsonObject] | None:
     """Messages whose calls have their arguments in the other form: objects as JSON, and JSON as objects.
 
-    None where there are no such arguments. Some templates put a string into the text and raise at an object, some walk
-    over an object and raise at a string.
+    None where there are no such arguments.
     """
     changed = False
     others = []

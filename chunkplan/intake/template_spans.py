@@ -6,7 +6,8 @@ message's place is known where the rendering of the messages up to it is how the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from chunkplan.intake.records import Conversation, JsonObject
 from chunkplan.intake.rejection import RecordError
@@ -39,22 +40,30 @@ def beginning_span(messages: list[JsonObject], full: str, render: Render, index:
     return min(start, stop), stop  # the template may leave the message out
 
 
-def refuse_missing_calls(conversation: Conversation, counted: str) -> None:
-    """Raises RecordError where `counted`, the text that counts, lacks a call of a tool: silence would be trained.
+def refuse_missing_calls(conversation: Conversation, counted: str, put_out: Collection[tuple[int, int]] | None) -> None:
+    """Raises RecordError where a call of a tool is left out of what counts: silence would be trained.
 
-    The rest of a rendering may name the tool as well, in a list of tools or in a question.
+    `counted` is the text that counts; the rest of a rendering may name the tool as well, in a list of tools or in a
+    question. `put_out` has the calls that the template puts out, by message and place in it, where that is known: some
+    put out the first call of a message alone, and what else is said may name the tool.
     """
     for index, message in enumerate(conversation.messages):
         calls = message.fields.get("tool_calls") if message.fields and message.counts_in_loss else None
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function", call) if isinstance(call, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
-            if isinstance(name, str) and name not in counted:
+        for place, call in enumerate(calls if isinstance(calls, list) else ()):
+            name = name_called(call)
+            if name is not None and (name not in counted or (put_out is not None and (index, place) not in put_out)):
                 raise RecordError(
                     f"the chat template leaves out the call of `{name}` that `messages[{index}]` makes",
                     reason="template",
                     hint="give a template for calls of tools with --chat-template, or leave this record out",
                 )
+
+
+def name_called(call: Any) -> str | None:
+    """The name of the tool that an entry of `tool_calls` calls."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _first_start(full: str, render: Render, stop: int) -> int:

@@ -32,11 +32,14 @@ Render = Callable[[list[JsonObject], Tools, bool], Rendered]
 #: Keys of a message that templates may read text of the message from.
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 
+#: What a message says: its texts and its calls, and who says it.
+_SAID = {"role", "tool_calls", *_TEXTS}
+
 #: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 
 #: So many shapes are remembered; data has some hundreds.
-_MOST_SHAPES = 1 << 12
+MOST_SHAPES = 1 << 12
 
 
 #: Texts of neighbours that are shorter may stand anywhere by chance.
@@ -165,6 +168,9 @@ class TurnFinder:
             prompt = self._prompt(messages[: max(index, 1)], tools)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
+        own = self._header_of_fields(messages, tools, text, index)
+        if own:
+            return own
         frame = self._frame(tools)
         headers = [header for header in (prompt, *frame.headers) if header]
         if not index:
@@ -180,6 +186,24 @@ class TurnFinder:
             reason="template",
             hint="use a template with {% generation %} blocks",
         )
+
+    def _header_of_fields(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
+        """How many characters of `text` are a header that is due to what a message has beside its texts and calls.
+
+        Such as its `name`. It is one if the message begins with a known header without these, and goes on as it does
+        with them. 0 if that is not so.
+        """
+        plain = {key: value for key, value in messages[index].items() if key in _SAID}
+        if len(plain) == len(messages[index]):
+            return 0
+        try:
+            rendered = self._render([*messages[:index], plain, *messages[index + 1 :]], tools, False)
+        except RecordError:
+            return 0
+        without = "".join(rendered.text[start:stop] for _, start, stop in rendered.of_message(index))
+        rest = without[self._known_header(without, tools) :]
+        is_one = len(rest) < len(without) and rest.strip() and text.endswith(rest)
+        return len(text) - len(rest) if is_one else 0
 
     def _known_header(self, text: str, tools: Tools) -> int:
         """How many characters of `text` are a header of the template; 0 if it begins with none."""
@@ -231,10 +255,10 @@ class TurnFinder:
         return _Frame(longest_first(headers), beginnings, longest_first(ends))
 
     def _proof(self, messages: list[JsonObject], tools: Tools) -> _Proof:
-        shape = bool(tools), *map(_shape, messages)
+        shape = bool(tools), *map(shape_of, messages)
         found = self._proofs.get(shape)
         if found is None:
-            if len(self._proofs) >= _MOST_SHAPES:
+            if len(self._proofs) >= MOST_SHAPES:
                 self._proofs.clear()
             found = self._proofs[shape] = self._prove(messages, tools)
         return found
@@ -280,7 +304,7 @@ def _refuse_text_of_others(messages: list[JsonObject], index: int, written: str)
             )
 
 
-def _shape(message: JsonObject) -> Any:
+def shape_of(message: JsonObject) -> Any:
     """What of a message templates look at to decide how conversations are rendered, besides texts."""
     content = message.get("content")
     if len(message) == 2 and type(content) is str:  # as most are

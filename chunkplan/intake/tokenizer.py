@@ -53,6 +53,9 @@ class TokenizerLibrary(Protocol):
     def knows(self, input_id: int) -> bool:
         """Whether this is the id of a token."""
 
+    def is_special(self, input_id: int) -> bool:
+        """Whether this is the id of a token that was added to those of text, such as one that ends a turn."""
+
     def decode(self, input_ids: list[int]) -> str:
         """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
 
@@ -149,14 +152,14 @@ class RecordTokenizer:
 
     def _texts(self, records: list[tuple[int, TextRecord]]) -> Iterator[tuple[int, Encoded]]:
         """Every token but the first is a target."""
-        for call in _calls(records, lambda item: _size(item[1].text)):
+        for call in calls(records, lambda item: size_of(item[1].text)):
             found = self.library.texts([record.text for _, record in call])
             for (index, _), input_ids in zip(call, found, strict=True):
                 yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
 
     def _prompts(self, records: list[tuple[int, PromptRecord]]) -> Iterator[tuple[int, Encoded]]:
         """Prompt and completion are encoded as one string; targets begin at or after the end of the prompt."""
-        for call in _calls(records, lambda item: _size(item[1].prompt) + _size(item[1].completion)):
+        for call in calls(records, lambda item: size_of(item[1].prompt) + size_of(item[1].completion)):
             texts = [record.prompt + record.completion for _, record in call]
             found = self.library.prompts(texts, [len(record.prompt) for _, record in call])
             for (index, _), (input_ids, target) in zip(call, found, strict=True):
@@ -180,7 +183,7 @@ class RecordTokenizer:
                 rendered.append((index, *self.template.render(record)))
             except RecordError as error:
                 yield index, error
-        for call in _calls(rendered, lambda item: _size(item[1])):
+        for call in calls(rendered, lambda item: size_of(item[1])):
             found = self.library.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
             for (index, _, _), one in zip(call, found, strict=True):
                 yield index, one
@@ -206,12 +209,12 @@ def _empty() -> RecordError:
     return RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
 
 
-def _size(text: str) -> int:
+def size_of(text: str) -> int:
     """About how many bytes `text` has in UTF-8, without encoding it."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
-def _calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """`items` in runs of at most `CALL_BYTES` bytes, or of one."""
     call: list[T] = []
     total = 0

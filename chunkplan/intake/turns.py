@@ -26,7 +26,7 @@ def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
     if turns == "rendered":
         return [conversation]
     messages = conversation.messages
-    spans = [(start, stop) for start, stop in _turns(messages) if _counts(messages[start:stop])]
+    spans = [(start, stop) for start, stop in turns_of(messages) if _counts(messages[start:stop])]
     if not spans:
         return [conversation]
     if turns == "last":
@@ -39,9 +39,11 @@ def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
     ]
 
 
-def _turns(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
-    """[start, stop) of every turn, with the messages of others that it answers; together they cover all but the rest
-    behind the last turn."""
+def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
+    """The messages [start, stop) of every turn, with those of others that it answers.
+
+    Together they cover all but the rest behind the last turn.
+    """
     start = stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":

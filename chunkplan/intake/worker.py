@@ -25,6 +25,7 @@ from typing import Any
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 #: Does a task. It takes the task and a function that sends a message to the program, and returns the last message.
+#: What the program gives it before that is done when the next message has been sent, and has no message of its own.
 Do = Callable[[Any, Callable[[Any], None]], Any]
 
 
@@ -98,13 +99,19 @@ class _Raised:
 def _work(connection: Connection, do: Do) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def send(message: Any) -> None:
+        connection.send(message)
+        while connection.poll():
+            do(connection.recv(), send)
+
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
         try:
-            message = do(task, connection.send)
+            message = do(task, send)
         except BrokenPipeError:  # the program is gone
             os._exit(1)
         except Exception as error:

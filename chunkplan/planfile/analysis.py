@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,52 @@ from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.schema import TOKENS
-from chunkplan.planfile.tables import conform
+from chunkplan.planfile.schema import SEQUENCES, TOKENS
+from chunkplan.planfile.tables import conform, read_columns
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """An analysis folder, or a bare file of lengths. Arrays have one entry a sequence, in sequence_id order."""
+    """An analysis folder, or a bare file of lengths. Arrays have one entry a sequence, in sequence_id order.
+
+    Where sequences come from, `source` and `record`, is read when it is first asked for: it takes more memory than the
+    lengths, and few ask.
+    """
 
     path: Path
     num_tokens: Int32Array
     num_target_tokens: Int32Array
-    source: Int32Array
-    record: Int64Array
     content_hash: str
     manifest: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def source(self) -> Int32Array:
+        """The source of every sequence, as its place in those of the manifest.
+
+        Raises:
+            DataError: the analysis was damaged or replaced since it was opened.
+        """
+        if self._is_bare:
+            return np.broadcast_to(np.zeros(1, np.int32), self.num_sequences)  # takes no memory
+        source: Int32Array = self._column("source")
+        return source
+
+    @cached_property
+    def record(self) -> Int64Array:
+        """The record of its source that every sequence is of, from 0; raises as `source`."""
+        return np.arange(self.num_sequences) if self._is_bare else self._column("record")
+
+    @property
+    def _is_bare(self) -> bool:
+        return bool(self.manifest["kind"] == "lengths")
+
+    def _column(self, name: str) -> Any:
+        path = self.path / "sequences.parquet"
+        refuse_outside(path, self.path)
+        columns, found = read_columns(path, SEQUENCES, [name])
+        if found != self.manifest["content_hashes"]["sequences"]:
+            raise DataError("replaced since it was opened", where=str(path), hint="open the analysis again")
+        return columns[name]
 
     @property
     def num_sequences(self) -> int:

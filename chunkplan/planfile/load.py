@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from chunkplan.arrays import Int32Array
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.own_files import refuse_outside
@@ -40,8 +42,12 @@ def load_analysis(path: str | Path) -> Analysis:
         return load_lengths(path)
     manifest = read_manifest(path, "analysis")
     refuse_outside(path / "sequences.parquet", path)
-    columns, found = read_columns(path / "sequences.parquet", SEQUENCES)
-    num_sequences = len(columns.pop("sequence_id"))
+    sources: list[int] = []  # the least and the most of every row group
+
+    def look(table: pa.Table) -> None:
+        sources.extend(pc.min_max(table.column("source")).as_py().values() if table.num_rows else [])
+
+    columns, found = read_columns(path / "sequences.parquet", SEQUENCES, ["num_tokens", "num_target_tokens"], look)
     if manifest["content_hashes"]["sequences"] != found:
         raise DataError(
             "the lengths are not those the manifest was written for (content hash differs)",
@@ -55,8 +61,8 @@ def load_analysis(path: str | Path) -> Analysis:
             hint="analyze again",
         )
     if manifest["tokens"]:
-        _check_token_files(manifest["tokens"], num_sequences, path)
-    _check_sources(columns["source"], len(manifest["sources"]), path)
+        _check_token_files(manifest["tokens"], len(columns["num_tokens"]), path)
+    _check_sources(sources, len(manifest["sources"]), path)
     return Analysis(
         path=path,
         content_hash=manifest["content_hash"],
@@ -87,11 +93,11 @@ def _check_token_files(token_files: list[TokenFileEntry], num_sequences: int, pa
     )
 
 
-def _check_sources(source: Int32Array, num_sources: int, path: Path) -> None:
+def _check_sources(sources: list[int], num_sources: int, path: Path) -> None:
     """Raises DataError where sequences are of sources that the manifest does not have; it may have none at all."""
-    if num_sources and not 0 <= source.min() <= source.max() < num_sources:
+    if num_sources and not 0 <= min(sources) <= max(sources) < num_sources:
         raise DataError(
-            f"sequences of sources {source.min()} to {source.max()}, expected 0 to {num_sources - 1}",
+            f"sequences of sources {min(sources)} to {max(sources)}, expected 0 to {num_sources - 1}",
             where=str(path / "sequences.parquet"),
             hint="analyze again",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
 from chunkplan.files.own_files import raise_if_unreadable
+from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import ContentHasher
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
@@ -54,8 +55,12 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def read_columns(path: Path, schema: pa.Schema) -> tuple[dict[str, npt.NDArray[Any]], str]:
-    """The columns of numbers of a file as `read_table` reads it, and its content hash, in hardly more memory than that.
+def read_columns(
+    path: Path, schema: pa.Schema, names: Sequence[str], look: Callable[[pa.Table], None] = lambda table: None
+) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The columns `names`, of numbers, of a file as `read_table` reads it, and the content hash of all columns.
+
+    It takes hardly more memory than these columns. `look` is called with every row group.
 
     Raises:
         DataError: as `read_table`.
@@ -63,13 +68,15 @@ def read_columns(path: Path, schema: pa.Schema) -> tuple[dict[str, npt.NDArray[A
     hasher = ContentHasher(schema)
     with open_parquet(path) as file:
         num_rows = file.metadata.num_rows
-        columns = {field.name: np.empty(num_rows, field.type.to_pandas_dtype()) for field in schema}
+        columns = {name: np.empty(num_rows, schema.field(name).type.to_pandas_dtype()) for name in names}
         row = 0
         for group in range(file.num_row_groups):
             table = conform(file.read_row_group(group, schema.names), schema, path)
             hasher.update(table)
+            look(table)
             for name, values in columns.items():
-                values[row : row + table.num_rows] = table.column(name).to_numpy()
+                # What pyarrow itself makes of several chunks takes pandas, which takes long to import.
+                np.concatenate(list(map(to_numpy, table.column(name).chunks)), out=values[row : row + table.num_rows])
             row += table.num_rows
         if row != num_rows:
             raise ValueError(f"{row:,} rows, {num_rows:,} stated")

@@ -21,25 +21,44 @@ NUM_CONTEXT = 4
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A run of tokens that all are targets, or all are not. A character that is cut shows as U+FFFD on both sides, an
-    id that is no token as `[token ID]`."""
+    """A run of tokens that all are targets, or all are not; and all special, or all text.
+
+    A character that is cut shows as U+FFFD on both sides, an id that is no token as `[token ID]`.
+    """
 
     text: str
     is_target: bool
+    is_special: bool
     num_tokens: int
 
 
-def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> RecordTokenizer:
+@dataclass(frozen=True)
+class SequenceText:
+    """What a sequence says: its first tokens and its last ones, with `num_left_out` between them.
+
+    Of those, `num_targets_left_out` are targets.
+    """
+
+    first: tuple[TextPiece, ...]
+    last: tuple[TextPiece, ...]
+    num_left_out: int
+    num_targets_left_out: int
+
+
+def open_tokenizer(
+    analysis: Analysis, tokenizer: str | Path | None = None, *, chat_template: str | Path | None = None
+) -> RecordTokenizer:
     """Load the tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
 
-    A relative path is looked for here, and from each folder above the analysis, until what is there has its hash.
+    `chat_template` is a file with the template to use in place of the tokenizer's. A relative path is looked for here,
+    and from each folder above the analysis, until what is there has its hash.
 
     Raises:
         UsageError: there is none.
         DataError: what is where it was is another one now, or damaged.
     """
     if tokenizer is not None:
-        return load_tokenizer(tokenizer)
+        return load_tokenizer(tokenizer, chat_template)
     made_by = analysis.manifest["tokenizer"]
     if made_by is None:
         raise UsageError(
@@ -62,7 +81,7 @@ def open_tokenizer(analysis: Analysis, tokenizer: str | Path | None = None) -> R
     errors: list[ChunkplanError] = []
     for place in places:
         try:
-            found = load_tokenizer(place)
+            found = load_tokenizer(place, chat_template)
         except ChunkplanError as error:
             errors.append(error)
             continue
@@ -85,14 +104,35 @@ def decode_pieces(
     """Decode tokens with their target mask, both [n], of which the first `num_context` are context only."""
     ids = input_ids.tolist()
     is_known = np.array([backend.knows(input_id) for input_id in ids], np.bool_)
-    changes = np.flatnonzero((np.diff(target) | np.diff(is_known))[num_context:]) + num_context + 1
+    is_special = np.array([backend.is_special(input_id) for input_id in ids], np.bool_)
+    differs = np.diff(target) | np.diff(is_known) | np.diff(is_special)
+    changes = np.flatnonzero(differs[num_context:]) + num_context + 1
     return tuple(
         TextPiece(
             text=_decode(backend, ids, start, stop) if is_known[start] else _unknown(ids[start:stop]),
             is_target=bool(target[start]),
+            is_special=bool(is_special[start]),
             num_tokens=stop - start,
         )
         for start, stop in pairwise([num_context, *changes.tolist(), len(ids)])
+    )
+
+
+def decode_sequence(
+    backend: TokenizerLibrary, input_ids: Int32Array, target: BoolArray, most: int | None = None
+) -> SequenceText:
+    """Decode a sequence with its target mask, both [n]; of one with more than `most` tokens these, at its two ends."""
+    num_tokens = len(input_ids)
+    if most is None or num_tokens <= most:
+        return SequenceText(decode_pieces(backend, input_ids, target, 0), (), 0, 0)
+    num_first = most - most // 4
+    start = num_tokens - most // 4
+    context = start - NUM_CONTEXT
+    return SequenceText(
+        first=decode_pieces(backend, input_ids[:num_first], target[:num_first], 0),
+        last=decode_pieces(backend, input_ids[context:], target[context:], NUM_CONTEXT),
+        num_left_out=start - num_first,
+        num_targets_left_out=int(target[num_first:start].sum()),
     )
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option
+from chunkplan.options import Options, option, options_of, read_toml
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
+from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
@@ -40,7 +40,9 @@ def _read_shard(typed: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_SHARD = Domain(lambda value: isinstance(value, tuple), "I/N", read=_read_shard, metavar="I/N", example="1/8")
+_SHARD = Domain(
+    lambda value: isinstance(value, tuple), "I/N", read=_read_shard, metavar="I/N", example="1/8", is_written_too=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,19 @@ class AnalyzeOptions(Options):
     )
 
 
-@takes(work=AnalyzeOptions, intake=IntakeOptions)
+@dataclass(frozen=True, kw_only=True)
+class FileOptions(Options):
+    """Where options come from beside the command line."""
+
+    config: Path | None = option(
+        path("FILE.toml"),
+        'These options as `turns = "last"`, keys of sources as tables; options given win.',
+        group=OPTIONS,
+        default=None,
+    )
+
+
+@takes(work=AnalyzeOptions, intake=IntakeOptions, file=FileOptions)
 def analyze(
     data: Annotated[
         list[str],
@@ -92,6 +106,7 @@ def analyze(
     *,
     work: Given,
     intake: Given,
+    file: Given,
     headline: Annotated[
         bool,
         typer.Option(
@@ -121,6 +136,7 @@ def analyze(
     from chunkplan.intake.analyze import write_analysis
     from chunkplan.workspace import Workspace, find_tokenizer
 
+    work, intake = _with_file(FileOptions(**file).config, work, intake)
     how = AnalyzeOptions(**work)
     for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
         if headline and is_given:
@@ -129,7 +145,7 @@ def analyze(
                 hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
             )
     place = Workspace.find(workspace)
-    options = IntakeOptions(**_with_length_column(intake, how.length_column))
+    options = IntakeOptions(**intake)
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
     if how.shard is not None:
@@ -188,11 +204,37 @@ def _write_shard(request: IntakeRequest, target: Path, shard: tuple[int, int]) -
     note(f"shard {shard[0]} of {shard[1]} in {target}")
 
 
-def _with_length_column(intake: Given, key: str | None) -> Given:
-    """Return the options, with the key of the role `length` among the columns."""
-    if key is None:
-        return intake
-    columns = intake.get("columns", {})
+def with_length_column(values: Mapping[str, Any]) -> Given:
+    """Return the values by field, with the `length_column` as the key of the role `length` among the columns."""
+    if "length_column" not in values:
+        return Given(values)
+    columns = values.get("columns", {})
     if "length" in columns:
         raise UsageError("two columns for the role length", hint="give every role at most once")
-    return Given({**intake, "columns": {**columns, "length": key}})
+    others = {name: value for name, value in values.items() if name != "length_column"}
+    return Given({**others, "columns": {**columns, "length": values["length_column"]}})
+
+
+def _with_file(file: Path | None, work: Given, intake: Given) -> tuple[Given, Given]:
+    """Return the options of the command line joined with those of a file, which it wins over, and say which are used.
+
+    Of what is said by source or role, each entry is joined by itself.
+    """
+    given = with_length_column({**work, **intake})
+    in_file = Given() if file is None else with_length_column(read_toml(file, AnalyzeOptions, IntakeOptions))
+    joined = {**in_file, **given}
+    replaced = [name for name in in_file if name in given]
+    for name in ("columns", "formats"):
+        if name in in_file and name in given:
+            joined[name] = {**in_file[name], **given[name]}
+            replaced.remove(name)
+            replaced += [f"{name}: {entry}" for entry in in_file[name] if entry in given[name]]
+    if file is not None:
+        used = ", ".join(name for name in in_file if name not in replaced) or "none"
+        instead = f"; given in place of what it says: {', '.join(replaced)}" if replaced else ""
+        note(f"options from {file}: " + f"{used}{instead}".replace("_", "-"))
+    fields = options_of(AnalyzeOptions)
+    return (
+        Given({name: value for name, value in joined.items() if name in fields}),
+        Given({name: value for name, value in joined.items() if name not in fields}),
+    )

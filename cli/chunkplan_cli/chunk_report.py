@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.quantities import percent, seconds
+from chunkplan_cli.marked_text import marked, marks_note
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.step_report import kind_words
 from chunkplan_cli.tables import titled_table
-from chunkplan_cli.terminal import marks, visible
+from chunkplan_cli.terminal import visible
 
 if TYPE_CHECKING:
     from chunkplan.reporting.chunk_view import ChunkAction, ChunkView, SegmentView
@@ -30,13 +31,12 @@ def print_chunk(console: Console, view: ChunkView, header: PlanHeader) -> None:
         console.print(_segments(console, view))
     decoded = [segment for segment in view.segments if segment.pieces is not None]
     if decoded:
-        before, behind = marks(console)
         console.print()
-        console.print(Text(f"{before}targets{behind} are marked.", style="dim"))
+        console.print(marks_note(console))
     for segment in decoded:
         console.print()
         console.print(_heading(console, segment))
-        console.print(_marked(console, segment), overflow="fold")
+        console.print(marked(console, segment.pieces or ()), overflow="fold")
 
 
 def _facts(view: ChunkView, chunk_size: int) -> Table:
@@ -104,18 +104,6 @@ def _segments(console: Console, view: ChunkView) -> Table:
 def _heading(console: Console, segment: SegmentView) -> Text:
     words = f"sequence {segment.sequence_id}, {_range(segment)} of {_number(segment.sequence_tokens)} tokens"
     return Text(f"{words}, {_place(console, segment)}", style="bold")
-
-
-def _marked(console: Console, segment: SegmentView) -> Text:
-    before, behind = marks(console)
-    text = Text()
-    for piece in segment.pieces or ():
-        shown = visible(piece.text, console)
-        if piece.is_target:
-            text.append(f"{before}{shown}{behind}", style="green")
-        else:
-            text.append(shown)
-    return text
 
 
 def _range(segment: SegmentView) -> str:

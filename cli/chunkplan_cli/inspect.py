@@ -1,7 +1,8 @@
-"""`chunkplan inspect`: shows a plan, a step or a chunk of it, or an analysis."""
+"""`chunkplan inspect`: shows a plan, a step or a chunk of it, an analysis, or a record of the data."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chunkplan import domains
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option
+from chunkplan.options import Options, option, options_of
+from chunkplan_cli.analyze import AnalyzeOptions
 from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.inspect_record import FILES, READING, RecordRequest, show_record
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout, warn
@@ -28,9 +32,16 @@ if TYPE_CHECKING:
 class InspectOptions(Options):
     """What is read or written beside the plan."""
 
+    record: str | None = option(
+        domains.text("FILE:LINE"),
+        "Show a record of the data as the chat template renders it, targets marked; 'FILE, record N' in files without "
+        "lines, as messages name it.",
+        group=OPTIONS,
+        default=None,
+    )
     tokenizer: str | None = option(
         domains.text("TOKENIZER"),
-        "Decode with this one.",
+        "Encode or decode with this one.",
         group=OPTIONS,
         default=None,
         default_words="the analysis's own, where it was",
@@ -53,7 +64,7 @@ class InspectOptions(Options):
     )
 
 
-@takes(beside=InspectOptions)
+@takes(beside=InspectOptions, reading=(IntakeOptions, READING), files=(AnalyzeOptions, FILES))
 def inspect(
     path: Annotated[
         Path | None,
@@ -73,15 +84,23 @@ def inspect(
         int | None,
         typer.Option(metavar="C", help="Of that step and rank only this chunk, with where its segments come from."),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Decode that chunk's tokens, targets marked.")] = False,
+    text: Annotated[
+        bool,
+        typer.Option("--text", help="Decode that chunk's tokens, targets marked; show all of a long record."),
+    ] = False,
     *,
     beside: Given,
+    reading: Given,
+    files: Given,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a plan comes to, or how long the sequences of an analysis are.
+    """Show what a plan comes to, how long the sequences of an analysis are, or a record of the data.
 
     `validate` checks what this shows, `diff` compares two of them, `simulate` plays a step of a plan through.
+
+    With `--record`, options of `analyze` say how it is read; by default they are those of the analysis in the
+    workspace, or of ANALYSIS.
 
     Example: chunkplan inspect --step 3
     """
@@ -89,15 +108,20 @@ def inspect(
     from chunkplan.workspace import Workspace
 
     place = Workspace.find(workspace)
-    path = find_plan(path, place, "a PLAN or an ANALYSIS")
     options = InspectOptions(**beside)
     asked = [name for name, value in (("step", step), ("rank", rank), ("chunk", chunk)) if value is not None]
     asked += ["text"] if text else []
     given = [*asked, *beside]
+    if options.record is not None:
+        _refuse_beside("record", given, ("text", "record", "tokenizer"))
+        request = RecordRequest(options.record, options.tokenizer, reading, files, shows_all=text, as_json=as_json)
+        show_record(request, path, place)
+        return
+    _refuse_without_record(reading, files)
+    path = find_plan(path, place, "a PLAN or an ANALYSIS")
     if options.html is not None:
-        for name in [*given, *(["json"] if as_json else [])]:
-            if name not in ("step", "analysis", "html", "tuning"):
-                raise UsageError(f"--{name} and --html exclude one another", hint="leave one of them out")
+        shown = [*given, *(["json"] if as_json else [])]
+        _refuse_beside("html", shown, ("step", "analysis", "html", "tuning", "tokenizer"))
         _write_page(options.html, path, options, step)
         return
     if options.tuning is not None:
@@ -125,12 +149,29 @@ def inspect(
 _NEEDS = {"rank": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
 
 
+def _refuse_beside(name: str, given: Sequence[str], allowed: Collection[str]) -> None:
+    """Refuse what makes no sense beside the option `name`."""
+    for other in given:
+        if other not in allowed:
+            raise UsageError(f"--{other} and --{name} exclude one another", hint="leave one of them out")
+
+
+def _refuse_without_record(reading: Given, files: Given) -> None:
+    """Refuse options that say how a record is read, where none is asked for."""
+    flags = [options_of(IntakeOptions)[name].flag for name in reading]
+    flags += [options_of(AnalyzeOptions)[name].flag for name in files]
+    for flag in flags:
+        raise UsageError(f"{flag} needs --record", hint=f"give --record FILE:LINE, or leave {flag} out")
+
+
 def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:
     """Write the page of what is at `shown`, and say so."""
     from chunkplan.reporting.page.write import write_report
 
     with note_compilation():
-        warnings = write_report(page, shown, tuning=options.tuning, analysis=options.analysis, step=step)
+        warnings = write_report(
+            page, shown, tuning=options.tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
+        )
     for warning in warnings:
         warn(warning)
     note(f"page in {page}")

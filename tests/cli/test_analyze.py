@@ -88,6 +88,7 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
     ("options", "expected"),
     [
         (("--format", "text"), {"schema": "text"}),
+        (("--format", "dataset.jsonl=text"), {"formats": {"dataset.jsonl": "text"}}),
         (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
         (("--length-column", "n"), {"columns": {"length": "n"}}),
         (("--turns", "each"), {"turns": "each"}),
@@ -113,7 +114,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     monkeypatch.setattr("chunkplan.intake.analyze.write_analysis", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
-    named = {"schema", "columns", "turns", "max_length", "long", "on_error", "undesirable"}
+    named = {"schema", "formats", "columns", "turns", "max_length", "long", "on_error", "undesirable"}
     named |= {"tokens", "sample", "max_record_bytes"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
@@ -297,8 +298,9 @@ def test_help_has_every_option_whole_and_ends_with_an_example(
         assert max(map(len, out.splitlines())) <= width
         assert re.search(r"--workspace +DIR +Default: CHUNKPLAN_WORKSPACE", out)
     analyze = run("analyze", "--help").out
+    named = {"schema": "format", "formats": "format", "columns": "column", "tokens": "no-tokens"}
+    named |= {"max_record_bytes": "max-record-mb"}
     for name in asdict(IntakeOptions()):
-        named = {"schema": "format", "columns": "column", "tokens": "no-tokens", "max_record_bytes": "max-record-mb"}
         assert f"--{named.get(name, name.replace('_', '-'))} " in analyze
 
 

@@ -34,7 +34,11 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
-        (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects: messages (`messages`)"),
+        (
+            ("dataset.jsonl", "--format", "messages"),
+            3,
+            "--format messages expects: messages (`messages` or `contents`)",
+        ),
         (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
         (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
         (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),

@@ -42,13 +42,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "needing", ["bad.jsonl|rejected.jsonl|analyze data ", pytest.param("", marks=pytest.mark.soak)]
+    "needing",
+    [
+        "bad.jsonl|rejected.jsonl|analyze data ",
+        "analyze sample_data --tokenizer sample_data/tokenizer$|--record",
+        pytest.param("", marks=pytest.mark.soak),
+    ],
 )
 def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
-    """Commands in order, in one folder, those of `bad.jsonl` and `data`, or all; a line `...` stands for any lines."""
+    """Commands in order, in one folder, those of a few subjects, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
-    assert len(commands) == 10
+    assert len(commands) == 11
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
         if not re.search(needing, command):
@@ -111,3 +116,16 @@ def test_its_python_runs_as_written(here: Path) -> None:
     exec(block, names)
     assert names["analysis"].manifest["rejected"]["too-long"] > 0
     assert len(names["input_ids"]) == len(names["target"])
+
+
+def test_its_toml_is_read_as_written(here: Path) -> None:
+    [block] = re.findall(r"```toml\n(.*?)```", DATA, re.S)
+    (here / "data.toml").write_text(block, encoding="utf-8")
+    (here / "mine").mkdir()
+    (here / "mine" / "data.log").write_text('{"prompt": "a", "answer": "b"}\n')
+    (here / "mine" / "humaneval.jsonl").write_text('{"prompt": "a", "canonical_solution": "b"}\n')
+    command = ["analyze", "mine", "--config", "data.toml", "--tokenizer", str(TOKENIZER), "--json"]
+    ran = subprocess.run([SCRIPTS / "chunkplan", *command], capture_output=True, text=True, check=True)
+    assert ran.stderr.startswith("options from data.toml: max-length, on-error, formats, columns\n")
+    read = {Path(source["path"]).name: source["columns"]["completion"] for source in json.loads(ran.stdout)["sources"]}
+    assert read == {"data.log": "answer", "humaneval.jsonl": "canonical_solution"}

@@ -5,7 +5,11 @@ The records are ours; the layouts are those of
 - axolotl: docs/rlhf.qmd, and inst_tune.qmd, conversation.qmd, pretraining.qmd and stepwise_supervised.qmd in
   docs/dataset-formats (github.com/axolotl-ai-cloud/axolotl);
 - ms-swift: docs/source_en/Customization/Custom-dataset.md (github.com/modelscope/ms-swift);
-- LLaMA-Factory: data/README.md (github.com/hiyouga/LLaMA-Factory).
+- LLaMA-Factory: data/README.md (github.com/hiyouga/LLaMA-Factory);
+- XTuner: docs/en/user_guides/dataset_format.md (github.com/InternLM/xtuner);
+- Firefly: the `conversation` of its data sets (github.com/yangjianxin1/Firefly), as swift has it;
+- Gemini: "Prepare supervised fine-tuning data for Gemini models"
+  (cloud.google.com/vertex-ai/generative-ai/docs/models/gemini-supervised-tuning-prepare).
 """
 
 from __future__ import annotations
@@ -82,6 +86,11 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         f"<|im_start|>user⏎Hi!{_END}{_HEAD}Hm.{_END}" + _turns("Hi?", "Hello."),
     ),
+    "axolotl pygmalion": (
+        "conversations",
+        {"conversations": _chat("role", "value", ("system", "Be brief."), ("human", "Hi!"), ("bot", "Hello."))},
+        _turns("Hi!", "Hello.", system=_SYSTEM),
+    ),
     "axolotl pretraining": ("text", {"text": "Once upon"}, "On⟦ce upon⟧"),
     "swift messages": (
         "messages",
@@ -110,6 +119,49 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
         {
             "system": "Be brief.",
             "conversation": [{"human": "Hi!", "assistant": "Hello."}, {"human": "Bye!", "assistant": "See you."}],
+        },
+        _SYSTEM + _TWO_RENDERED,
+    ),
+    "swift sharegpt, one exchange alone": (
+        "question+answer",
+        {"system": "Be brief.", "human": "Hi!", "assistant": "Hello."},
+        _turns("Hi!", "Hello.", system=_SYSTEM),
+    ),
+    "Firefly": (
+        "conversations",
+        {"category": "chat", "conversation": [{"human": "Hi!", "assistant": "Hello."}]},
+        _turns("Hi!", "Hello."),
+    ),
+    "XTuner": (
+        "conversations",
+        {
+            "conversation": [
+                {"system": "Be brief.", "input": "Hi!", "output": "Hello."},
+                {"input": "Bye!", "output": "See you."},
+            ]
+        },
+        _SYSTEM + _TWO_RENDERED,
+    ),
+    "XTuner in a table": (
+        "conversations",
+        {
+            "conversation": [
+                {"system": "", "input": "Hi!", "output": "Hello."},
+                {"system": None, "input": "Bye!", "output": "See you."},
+            ]
+        },
+        _TWO_RENDERED,
+    ),
+    "Gemini": (
+        "messages",
+        {
+            "systemInstruction": {"role": "system", "parts": [{"text": "Be brief."}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "Hi!"}]},
+                {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo."}]},
+                {"role": "user", "parts": [{"text": "Bye!"}]},
+                {"role": "model", "parts": [{"text": "See you."}]},
+            ],
         },
         _SYSTEM + _TWO_RENDERED,
     ),
@@ -187,10 +239,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "`conversations[0].train_detail` has parts of a message",
     ),
-    "axolotl pygmalion": (
-        {"conversations": [{"role": "assistant", "value": "Hello."}]},
-        "`conversations[0].content` is missing",
-    ),
     "axolotl stepwise": (
         {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]},
         "no schema fits the keys of the records",
@@ -207,6 +255,29 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "swift KTO": ({"messages": _MESSAGES, "label": False}, "`label` is false: a bad answer"),
     "swift classification": ({"messages": _MESSAGES[:1], "label": 1}, "no token of its 1 sequence counts in the loss"),
     "swift multimodal": ({"messages": _MESSAGES, "images": ["x.jpg"]}, "`images` beside the text"),
+    "Gemini with a file": (
+        {"contents": [{"role": "user", "parts": [{"text": "Hi!"}, {"fileData": {"fileUri": "gs://x/y.png"}}]}]},
+        "`contents[0].parts[1]` has `fileData`: only text is planned",
+    ),
+    "Gemini with a call": (
+        {"contents": [{"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]}]},
+        "`contents[0].parts[0]` has `functionCall`: only text is planned",
+    ),
+    "Gemini with tools": (
+        {
+            "contents": [{"role": "model", "parts": [{"text": "Hi!"}]}],
+            "tools": [{"functionDeclarations": [{"name": "f"}]}],
+        },
+        "`tools` has `functionDeclarations` of Gemini",
+    ),
+    "Gemini with two systems": (
+        {
+            "systemInstruction": {"parts": [{"text": "Be brief."}]},
+            "contents": [{"role": "system", "parts": [{"text": "Be long."}]}],
+        },
+        "`systemInstruction` and the system message that `contents` begins with say different things",
+    ),
+    "contents that are none of Gemini's": ({"contents": "chapter one"}, "no schema fits the keys of the records"),
     "LLaMA-Factory preference": (
         {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
         "a preference pair (`chosen` and `rejected`)",
@@ -251,4 +322,4 @@ def test_nothing_of_these_layouts_is_left_unread_but_what_says_nothing_of_the_an
         (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n")
         source = analyze(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=TOKENIZER).manifest["sources"][0]
         unread |= {name: list(source["unread_keys"])} if source["unread_keys"] else {}
-    assert unread == {"axolotl jeopardy": ["category"]}
+    assert unread == {"axolotl jeopardy": ["category"], "Firefly": ["category"]}

@@ -44,6 +44,7 @@ def _roles(*names: str) -> list[str]:
         ("query", "response"),
         ("prompt", "response"),
         ("input", "output"),
+        ("human", "assistant"),
     ],
 )
 def test_pairs_of_names_are_a_question_and_its_answer(question: str, answer: str) -> None:
@@ -76,6 +77,28 @@ def test_a_conversation_under_either_name_in_either_layout_also_as_json() -> Non
             assert _read({key: value}) == _read({key: json.dumps(value)}) == expected
     evidence = detect([{"messages": json.dumps(MESSAGES)}]).evidence
     assert evidence == "`messages` in the first record; roles user, assistant"
+
+
+def test_an_object_is_a_question_and_its_answer_only_if_it_is_nothing_else() -> None:
+    """Two keys of one role, other keys, and what is no text, are not read as one; nothing of them is lost."""
+    for turn in (
+        {"human": "a", "user": "b", "assistant": "c"},
+        {"human": "a", "assistant": "b", "mood": "c"},
+        {"input": "a", "output": 1},
+        {"human": "a"},
+    ):
+        with pytest.raises(RecordError, match=r"`conversation\[0\]\.from` is missing"):
+            _read({"conversation": [turn]})
+    blank = {"conversation": [{"human": "", "assistant": "b", "id": None}]}
+    assert _read(blank) == Conversation((Message("user", ""), Message("assistant", "b")))
+
+
+def test_a_thought_of_gemini_is_reasoning() -> None:
+    parts = [{"text": "Hm.", "thought": True}, {"text": "Hello.", "thought": False}]
+    record = {"contents": [{"role": "user", "parts": [{"text": "Hi!"}]}, {"role": "model", "parts": parts}]}
+    answer = Message("assistant", "Hello.", None, {"reasoning_content": "Hm."}, ("Hello.",))
+    assert _read(record).messages[1] == answer
+    assert _read({"contents": record["contents"], "messages": None}).messages[1] == answer
 
 
 def test_content_is_text_unless_it_is_a_message() -> None:

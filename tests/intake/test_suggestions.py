@@ -51,6 +51,8 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
         ({"my chat": MESSAGES, "id": "3"}, "--column 'messages=my chat'"),
         ({"dialogue": json.dumps(MESSAGES)}, "--column messages=dialogue"),
         ({"dialogue": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "--column messages=dialogue"),
+        ({"dialog": [{"human": "a", "assistant": "b"}]}, "--column messages=dialog"),
+        ({"chat": [{"role": "model", "parts": [{"text": "a"}]}]}, "--column messages=chat"),
         ({"body": "some words", "url": "x"}, "--column text=body"),
         ({"article_text": "words", "title": "some words"}, "--column text=article_text"),
         ({"it's": "the only words", "id": "x"}, """--column 'text=it'"'"'s'"""),

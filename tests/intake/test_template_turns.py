@@ -31,8 +31,6 @@ PARTS_ONLY = ("idefics3", "llava_next", "smolvlm")
 
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if not path.stem.endswith("_training"))
-
-
 NAMES = [name for name in NAMES if name not in PARTS_ONLY]
 
 
@@ -173,6 +171,74 @@ def test_arguments_of_calls_are_given_in_the_form_that_a_template_does_not_raise
     text, spans = template(name).render(asked(arguments))
     assert text == in_transformers(source_of(name), asked(taken))[0]
     assert "look" in "".join(text[start:stop] for start, stop in spans)
+
+
+#: Templates that put the name of who speaks into the header, as ChatML has it and as Kimi-K2's template has it; and one
+#: of which the whole header is that name. Each with its header of a message by Bob.
+NAMED = {
+    "<|im_start|>{{ m.role }}{{ ' name=' + m.name if m.name }}\n": "<|im_start|>assistant name=Bob\n",
+    "<|im_{{ m.role }}|>{{ m.name or m.role }}<|im_middle|>": "<|im_assistant|>Bob<|im_middle|>",
+    "{{ m.name or m.role }}: ": "Bob: ",
+}
+
+
+@pytest.mark.parametrize("header", NAMED)
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_the_name_of_who_speaks_is_part_of_the_header(header: str, is_fixed: bool) -> None:
+    prompt = header.replace("m.role", "'assistant'").replace("m.name", "none")
+    asking = "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    body = "{% for m in messages %}" + header + "{{ m.content }}<|im_end|>\n"
+    end = "{% endfor %}" + asking if is_fixed else "{% if loop.last %}" + asking + "{% endif %}{% endfor %}"
+    read = ChatTemplate(body + end, SPECIAL, "x", ends=ENDS)
+    named = [
+        Message(message.role, message.content, None, {"name": name} if name else {})
+        for message, name in zip(PLAIN.messages, ("Ann", "Bob", None, None), strict=True)
+    ]
+    for messages in (named, named[1:], [*named[:3], named[1]]):
+        text, spans = read.render(Conversation(tuple(messages)))
+        assert f"{NAMED[header]}Hello." in text
+        said = [f"{message.content}<|im_end|>" for message in messages if message.role == "assistant"]
+        assert [text[start:stop] for start, stop in spans] == said
+
+
+def test_a_name_that_changes_more_than_the_header_is_refused_by_its_message() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.name }}\n{{ m.content }}{{ m.name }}<|im_end|>{% endfor %}"
+    )
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    asked = Conversation((PLAIN.messages[0], Message("assistant", "Hello.", None, {"name": "Bob"})))
+    with pytest.raises(RecordError, match=r"begins `messages\[1\]` neither with its generation prompt nor"):
+        ChatTemplate(source, SPECIAL, "x", ends=ENDS).render(asked)
+
+
+def test_tools_that_are_bare_functions_are_tools_to_a_template_that_raises_at_them() -> None:
+    """Others get them as they are, as in transformers; where the template raises at both, it says why of tools."""
+    bare = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+    asked, tool = Conversation(PLAIN.messages, [bare]), {"type": "function", "function": bare}
+    text, spans = template("gptoss").render(asked)
+    assert text == in_transformers(source_of("gptoss"), Conversation(PLAIN.messages, [tool]))[0]
+    assert [text[start:stop].split(">")[-2] for start, stop in spans] == ["Hello.<|end|", "Well.<|return|"]
+    assert template("qwen3").render(asked)[0] == in_transformers(source_of("qwen3"), asked)[0]
+    with pytest.raises(RecordError, match="no previous assistant message with a tool call"):
+        template("gptoss").render(Conversation((Message("user", "Hi?"), Message("tool", "x")), [bare]))
+
+
+def test_of_two_calls_of_one_tool_both_have_to_be_put_out() -> None:
+    """gpt-oss puts out the first call of a message alone; what is said beside the calls may name the tool as well."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    for content, thought in (
+        ("", {}),
+        ("I look: look twice.", {}),
+        ("", {"reasoning_content": "I look, look and look."}),
+    ):
+        said = Message("assistant", content, None, {"tool_calls": [call, call], **thought})
+        asked = Conversation((Message("user", "Where?"), said))
+        with pytest.raises(RecordError, match=r"leaves out the call of `look` that `messages\[1\]` makes"):
+            template("gptoss").render(asked)
+        [counted] = counting("qwen3", asked)
+        assert counted.count('{"name": "look"') == 2
+    one = Message("assistant", "", None, {"tool_calls": [call]})
+    assert len(counting("gptoss", Conversation((Message("user", "Where?"), one)))) == 1
 
 
 def test_a_message_without_a_header_counts_from_its_beginning() -> None:

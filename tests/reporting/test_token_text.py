@@ -54,5 +54,6 @@ def test_a_border_within_a_character_shows_on_both_sides() -> None:
         ("[token 260]", True, 1),
         ("<|endoftext|>", True, 1),
     ]
+    assert [piece.is_special for piece in pieces] == [False, False, False, True]
     [after] = decode_pieces(backend, np.array(ids[:6], np.int32), np.ones(6, np.bool_), 3)
     assert (after.text, after.num_tokens) == ("日", 3), "the first three are there for context only"

@@ -51,6 +51,7 @@ def in_transformers(source: str, asked: Conversation) -> tuple[str, list[str]]:
     """The rendering, and what stands in generation blocks."""
     [text], [spans] = render_jinja_template(
         [[message.for_template() for message in asked.messages]],
+        tools=asked.tools,
         chat_template=source,
         return_assistant_tokens_mask=True,
         **SPECIAL,

@@ -39,7 +39,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         raise UsageError(what, hint=f"--tokenizer takes a {_FILE} or a folder with one, a name, or tiktoken:NAME")
     content = file.read_bytes()
     try:
-        library = FastTokenizer(read_object(content, file))
+        library = FastTokenizer(read_object(content, file), content.decode())
     except ValueError as error:
         raise DataError(f"not a tokenizer: {error}", where=str(file), hint=HINT) from error
     config_file = file.with_name(_CONFIG)

@@ -56,7 +56,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
             hint="give a tokenizer that has a tokenizer.json",
         )
     content = own.to_str()
-    library = FastTokenizer(json.loads(content))
+    library = FastTokenizer(json.loads(content), content)
     special_tokens: dict[str, str] = loaded.special_tokens_map
     return RecordTokenizer(
         path=name,

@@ -104,6 +104,10 @@ class _TiktokenTokenizer:
         """See `TokenizerLibrary`."""
         return 0 <= input_id < len(self._num_bytes) and self._num_bytes[input_id] > 0
 
+    def is_special(self, input_id: int) -> bool:
+        """See `TokenizerLibrary`."""
+        return input_id in self._encoding._special_tokens.values()
+
     def decode(self, input_ids: list[int]) -> str:
         """See `TokenizerLibrary`."""
         return self._encoding.decode(input_ids)

@@ -17,7 +17,7 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
-__all__ = ["cut", "default_columns", "digest", "first_records", "is_stream", "read"]
+__all__ = ["alone", "cut", "default_columns", "digest", "first_records", "is_stream", "num_rows", "read"]
 
 
 class _Reader(NamedTuple):
@@ -26,6 +26,8 @@ class _Reader(NamedTuple):
     read: Callable[..., Iterator[Batch]]
     first_records: Callable[[Piece, int, int], list[JsonObject]]
     digest: Callable[[Piece], str]
+    num_rows: Callable[[Piece], int]
+    alone: Callable[[Piece, int, Path], Piece]
 
 
 class _Kind(NamedTuple):
@@ -35,16 +37,19 @@ class _Kind(NamedTuple):
     is_spooled: Callable[[SourceFile], bool]
 
 
-_TABLE = _Reader(table.read, table.first_records, table.digest)
+_LINES = _Reader(lines.read, lines.first_records, lines.digest, lines.num_rows, lines.alone)
+_TABLE = _Reader(table.read, table.first_records, table.digest, table.num_rows, table.alone)
 
 #: By `Piece.reader`.
 _READERS = {
-    "lines": _Reader(lines.read, lines.first_records, lines.digest),
-    "elements": _Reader(lines.read, lines.first_records, lines.digest),  # of JSON, spooled as lines
+    "lines": _LINES,
+    "elements": _LINES,  # of JSON, spooled as lines
     "parquet": _TABLE,
     "arrow": _TABLE,
-    "text": _Reader(text.read, text.first_records, text.digest),
-    "npy": _Reader(numpy_files.read, numpy_files.first_records, numpy_files.digest),
+    "text": _Reader(text.read, text.first_records, text.digest, text.num_rows, text.alone),
+    "npy": _Reader(
+        numpy_files.read, numpy_files.first_records, numpy_files.digest, numpy_files.num_rows, numpy_files.alone
+    ),
 }
 
 #: By `SourceFile.kind`.
@@ -119,3 +124,25 @@ def digest(piece: Piece) -> str:
         UsageError: the file cannot be opened.
     """
     return _READERS[piece.reader].digest(piece)
+
+
+def num_rows(piece: Piece) -> int:
+    """How many lines or rows a piece has, with blank ones.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be opened.
+    """
+    return _READERS[piece.reader].num_rows(piece)
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece that has nothing but the line or row `number` of a piece; what has to be written for it is in `folder`.
+
+    It is read as it would be among the others.
+
+    Raises:
+        RecordError: the row is lost to damage.
+        UsageError: the file cannot be opened.
+    """
+    return _READERS[piece.reader].alone(piece, number, folder)

@@ -38,16 +38,16 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         yield from lines.cut(file.path, source, file.num_bytes)
 
 
-def contents(file: SourceFile, taken: Taken) -> tuple[Iterator[bytes], str]:
+def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
     """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
 
-    `taken` is as in `chunks`.
+    `taken` and `is_look` are as in `chunks`.
 
     Raises:
         RecordError: unreadable; also while the bytes are taken, after all that can be read.
         UsageError: the file cannot be read.
     """
-    data = chunks(file.path, file.compression, taken)
+    data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
     if file.kind == "json":
         start = _start(data)

@@ -5,8 +5,11 @@ Every line that is not blank is exactly one record, or rejected, or left out by 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +94,27 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
 def digest(piece: Piece) -> str:
     """SHA-256 of the bytes of the lines."""
     return hash_lines(piece.path, piece.start, piece.stop)
+
+
+def num_rows(piece: Piece) -> int:
+    """How many lines there are, with blank ones."""
+    return sum(len(block.starts) for block in _blocks(piece))
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece of one line; nothing is written."""
+    for block in _blocks(piece):
+        if number < len(block.starts):
+            start, stop = (block.offset + int(ends[number]) for ends in (block.starts, block.stops))
+            origin = piece.origin + start - piece.start
+            return replace(piece, start=start, stop=max(stop, start + 1), origin=origin, num_bytes=stop - start)
+        number -= len(block.starts)
+    raise AssertionError("the piece has fewer lines")
+
+
+def _blocks(piece: Piece) -> Iterator[LineBlock]:
+    """Its lines, of which long ones are not held."""
+    return line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=0, max_lines=sys.maxsize)
 
 
 def _choose(piece: Piece, block: LineBlock, row: int, max_record_bytes: int, sample: float | None) -> _Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -79,6 +80,17 @@ def digest(piece: Piece) -> str:
     """SHA-256 of the type and the numbers."""
     values = _open(piece.path, piece.path)[piece.start : piece.stop]
     return hashlib.sha256(values.dtype.str.encode() + values.tobytes()).hexdigest()
+
+
+def num_rows(piece: Piece) -> int:
+    """How many lengths there are."""
+    return piece.stop - piece.start
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece of one length; nothing is written."""
+    start, origin = piece.start + number, piece.origin + number
+    return replace(piece, start=start, stop=start + 1, origin=origin)
 
 
 def _open(path: str, shown: str) -> npt.NDArray[Any]:

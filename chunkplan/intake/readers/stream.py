@@ -12,7 +12,7 @@ import pyarrow as pa
 from chunkplan.errors import ChunkplanError
 from chunkplan.intake import pieces
 from chunkplan.intake.disk import check_room
-from chunkplan.intake.files import STDIN, open_file, reading
+from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.rejection import RecordError
 
@@ -31,28 +31,29 @@ class Taken:
     num_bytes: int = 0
 
 
-def chunks(path: str, compression: str | None, taken: Taken | None = None) -> Iterator[bytes]:
+def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is_look: bool = False) -> Iterator[bytes]:
     """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
 
-    `taken` is kept up to date.
+    `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
 
     Raises:
         RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way.
         UsageError: it cannot be opened or read.
     """
     taken = taken or Taken()
-    with reading(path), open_file(path) as file:
+    block_bytes = pieces.LOOK_BYTES if is_look and is_url(path) else pieces.BLOCK_BYTES
+    with reading(path), open_file(path, block_bytes if is_look else None) as file:
         head = file.read(len(_LFS_POINTER))
         check_head(head, path)
         if compression is None:
             taken.num_bytes = len(head)
             yield head
-            while data := file.read(pieces.BLOCK_BYTES):
+            while data := file.read(block_bytes):
                 taken.num_bytes += len(data)
                 yield data
         else:
             file.seek(0)
-            for data in _decompressed(file, path, compression):
+            for data in _decompressed(file, path, compression, block_bytes):
                 taken.num_bytes = file.tell()
                 yield data
 
@@ -145,10 +146,10 @@ def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, byt
             raise
 
 
-def _decompressed(file: BinaryIO, path: str, compression: str) -> Iterator[bytes]:
+def _decompressed(file: BinaryIO, path: str, compression: str, block_bytes: int) -> Iterator[bytes]:
     """Members and frames that follow one another are one stream, as they are for gzip, zstd and bzip2."""
     stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), compression)
-    buffer = bytearray(pieces.BLOCK_BYTES)
+    buffer = bytearray(block_bytes)
     num_bytes = 0
     while True:
         buffer[:] = _NOT_UTF8 * len(buffer)

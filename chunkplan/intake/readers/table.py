@@ -45,7 +45,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     num_rows = 0
     damage: RecordError | None = None
     try:
-        with open_table(path, file.kind) as table:
+        with open_table(path, file.kind, is_look=True) as table:
             for group in table.row_groups():
                 if num_rows and piece.num_bytes + group.num_bytes > pieces.PIECE_BYTES and not is_copy:
                     yield piece
@@ -78,7 +78,7 @@ def length_column(file: SourceFile) -> str | None:
         RecordError: unreadable.
         UsageError: the file cannot be read.
     """
-    with open_table(file.path, file.kind) as table:
+    with open_table(file.path, file.kind, is_look=True) as table:
         only = table.schema.field(0) if len(table.schema) == 1 else None
     return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
 
@@ -135,7 +135,7 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
         UsageError: the file cannot be read.
     """
     found: list[JsonObject] = []
-    with open_table(piece.path, piece.reader) as table:
+    with open_table(piece.path, piece.reader, is_look=True) as table:
         for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
             for batch in table.batches(start, stop, table.schema.names, count):
                 if isinstance(batch, pa.RecordBatch):
@@ -156,6 +156,43 @@ def digest(piece: Piece) -> str:
     """
     with open_table(piece.path, piece.reader) as table:
         return table.digest(piece.start, piece.stop)
+
+
+def num_rows(piece: Piece) -> int:
+    """How many rows there are.
+
+    Raises:
+        RecordError: unreadable.
+        UsageError: the file cannot be read.
+    """
+    with open_table(piece.path, piece.reader) as table:
+        return sum(group.num_rows for group in islice(table.row_groups(), piece.start, piece.stop))
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece of one row, which is written into `folder` with all of its columns.
+
+    Raises:
+        RecordError: the row is lost to damage.
+        UsageError: the file cannot be read.
+    """
+    path = folder / "row.arrow"
+    before, index = 0, piece.start
+    with open_table(piece.path, piece.reader) as table:
+        for group in islice(table.row_groups(), piece.start, piece.stop):
+            if number < before + group.num_rows:
+                break
+            before, index = before + group.num_rows, index + 1
+        for found in table.batches(index, index + 1, table.schema.names, pieces.BATCH_RECORDS):
+            if number < before + found.num_rows:
+                break
+            before += found.num_rows
+        if isinstance(found, Lost):
+            raise found.error
+        with pa.ipc.new_file(str(path), found.schema) as file:
+            file.write_batch(found.slice(number - before, 1))
+    origin = piece.origin + number
+    return replace(piece, path=str(path), reader="arrow", start=0, stop=1, origin=origin, is_temporary=True)
 
 
 def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:

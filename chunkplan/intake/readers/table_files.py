@@ -71,20 +71,23 @@ class TableFile(Protocol):
 
 
 @contextmanager
-def open_table(path: str, kind: str) -> Iterator[TableFile]:
+def open_table(path: str, kind: str, *, is_look: bool = False) -> Iterator[TableFile]:
     """A Parquet or Arrow file, which may be read as long as the context is.
+
+    `is_look` says that only what it has in it, or its first rows, are wanted, of which little is fetched at once.
 
     Raises:
         RecordError: unreadable: empty, a pointer of Git LFS, torn, encrypted, or not a file of its kind; also while it
             is read.
         UsageError: the file cannot be read.
     """
-    with reading(path), open_file(path) as file:
+    block_bytes = pieces.LOOK_BYTES if is_look else pieces.BLOCK_BYTES
+    with reading(path), open_file(path, block_bytes if is_look else None) as file:
         head = file.read(_HEAD_BYTES)
         check_head(head, path)
         file.seek(0)
         try:
-            table = _Parquet(path, file, head) if kind == "parquet" else _Arrow(path, file, head)
+            table = _Parquet(path, file, head, block_bytes) if kind == "parquet" else _Arrow(path, file, head)
             names = table.schema.names
             if len(set(names)) < len(names):
                 raise unreadable("several columns of the same name", path, hint="write it again with other names")
@@ -96,13 +99,13 @@ def open_table(path: str, kind: str) -> Iterator[TableFile]:
 
 
 class _Parquet:
-    def __init__(self, path: str, file: Any, head: bytes) -> None:
+    def __init__(self, path: str, file: Any, head: bytes, block_bytes: int) -> None:
         self._path = path
         self._file = file
         if head.startswith(_ENCRYPTED):
             raise _encrypted(path)
         # Of a row group of any size only a few pages are in memory.
-        self._table = pq.ParquetFile(file, buffer_size=pieces.BLOCK_BYTES, pre_buffer=False)
+        self._table = pq.ParquetFile(file, buffer_size=block_bytes, pre_buffer=False)
         self.schema = self._table.schema_arrow
         # To look at a column that is encrypted, even at its metadata, ends the process.
         file.seek(-_END_BYTES, os.SEEK_END)

@@ -14,7 +14,7 @@ from chunkplan.intake.readers.stream import chunks
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.sources import SourceFile, describe
+from chunkplan.intake.sources import SourceFile
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -22,7 +22,9 @@ _BOM = b"\xef\xbb\xbf"
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     """The file as one piece."""
     num_bytes = file.num_bytes or 0
-    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes)
+    yield Piece(
+        source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes, compression=file.compression
+    )
 
 
 def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
@@ -54,10 +56,18 @@ def digest(piece: Piece) -> str:
     return hasher.hexdigest()
 
 
+def num_rows(piece: Piece) -> int:
+    """A file is one record."""
+    return 1
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece as it is."""
+    return piece
+
+
 def _content(piece: Piece) -> Iterator[bytes]:
-    described = describe(piece.path)
-    assert described is not None
-    return chunks(piece.path, described[1])
+    return chunks(piece.path, piece.compression)
 
 
 def _record(piece: Piece, max_record_bytes: int) -> Row:
@@ -68,7 +78,7 @@ def _record(piece: Piece, max_record_bytes: int) -> Row:
             num_bytes += len(data)
             held = [*held, data] if num_bytes <= max_record_bytes else []
     except RecordError as error:
-        if not piece.num_bytes and describe(piece.path) == ("text", None):  # of a corpus, not damage
+        if not piece.num_bytes and piece.compression is None:  # of a corpus, not damage
             return RecordError(error.message, reason="empty", hint=error.hint)
         return error
     if num_bytes > max_record_bytes:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from chunkplan.intake.records import Conversation, Exchange, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsupported, wrong
+from chunkplan.intake.schemas.message_list import parse_messages
 
 #: Optional roles of these schemas, and of those that are conversations as well.
 BESIDE = {"system": ("system",), "history": ("history",), "label": ("label", "kto_tag")}
-BESIDE_MESSAGES = {"tools": ("tools",), "functions": ("functions",), **BESIDE}
+BESIDE_MESSAGES = {
+    "tools": ("tools",),
+    "functions": ("functions",),
+    **BESIDE,
+    "system": ("system", "systemInstruction"),  # Gemini's
+}
 
 #: Keys that other programs use for other labels too, such as numbers of classes.
 _LABELS = BESIDE["label"]
@@ -74,10 +80,20 @@ def begin_with_system(
 ) -> tuple[Message, ...]:
     """The messages, found at `path`, behind the system text that `record` has beside them, if it has one.
 
+    Gemini's is a message, with `parts`.
+
     Raises:
         RecordError: that is no text, or the messages begin with another.
     """
-    system = optional_text(record, columns["system"])
+    key, usual = columns["system"], BESIDE_MESSAGES["system"]
+    if record.get(key) is None and key in usual:
+        key = next((other for other in usual if record.get(other) is not None), key)
+    value = record.get(key)
+    if isinstance(value, dict) and "parts" in value:
+        [said] = parse_messages([{**value, "role": "system"}], key)
+        system = None if is_blank(said.content) else said.content
+    else:
+        system = optional_text(record, key)
     if system is None:
         return messages
     first = messages[0]
@@ -87,7 +103,7 @@ def begin_with_system(
         return (Message("system", system), *messages[1:])
     if (first.content or "").strip() != system.strip():
         wrong(
-            f"`{columns['system']}` and the system message that `{path}` begins with say different things",
+            f"`{key}` and the system message that `{path}` begins with say different things",
             hint="leave one of the two out",
         )
     return messages

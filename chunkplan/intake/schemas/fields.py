@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from chunkplan.intake.records import JsonObject
+from chunkplan.intake.records import JsonObject, as_tools
 from chunkplan.intake.rejection import RecordError
 
 T = TypeVar("T", bool, str, list[Any], JsonObject)
@@ -140,11 +140,13 @@ def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | Non
     """
     key, functions_key = columns["tools"], columns["functions"]
     found, functions = _objects(record, key), _objects(record, functions_key)
+    if any("functionDeclarations" in tool for tool in found):
+        unsupported(f"`{key}` has `functionDeclarations` of Gemini, which no chat template reads")
     if not functions:
         return found or None
     if found:
         wrong(f"`{key}` and `{functions_key}` are both there", hint="leave one of the two out")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in functions]
+    return as_tools(functions)
 
 
 def _objects(record: JsonObject, key: str) -> list[JsonObject]:

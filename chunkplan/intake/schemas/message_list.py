@@ -1,4 +1,13 @@
-"""Lists of messages: with `role` and `content`, with ShareGPT's `from` and `value`, or as `human` and `assistant`."""
+"""Lists of messages, in the layouts that trainers take.
+
+- `role` and `content`: OpenAI's, and that of chat templates;
+- `from` and `value`: ShareGPT's;
+- `role` and `value`: what axolotl calls pygmalion (axolotl-ai-cloud/axolotl, docs/dataset-formats/conversation.qmd);
+- `role` and `parts`: Gemini's (cloud.google.com/vertex-ai/generative-ai/docs/models/gemini-supervised-tuning-prepare);
+- a question and its answer in one object: `human` and `assistant` in swift's and Firefly's data (modelscope/ms-swift,
+  docs/source_en/Customization/Custom-dataset.md), `input` and `output`, with a `system` in the first of them, in
+  XTuner's (InternLM/xtuner, docs/en/user_guides/dataset_format.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ from typing import Any
 import msgspec
 
 from chunkplan.intake.records import Conversation, JsonObject, Message
-from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, typed, unsupported, wrong
+from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, shortened, typed, unsupported, wrong
 from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 from chunkplan.intake.schemas.roles import PROGRAM_ROLES, ROLES, role_of, with_system
 
@@ -20,6 +29,10 @@ _LOSS_OF_PARTS = "train_detail"
 
 _OWN_KEYS = {*_LOSS_KEYS, "role", "content"}
 _TURN_KEYS = {*_LOSS_KEYS, "from", "value"}
+
+#: The roles of a question and its answer in one object, besides those of `ROLES`.
+_EXCHANGE_ROLES = {"input": "user", "output": "assistant"}
+_OF_EXCHANGE = dict.fromkeys(("system", "user", "assistant")).keys()
 
 
 def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
@@ -43,8 +56,9 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 messages.append(Message(ROLES[speaker], said))
                 continue
         value = typed(value, dict, f"{path}[{index}]")
-        if _is_exchange(value):
-            messages += [Message(role, text) for role, text in sorted(_by_role(value), reverse=True)]
+        if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
+            roles = [role for role in _OF_EXCHANGE if role in exchange and (role != "system" or exchange[role].strip())]
+            messages += [Message(role, exchange[role]) for role in roles]
         elif "role" in value or not ("from" in value or is_sharegpt):
             messages.append(_message(value, f"{path}[{index}]"))
         else:
@@ -52,16 +66,12 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
     return with_system(messages)
 
 
-def _is_exchange(value: JsonObject) -> bool:
-    """Whether it is what a user asked and the assistant answered, as swift has both in one object."""
-    if len(value) != 2 or not all(type(text) is str for text in value.values()):
-        return False
-    return sorted(role for role, _ in _by_role(value)) == ["assistant", "user"]
-
-
-def _by_role(value: JsonObject) -> list[tuple[str, Any]]:
-    """(role, text) of an object whose keys may be names of roles."""
-    return [(ROLES.get(key, key), text) for key, text in value.items()]
+def exchange_of(value: JsonObject) -> dict[str, str] | None:
+    """Role -> text of what a user asked and the assistant answered, perhaps behind a system text, in one object."""
+    roles = {key: _EXCHANGE_ROLES.get(key) or ROLES.get(key, key) for key, text in value.items() if text is not None}
+    by_role = {role: value[key] for key, role in roles.items()}
+    is_one = by_role.keys() | {"system"} == _OF_EXCHANGE and len(by_role) == len(roles)
+    return by_role if is_one and all(type(text) is str for text in by_role.values()) else None
 
 
 def make_conversation(messages: list[Message], tools: list[JsonObject] | None, path: str) -> Conversation:
@@ -74,12 +84,15 @@ def make_conversation(messages: list[Message], tools: list[JsonObject] | None, p
 
 def unread_of_turn(turn: JsonObject) -> list[str]:
     """The keys of a message in ShareGPT's layout that say something which no chat template sees."""
+    if exchange_of(turn):
+        return []
     return [key for key, value in turn.items() if value is not None and key not in _TURN_KEYS]
 
 
 def _message(message: JsonObject, path: str) -> Message:
     loss = _stated_loss(message, path)
     role = role_of(field(message, "role", str, path), f"{path}.role", says_if_it_counts=loss is not None)
+    message = _with_content(message, path)
     # Rows of a table have every key of every row: null says nothing.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
     if not SUSPECT.isdisjoint(fields):
@@ -97,6 +110,27 @@ def _message(message: JsonObject, path: str) -> Message:
     elif content is not None:
         content = field(message, "content", str, path)
     return Message(role, content, loss, fields, parts)
+
+
+def _with_content(message: JsonObject, path: str) -> JsonObject:
+    """`message` with its `content`, where that has another name: `value` as in pygmalion, or `parts` as in Gemini's."""
+    if message.get("content") is not None:
+        return message
+    value, parts = message.get("value"), message.get("parts")
+    if type(value) is str:
+        return {**message, "content": value, "value": None}
+    if type(parts) is list:
+        content = [_part(part, f"{path}.parts[{index}]") for index, part in enumerate(parts)]
+        return {**message, "content": content, "parts": None}
+    return message
+
+
+def _part(part: Any, path: str) -> JsonObject:
+    """A part of a message of Gemini as OpenAI has parts; a `thought` is what was thought before the answer."""
+    others = [key for key, value in typed(part, dict, path).items() if key not in ("text", "thought") and value]
+    if others:
+        unsupported(f"`{path}` has `{shortened(others[0])}`: only text is planned")
+    return {"type": "reasoning" if part.get("thought") else "text", "text": field(part, "text", str, path)}
 
 
 def _turn(message: JsonObject, path: str) -> Message:

@@ -1,4 +1,4 @@
-"""`messages`: a conversation as chat templates take it, each message with a `role` and a `content`."""
+"""`messages`: a conversation as chat templates take it, each message with a `role` and a `content`; or Gemini's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def parse(record: JsonObject, columns: dict[str, str]) -> Conversation:
     """
     refuse_history(record, columns)
     key = columns["messages"]
+    if record.get(key) is None:
+        key = SCHEMA.keys_of(record, columns)["messages"]
     messages = parse_messages(messages_in(record, key), key)
     conversation = make_conversation(messages, tools(record, columns), key)
     return Conversation(begin_with_system(conversation.messages, record, columns, key), conversation.tools)
 
 
-SCHEMA = Schema({"messages": ("messages",)}, parse, BESIDE_MESSAGES)
+SCHEMA = Schema({"messages": ("messages", "contents")}, parse, BESIDE_MESSAGES)

@@ -20,8 +20,8 @@ def parse(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversatio
 
 SCHEMA = Schema(
     {
-        "question": ("question", "problem", "query", "prompt", "input"),
-        "answer": ("answer", "solution", "response", "response", "output"),
+        "question": ("question", "problem", "query", "prompt", "input", "human"),
+        "answer": ("answer", "solution", "response", "response", "output", "assistant"),
     },
     parse,
     BESIDE,

@@ -67,6 +67,9 @@ def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
         return keys["text"] == "text"  # it is one message of a conversation
     if name in ("text", "question+answer") and any(role != key for role, key in keys.items()):
         return all(type(record[key]) is str for key in keys.values())
+    if name == "messages" and keys["messages"] == "contents":  # Gemini's
+        value = record["contents"]
+        return type(value) is list and bool(value) and type(value[0]) is dict and "parts" in value[0]
     if name == "conversations" and keys["conversations"] == "conversation":
         value = record["conversation"]
         return type(value) is list or (type(value) is str and value.lstrip().startswith("["))

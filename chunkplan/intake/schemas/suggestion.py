@@ -14,6 +14,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import messages_in
+from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading, column_flags
 from chunkplan.intake.schemas.registry import SCHEMAS
 
@@ -119,7 +120,9 @@ def _are_messages(value: Any) -> bool:
     if type(value) is str:
         with suppress(RecordError):
             value = messages_in({"": value}, "")
-    return type(value) is list and bool(value) and type(value[0]) is dict and bool({"role", "from"} & value[0].keys())
+    if type(value) is not list or not value or type(value[0]) is not dict:
+        return False
+    return bool({"role", "from"} & value[0].keys()) or exchange_of(value[0]) is not None
 
 
 def _is_said(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
@@ -13,6 +14,7 @@ from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_len
 from chunkplan.reporting.page.sections import (
     analysis_lengths_section,
     candidates_section,
+    examples_section,
     gantt_section,
     numbers_section,
     plan_lengths_section,
@@ -60,9 +62,19 @@ def plan_page(
     return render(title, warned, plan_facts(plan, report), sections)
 
 
-def analysis_page(analysis: Analysis, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
-    """Return the HTML of an analysis; `tuning` is as `tuning_document` has it."""
+def analysis_page(
+    analysis: Analysis,
+    tokenizer: RecordTokenizer | None,
+    why_no_text: str | None,
+    tuning: TuningDocument | None,
+    warnings: Sequence[str],
+) -> str:
+    """Return the HTML of an analysis; `tuning` is as `tuning_document` has it.
+
+    `tokenizer` decodes examples; without one, `why_no_text` stands there.
+    """
     sections = [analysis_lengths_section(analysis.num_tokens)]
+    sections += [examples_section(analysis, tokenizer, why_no_text)] if tokenizer or why_no_text else []
     sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
     facts = analysis_facts(analysis, length_report(analysis))
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"

@@ -33,8 +33,20 @@ class Table:
 
 
 @dataclass(frozen=True)
+class MarkedText:
+    """What a sequence says, under a caption: runs of text, each with what it is.
+
+    That is "" for plain text, "special", "target", "special target", or "note" for words of the page about the text.
+    """
+
+    caption: str
+    runs: Sequence[tuple[str, str]] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Section:
-    """A heading, warnings and notes (a paragraph each), charts, then tables: beside charts they open when asked for."""
+    """A heading, warnings and notes (a paragraph each), charts, texts, then tables: beside charts these open when asked
+    for."""
 
     name: str
     title: str
@@ -42,3 +54,4 @@ class Section:
     warnings: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
+    texts: Sequence[MarkedText] = ()

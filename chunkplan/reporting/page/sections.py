@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import polars as pl
 
 from chunkplan.arrays import Int32Array
+from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep, drawn_steps
+from chunkplan.reporting.page.examples import MOST_SOURCES, example_texts, with_sequences
 from chunkplan.reporting.page.gantt import MOST_HATCHED, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
 from chunkplan.reporting.page.over_steps import (
@@ -45,6 +48,21 @@ def analysis_lengths_section(num_tokens: Int32Array) -> Section:
         "lengths-chart", "Histogram of sequences by their number of tokens.", {"": lengths_figure(before, None, None)}
     )
     return Section("lengths", "Lengths", [_LENGTHS], charts=[chart], tables=[lengths_table("sequences", before)])
+
+
+def examples_section(analysis: Analysis, tokenizer: RecordTokenizer | None, why_not: str | None) -> Section:
+    """Show a sequence of each source with its targets; or say why not, where there is no tokenizer to decode them."""
+    title = "What is trained"
+    how = "`chunkplan inspect --record FILE:LINE` shows any record."
+    if tokenizer is None:
+        return Section("examples", title, [f"Examples are not shown: {why_not}", how])
+    num_sources = len(with_sequences(analysis))
+    first = f"the first {MOST_SOURCES} of {num_sources:,} sources" if num_sources > MOST_SOURCES else "each source"
+    notes = [
+        f"The first sequence of {first}, as the model meets it. What counts in the loss has a background, special "
+        f"tokens are bold. {how}"
+    ]
+    return Section("examples", title, notes, texts=example_texts(analysis, tokenizer))
 
 
 def plan_lengths_section(

@@ -14,8 +14,9 @@ import pytest
 
 import chunkplan
 from chunkplan.planfile.plan import Plan
-from tests.support.page_cases import build_plan, hostile_plan, hostile_tuning, tuning_of
+from tests.support.page_cases import HOSTILE, build_plan, hostile_plan, hostile_tuning, tuning_of
 from tests.support.page_scripts import LOOK_AT_TEXT, OVERLAPS, TICKS, TRY_TO_LEAVE
+from tests.support.places import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 
@@ -119,6 +120,26 @@ def test_all_is_drawn_and_readable(open_page: Open, page_file: Path, width: int,
     assert {words: look for words, look in seen.items() if look[0] < SMALLEST or look[1] < CONTRAST} == {}
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 24)"
     assert dark == (scheme == "dark")
+    assert trouble == []
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, scheme: str) -> None:
+    """On a phone, targets and special tokens as well; what is markup is text."""
+    said = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"{'long' * 99} {HOSTILE}"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+    analysis = chunkplan.analyze(
+        tmp_path / "chat.jsonl", tmp_path / "analysis", tokenizer=ROOT / "sample_data" / "tokenizer"
+    )
+    chunkplan.write_report(tmp_path / "page.html", analysis)
+    page, trouble = open_page(tmp_path / "page.html", 390, scheme, ["lengths-chart"])
+    seen = page.evaluate(LOOK_AT_TEXT)
+    assert {words: look for words, look in seen.items() if look[0] < SMALLEST or look[1] < CONTRAST} == {}
+    assert any(words.startswith("MARK long") for words in seen)
+    assert page.locator("pre .special").count() == 4
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("[window.hacked, document.images.length]") == [None, 0]
     assert trouble == []
     page.close()
 

@@ -1,0 +1,174 @@
+"""One record of a source, by the place that messages name it by: read as it would be among all others."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from chunkplan.config.intake import IntakeOptions
+from chunkplan.errors import UsageError
+from chunkplan.intake.files import STDIN, is_url
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.probe import find_layout
+from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
+from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRecord
+from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.source import Source
+from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources, suffixes_of
+from chunkplan.intake.sources import LINK, SourceFile, find_sources
+from chunkplan.planfile.analysis import record_place
+from chunkplan.quantities import counted
+
+#: Of a line that is no record, so many bytes are kept.
+_SHOWN_BYTES = 1 << 16
+
+_LINE = re.compile(r"(?P<path>.+):(?P<number>[0-9]{1,18}):?", re.DOTALL)
+_RECORD = re.compile(r"(?P<path>.+), record (?P<number>[0-9]{1,18}):?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TypedPlace:
+    """A place as it was typed: FILE:LINE, "FILE, record N" or FILE; `kind` is "line", "record" or "file"."""
+
+    path: str
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True)
+class FoundRecord:
+    """One record as the intake reads it.
+
+    `place` is as messages name it, `row` its line or row from 0, `layout` how the records of its source are laid out.
+    `keys` are what the record has as it is stored, None where it is no object; then `line` is how its line begins,
+    where it has one. `read` is its neutral form, or why it has none.
+    """
+
+    place: str
+    row: int
+    layout: RecordLayout
+    keys: JsonObject | None
+    line: str | None
+    read: Record | RecordError
+
+
+def read_place(typed: str) -> TypedPlace:
+    """What was typed for the place of a record, which may be pasted from a message with the colon behind it."""
+    if Path(typed).is_file():
+        return TypedPlace(typed, "file", 0)
+    if found := _RECORD.fullmatch(typed):
+        return TypedPlace(found["path"], "record", int(found["number"]))
+    if found := _LINE.fullmatch(typed):
+        return TypedPlace(found["path"], "line", int(found["number"]))
+    return TypedPlace(typed, "file", 0)
+
+
+def find_record(
+    place: TypedPlace, options: IntakeOptions, *, sources: Sequence[str] = (), named: int | None = None
+) -> FoundRecord:
+    """The record at `place`, read with `options`; what these say of a sample, and of errors, is of no account.
+
+    `sources` are the paths that the columns of `options` may name beside this one, which is the one with the index
+    `named` among them, or none.
+
+    Raises:
+        UsageError: there is no such file or record, or nobody can tell which one is meant.
+        DataError: the file cannot be read, or no schema fits its records.
+    """
+    file = _one_file(place.path, suffixes_of(options.formats))
+    paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
+    schema = schemas_of_sources(options.schema, options.formats, paths)[index]
+    source = Source(file, columns_of_sources(options.columns, paths)[index], schema)
+    with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
+        total = 0
+        row = 0
+        for piece in cut(file, 0, Path(spool)):
+            if source.layout is None:
+                records = first_records(piece, max_record_bytes=options.max_record_bytes)
+                source.layout = find_layout(source, records)
+                source.reader = piece.reader
+                row = _row(place, source)
+            rows = num_rows(piece)
+            if row < total + rows:
+                place_of_row = record_place(source.name, source.format, row)
+                found = _found(piece, row - total, place_of_row, source.layout, options, Path(spool))
+                return replace(found, row=row)
+            total += rows
+            if piece.is_temporary:
+                Path(piece.path).unlink(missing_ok=True)
+    first, last = (record_place(source.name, source.format, row) for row in (0, total - 1))
+    raise UsageError(
+        f"{source.name} has {counted(total, place.kind)}, and no {place.kind} {place.number}",
+        hint=f"give one from '{first}' to '{last}'",
+    )
+
+
+def _one_file(path: str, suffixes: Mapping[str, str]) -> SourceFile:
+    if path != STDIN and not is_url(path) and not Path(path).is_file():
+        what = f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"
+        raise UsageError(what, hint="name a file of data and a line of it: FILE:LINE")
+    files = [file for file in find_sources([path], [], suffixes) if file.kind != LINK]
+    if len(files) != 1:
+        raise UsageError(f"{path} stands for several files", hint="name one of them and a line of it: FILE:LINE")
+    return files[0]
+
+
+def _row(place: TypedPlace, source: Source) -> int:
+    """The row that is meant, from 0; raises UsageError where records of this source are not named that way."""
+    first = record_place(source.name, source.format, 0)
+    match source.format, place.kind:
+        case "text", "file":
+            return 0
+        case "text", _:
+            raise UsageError(f"{source.name} is one record, its whole text", hint=f"give '{first}'")
+        case "jsonl", "line" if place.number:
+            return place.number - 1
+        case "npy" | "parquet" | "arrow" | "json", "record":
+            return place.number
+    counted_from = "lines are counted from 1" if source.format == "jsonl" else "its records are counted from 0"
+    hint = f"{counted_from}: '{first}' is the first"
+    if place.kind == "file":
+        raise UsageError(f"{source.name} does not say which record", hint=hint)
+    raise UsageError(f"{source.name} has no {place.kind} {place.number}", hint=hint)
+
+
+def _found(
+    piece: Piece, number: int, where: str, layout: RecordLayout, options: IntakeOptions, folder: Path
+) -> FoundRecord:
+    most = options.max_record_bytes
+    try:
+        piece = alone(piece, number, folder)
+    except RecordError as error:
+        return FoundRecord(where, number, layout, None, None, error)
+    [batch] = read(piece, layout, max_record_bytes=most)
+    if not batch.num_records:
+        raise UsageError(f"{where} is blank, which is no record", hint="name a line that is not blank")
+    keys: JsonObject | None = None
+    if piece.reader != "text":
+        keys = next(iter(first_records(piece, 1, max_record_bytes=most)), None)
+    line = _line(piece) if keys is None and piece.reader in ("lines", "elements") else None
+    return FoundRecord(where, number, layout, keys, line, _record(batch))
+
+
+def _record(batch: Batch) -> Record | RecordError:
+    """The one record of a batch."""
+    if batch.rejected:
+        rejected: Rejected = batch.rejected[0]
+        return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
+    match batch.records:
+        case LengthColumn(num_tokens):
+            return LengthRecord(int(num_tokens[0]))
+        case TokenColumns(_, input_ids, target):
+            return TokensRecord(input_ids, target)
+        case records:
+            return records[0]
+
+
+def _line(piece: Piece) -> str:
+    with Path(piece.path).open("rb") as file:
+        file.seek(piece.start)
+        return file.read(min(piece.num_bytes, _SHOWN_BYTES)).decode("utf-8", "backslashreplace")

@@ -1,0 +1,271 @@
+"""One record: how it was read, what its chat template makes of it, and what each choice of turns would train of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from chunkplan.config.intake import IntakeOptions, Turns
+from chunkplan.errors import UsageError
+from chunkplan.intake.backends import load_tokenizer
+from chunkplan.intake.one_record import FoundRecord, find_record, read_place
+from chunkplan.intake.process import too_long
+from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import SCHEMAS, count_unread
+from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
+from chunkplan.intake.turns import by_turns, turns_of
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.reporting.analyzed_file import AnalyzedFile, find_analyzed, options_for
+from chunkplan.reporting.token_text import SequenceText, decode_sequence
+
+
+@dataclass(frozen=True)
+class RecordRejection:
+    """Why a record, or a sequence of it, is rejected: in the words of the intake."""
+
+    reason: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceView:
+    """A sequence that a record makes; or would make, and `rejected` says why it does not.
+
+    `trained` are the turns of the assistant that count in it, from 1. `num_target_tokens` is None where that is not
+    known, as of a bare length. `num_cut` tokens are beyond the maximum length. `text` is None unless decoded.
+    """
+
+    trained: tuple[int, ...]
+    num_tokens: int = 0
+    num_target_tokens: int | None = None
+    num_cut: int = 0
+    text: SequenceText | None = None
+    rejected: RecordRejection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordView:
+    """One record as it is read and rendered.
+
+    `place` is as messages name it. `analyzed` has the numbers of tokens and of targets of each sequence that the
+    analysis has of it, None where its file is no source of the analysis; `has_changed` says whether that had another
+    size then.
+
+    `schema`, `evidence` and `columns` (role -> key) say how it was read. `messages` has the number of messages by role,
+    and `num_turns` the turns of the assistant, of a conversation. `unread` are its keys that say something and were not
+    read.
+
+    `sequences` are what it makes by choice of turns: of a conversation by each, of anything else by `turns` alone,
+    which is what was asked for. `rejected` says why that makes no sequence, or not all of them. `rendered` is what the
+    chat template makes of it where that is all that is known; `stored` the record as it is stored, where nothing is
+    rendered.
+    """
+
+    place: str
+    analyzed: tuple[tuple[int, int], ...] | None
+    has_changed: bool
+    schema: str
+    evidence: str
+    columns: dict[str, str]
+    messages: dict[str, int] | None
+    num_turns: int
+    unread: tuple[str, ...]
+    turns: Turns
+    sequences: dict[Turns, tuple[SequenceView, ...]]
+    rendered: str | None
+    stored: str | None
+    rejected: RecordRejection | None
+
+
+def view_record(
+    place: str,
+    options: IntakeOptions | None = None,
+    *,
+    analysis: Analysis | None = None,
+    tokenizer: RecordTokenizer | str | Path | None = None,
+    most_tokens: int | None = None,
+) -> RecordView:
+    """Look at the record at `place`: FILE:LINE, or as messages name those of files that have no lines.
+
+    Args:
+        place: the file may be there as it is named here, or from a folder above `analysis`.
+        options: how records are read; by default as for `analysis`, see `options_for`.
+        analysis: one that the file may be a source of.
+        tokenizer: encodes what is not tokens already: one of `open_tokenizer`, or what `analyze` takes.
+        most_tokens: of longer sequences, the first and the last tokens are decoded.
+
+    Raises:
+        UsageError: there is no such file or record, or no tokenizer for it.
+        DataError: the file cannot be read, or no schema fits its records. A record that would be rejected is no error
+            here: the view says why.
+    """
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer)
+    typed = read_place(place)
+    analyzed, sources = AnalyzedFile(typed.path, None, False), []
+    if analysis is not None:
+        analyzed = find_analyzed(analysis, typed.path)
+        sources = [source["path"] for source in analysis.manifest.get("sources", ())]
+        options = options or options_for(analysis, analyzed)
+    options = options or IntakeOptions()
+    found = find_record(replace(typed, path=analyzed.path), options, sources=sources, named=analyzed.source)
+    view = _made_of(found, options, tokenizer, most_tokens)
+    known = None if analysis is None else _known(analysis, analyzed.source, found.row)
+    return replace(view, analyzed=known, has_changed=analyzed.has_changed)
+
+
+def _known(analysis: Analysis, source: int | None, row: int) -> tuple[tuple[int, int], ...] | None:
+    """What the analysis has of a record of one of its sources."""
+    if source is None:
+        return None
+    found = np.flatnonzero((analysis.source == source) & (analysis.record == row))
+    counts = (analysis.num_tokens[found].tolist(), analysis.num_target_tokens[found].tolist())
+    return tuple(zip(*counts, strict=True))
+
+
+def _made_of(
+    found: FoundRecord, options: IntakeOptions, tokenizer: RecordTokenizer | None, most_tokens: int | None
+) -> RecordView:
+    """The view of a record, whatever analysis it is of."""
+    if isinstance(found.read, RecordError):
+        return _view(found, options, rejected=_rejection(found.read))
+    record = found.read
+    if isinstance(record, LengthRecord):
+        sequence = _limited(SequenceView(trained=(), num_tokens=record.num_tokens), options)
+        return _view(found, options, {options.turns: (sequence,)})
+    if tokenizer is None and not isinstance(record, TokensRecord):
+        raise UsageError(
+            "no tokenizer is known, so nothing says what this record becomes",
+            where=found.place,
+            hint="give --tokenizer, or analyze the data with one first",
+        )
+    if isinstance(record, Exchange) and tokenizer is not None and tokenizer.template is not None:
+        record = record.conversation
+    if not isinstance(record, Conversation):
+        sequences = _sequences([record], [()], options, tokenizer, most_tokens)
+        return _view(found, options, {options.turns: sequences})
+    assert tokenizer is not None
+    made: dict[Turns, tuple[SequenceView, ...]] = {}
+    turns = list(turns_of(record.messages))
+    for choice in get_args(Turns):
+        several = by_turns(record, choice)
+        trained = [_trained(one, turns) for one in several]
+        made[choice] = _sequences(several, trained, options, tokenizer, most_tokens, decodes=choice == options.turns)
+    rejected = _first_rejected(made[options.turns])
+    rendered = _rendered(record, tokenizer) if rejected is not None and rejected.reason == "template" else None
+    return _view(found, options, made, conversation=record, num_turns=len(turns), rendered=rendered)
+
+
+def _view(
+    found: FoundRecord,
+    options: IntakeOptions,
+    sequences: dict[Turns, tuple[SequenceView, ...]] | None = None,
+    *,
+    conversation: Conversation | None = None,
+    num_turns: int = 0,
+    rendered: str | None = None,
+    rejected: RecordRejection | None = None,
+) -> RecordView:
+    layout, keys = found.layout, found.keys
+    sequences = sequences or {}
+    rejected = rejected or _first_rejected(sequences.get(options.turns, ()))
+    columns = {} if keys is None else SCHEMAS[layout.schema].keys_of(keys, layout.columns)
+    is_read = keys is not None and not isinstance(found.read, RecordError)
+    is_shown = any(one.text is not None for one in sequences.get(options.turns, ()))
+    return RecordView(
+        place=found.place,
+        analyzed=None,
+        has_changed=False,
+        schema=layout.schema,
+        evidence=layout.evidence,
+        columns={role: key for role, key in columns.items() if keys is not None and keys.get(key) is not None},
+        messages=None if conversation is None else dict(Counter(each.role for each in conversation.messages)),
+        num_turns=num_turns,
+        unread=tuple(sorted(count_unread(layout, [keys]))) if is_read and keys is not None else (),
+        turns=options.turns,
+        sequences=sequences,
+        rendered=rendered,
+        stored=_stored(found) if rejected is not None and not is_shown and rendered is None else None,
+        rejected=rejected,
+    )
+
+
+def _stored(found: FoundRecord) -> str | None:
+    """The record as it is stored, or how its line begins; None where neither is known."""
+    if found.keys is None:
+        return found.line
+    return json.dumps(found.keys, ensure_ascii=False, indent=2, default=str)
+
+
+def _rejection(error: RecordError) -> RecordRejection:
+    return RecordRejection(error.reason, error.message, error.hint)
+
+
+def _first_rejected(sequences: Sequence[SequenceView]) -> RecordRejection | None:
+    return next((one.rejected for one in sequences if one.rejected is not None), None)
+
+
+def _trained(conversation: Conversation, turns: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The turns, from 1, in which a message counts."""
+    return tuple(
+        number
+        for number, (start, stop) in enumerate(turns, 1)
+        if any(message.counts_in_loss for message in conversation.messages[start:stop])
+    )
+
+
+def _sequences(
+    records: Sequence[Record],
+    trained: Sequence[tuple[int, ...]],
+    options: IntakeOptions,
+    tokenizer: RecordTokenizer | None,
+    most_tokens: int | None,
+    *,
+    decodes: bool = True,
+) -> tuple[SequenceView, ...]:
+    """What `records` become, which train these turns each."""
+    encoded: Sequence[Encoded | RecordError]
+    if tokenizer is None:
+        encoded = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
+    else:
+        encoded = tokenizer.encode(records)
+    views = []
+    for one, turns in zip(encoded, trained, strict=True):
+        if isinstance(one, RecordError):
+            views.append(SequenceView(trained=turns, rejected=_rejection(one)))
+            continue
+        input_ids, target = one
+        view = _limited(SequenceView(trained=turns, num_tokens=len(input_ids)), options)
+        input_ids, target = input_ids[: view.num_tokens], target[: view.num_tokens]
+        text = None
+        if tokenizer is not None and decodes:
+            text = decode_sequence(tokenizer.library, input_ids, target, most_tokens)
+        views.append(replace(view, num_target_tokens=int(target.sum()), text=text))
+    return tuple(views)
+
+
+def _limited(view: SequenceView, options: IntakeOptions) -> SequenceView:
+    """The sequence as the maximum length leaves it."""
+    if options.max_length is None or view.num_tokens <= options.max_length:
+        return view
+    if options.long == "truncate":
+        return replace(view, num_tokens=options.max_length, num_cut=view.num_tokens - options.max_length)
+    rejected = too_long(0, view.num_tokens, options.max_length)
+    return replace(view, rejected=RecordRejection(rejected.reason, rejected.message, rejected.hint))
+
+
+def _rendered(conversation: Conversation, tokenizer: RecordTokenizer) -> str | None:
+    """The conversation as the template renders it, None where it does not."""
+    assert tokenizer.template is not None
+    try:
+        return tokenizer.template.text(conversation)
+    except RecordError:
+        return None

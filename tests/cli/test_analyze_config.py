@@ -1,0 +1,181 @@
+"""`chunkplan analyze --config FILE.toml` says what the command line does, which wins; and formats of single sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chunkplan import IntakeOptions
+from chunkplan.config.intake import SCHEMAS
+from tests.support.analyze_cases import analyzed, write
+from tests.support.command_line import Run
+from tests.support.intake_checks import chat, question_and_answer
+
+
+@pytest.fixture
+def run(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` in a folder with `data/humaneval.jsonl` and `data/qa.jsonl`."""
+    Path("data").mkdir()
+    write("data/humaneval.jsonl", *[{"prompt": "def f", "canonical_solution": "  return 1"}] * 3)
+    write("data/qa.jsonl", *[{"prompt": "is it?", "answer": "yes it is"}] * 3)
+    return command
+
+
+def _columns(run: Run, *arguments: object) -> list[str]:
+    return [source["columns"]["completion"] for source in analyzed(run, "data", *arguments).manifest["sources"]]
+
+
+FILE = """
+max-length = "8K"
+on-error = "skip"
+[columns]
+completion = "answer"
+[columns."humaneval.jsonl"]
+completion = "canonical_solution"
+"""
+
+
+def test_a_table_for_each_source_is_what_the_command_line_says_of_it(run: Run) -> None:
+    Path("a_b.toml").write_text(FILE)
+    of_file = analyzed(run, "data", "--config", "a_b.toml")
+    assert of_file.options == IntakeOptions(
+        max_length=8192,
+        on_error="skip",
+        columns={"completion": "answer", "humaneval.jsonl:completion": "canonical_solution"},
+    )
+    columns = ("--column", "completion=answer", "--column", "humaneval.jsonl:completion=canonical_solution")
+    typed = analyzed(run, "data", *columns, "--max-length", "8192", "--on-error", "skip")
+    assert typed.manifest == of_file.manifest
+
+
+def test_the_command_line_wins_entry_by_entry_and_the_screen_says_so(run: Run) -> None:
+    Path("a_b.toml").write_text(FILE)
+    assert _columns(run, "--config", "a_b.toml") == ["canonical_solution", "answer"]
+    given = ("--config", "a_b.toml", "--max-length", "4K", "--column", "humaneval.jsonl:completion=prompt")
+    assert _columns(run, *given) == ["prompt", "answer"]
+    ran = run("analyze", "data", *given)
+    assert ran.err.startswith(
+        "options from a_b.toml: on-error, columns; given in place of what it says: max-length, "
+        "columns: humaneval.jsonl:completion\n"
+    )
+    Path("length.toml").write_text('length-column = "n"')
+    write("n.jsonl", {"n": 5, "m": 6})
+    for typed in (("--length-column", "m"), ("--column", "length=m")):
+        assert analyzed(run, "n.jsonl", "--config", "length.toml", *typed).num_tokens.tolist() == [6]
+    assert analyzed(run, "n.jsonl", "--config", "length.toml").num_tokens.tolist() == [5]
+
+
+def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
+    Path("a.toml").write_text('shard = "1/2"\nuse-cache = false\nworkers = 1\ntokens = false\n' + FILE)
+    ran = run("analyze", "data", "--config", "a.toml")
+    assert ran.code == 0, ran.err
+    assert Path("chunkplan-out/shard-1-of-2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message", "hint"),
+    [
+        ("turns = ", 3, "a.toml: not TOML", "lines such as"),
+        ('format = "text"', 3, "a.toml: unknown entry `format`", "what --format says is schema or formats in a file"),
+        ("max-record-mb = 4", 3, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
+        ('colums = "x"', 3, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
+        ("turns = 3", 3, "a.toml: turns: found 3, expected rendered or last or each", "fix this entry"),
+        ('columns = "x=y"', 3, "a.toml: columns: found 'x=y', expected keys by role, or by source and role", "fix"),
+        ("[columns.a]\ntext = 1", 3, "a.toml: columns: found {'a': {'text': 1}}, expected keys by role", "fix"),
+        ('[columns.a]\n"b:text" = "c"', 3, "a.toml: columns: found {'a': {'b:text': 'c'}}, expected keys", "fix"),
+        ('[columns]\n"a:text" = "b"\na = {text = "c"}', 3, "a.toml: columns: found {'a:text': 'b', ", "fix"),
+        ('[columns.no]\ntext = "b"', 2, "--column no:text=b: no source is no; there are data/", "before the colon"),
+        ('[formats]\nno = "jsonl"', 2, "--format no=jsonl: no source is no; there are data/", "before the sign ="),
+        ('[columns.data]\nwords = "b"', 2, "--column data:words=b: no source is data", "before the colon"),
+        ('[columns."qa.jsonl"]\nwords = "b"', 2, "--column words=...: no schema has such a role", "roles are"),
+        ('long = "drop"', 2, "--long drop without a maximum length", "--max-length"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_as_on_the_command_line(
+    run: Run, text: str, code: int, message: str, hint: str
+) -> None:
+    Path("a.toml").write_text(text)
+    ran = run("analyze", "data", "--config", "a.toml")
+    assert (ran.code, ran.out) == (code, ""), ran.err
+    assert f"error: {message}" in ran.err
+    assert hint in ran.err.partition("\nhint: ")[2]
+
+
+MESSAGES = chat(*question_and_answer("Hi!", "Hello."))
+
+
+def test_what_a_file_is_and_how_its_records_are_laid_out_is_said_by_source(run: Run) -> None:
+    """In a folder too, where it would lie beside the data; a source of both schemas is read by that of its own."""
+    both = {"prompt": "Hi!", "completion": " Hm.", "response": " Hello."}
+    write("data/part.0", MESSAGES, MESSAGES)
+    write("data/both.jsonl", both)
+    Path("data/rows.log").write_text("[{}, {}]".format(*['{"text": "one two"}'] * 2))
+    (Path("data") / "humaneval.jsonl").unlink()
+    (Path("data") / "qa.jsonl").unlink()
+    says = ("part.*=jsonl,messages", "*.log=json", "both.jsonl=question+answer")
+    Path("a.toml").write_text(
+        '[formats]\n"part.*" = "jsonl,messages"\n"*.log" = "json"\n"both.jsonl" = "question+answer"'
+    )
+    typed = [word for said in says for word in ("--format", said)]
+    for options in (typed, ("--config", "a.toml")):
+        analysis = analyzed(run, "data", *options)
+        assert [
+            (Path(source["path"]).name, source["format"], source["schema"], source["records"])
+            for source in analysis.manifest["sources"]
+        ] == [
+            ("both.jsonl", "jsonl", "question+answer", 1),
+            ("part.0", "jsonl", "messages", 2),
+            ("rows.log", "json", "text", 2),
+        ]
+        assert analysis.options is not None
+        assert analysis.options.formats == dict(said.split("=") for said in says)
+    assert analyzed(run, "data/part.0", "--format", "part.0=jsonl").num_sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("data/x.log",), "data/x.log has a suffix that is not known"),
+        (("data", "--format", "qa.jsonl"), "--format qa.jsonl: there is no such schema"),
+        (("data", "--format", "qa.jsonl=foo"), "--format qa.jsonl=foo: there is no such schema, and no such kind"),
+        (("data", "--format", "qa.jsonl=npy.gz"), "--format qa.jsonl=npy.gz: there is no such schema, and no such"),
+        (("data", "--format", "qa.jsonl=json,jsonl"), "--format qa.jsonl=json,jsonl says twice what it is"),
+        (("data", "--format", "qa.jsonl="), "--format is 'qa.jsonl=', expected NAME or SOURCE=NAME"),
+        (("data", "--format", "=json"), "--format is '=json', expected NAME or SOURCE=NAME"),
+        (("data", "--format", "text", "--format", "messages"), "two formats for all sources"),
+        (("data", "--format", "a=text", "--format", "a=messages"), "two formats of a"),
+        (("data", "--format", "qa.jsonl=text", "--format", "*.jsonl=messages"), "are both for data/qa.jsonl"),
+        (("data", "--format", "no=text"), "--format no=text: no source is no; there are data/"),
+        (("-", "--format", "-=json"), "the standard input is JSON lines"),
+    ],
+)
+def test_a_format_that_makes_no_sense_is_refused(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    write("data/x.log", MESSAGES)
+    ran = run("analyze", *arguments)
+    assert (ran.code, ran.out) == (2, ""), ran.err
+    assert message in ran.err
+    assert "\nhint: " in ran.err
+
+
+def test_the_line_to_type_for_a_file_of_an_unknown_suffix_works(run: Run) -> None:
+    write("data/x.log", MESSAGES)
+    hint = run("analyze", "data/x.log").err.splitlines()[-1]
+    assert hint.endswith("say what it is: --format x.log=jsonl")
+    assert analyzed(run, "data/x.log", "--format", "x.log=jsonl").num_sequences == 1
+
+
+def test_what_a_file_is_said_to_be_is_part_of_what_is_cached(run: Run) -> None:
+    Path("data/x.log").write_text("[1]\n[2]\n")
+    as_text = analyzed(run, "data/x.log", "--format", "x.log=txt")
+    assert as_text.num_sequences == 1
+    ran = run("analyze", "data/x.log", "--format", "x.log=jsonl")
+    assert ran.code == 3 and "data/x.log:1: found a list" in ran.err
+    assert analyzed(run, "data/x.log", "--format", "x.log=txt").content_hash == as_text.content_hash
+
+
+def test_no_schema_is_named_like_a_kind_of_file() -> None:
+    """Both are named after --format SOURCE=."""
+    from chunkplan.intake.sources import describe
+
+    assert not [name for name in SCHEMAS if describe(f"x.{name}")]
