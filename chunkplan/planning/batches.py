@@ -48,7 +48,7 @@ def epoch_order(copies: Int32Array, seed: int, epoch: int) -> Int32Array:
 
 @compiled
 def _shuffle(order: Int32Array, stop: int, keys: npt.NDArray[np.uint64]) -> None:
-    """ExchangeTimes order[stop - 1] with any up to it, and so on downwards, one for every key."""
+    """Exchange order[stop - 1] with any up to it, and so on downwards, one for every key."""
     for key in keys:
         stop -= 1
         other = np.int64(key % np.uint64(stop + 1))

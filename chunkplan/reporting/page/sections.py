@@ -174,7 +174,7 @@ def numbers_section(report: PlanReport) -> Section:
     if report.shared:
         notes.append(
             "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
-            "heads for its own tokens, and fetches the keys and values of the others. ExchangeTimes is what of their time "
+            "heads for its own tokens, and fetches the keys and values of the others. Exchange is what of their time "
             f"they wait for that. {PLANNED_ONLY}."
         )
     if report.memory is None:
