@@ -206,7 +206,9 @@ def _build_one(
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    most, blocks_of = fullest(np.stack(moments), stage_token_bytes(cost, config.pp, config.virtual_stages))
+    most, blocks_of = fullest(
+        np.stack(moments), stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers))
+    )
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 

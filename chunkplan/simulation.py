@@ -13,7 +13,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
-from chunkplan.cost.durations import ChunkTimes, chunk_times, split_layers
+from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT
 from chunkplan.errors import DataError, UsageError
@@ -90,10 +90,20 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
             continue
         chunks = chunks_of_rows(described.chunks.get(rank, ()))
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
-        times = _times(chunks, plan.cost, pp, virtual_stages)
+        times = _times(chunks, plan.cost, config)
         ends = _checked_ends(simulate(actions, times), title)
         found[rank] = Simulation(
-            title, config.schedule, pp, virtual_stages, plan.cost, chunks, times, actions, ends, rank=rank
+            title,
+            config.schedule,
+            pp,
+            virtual_stages,
+            plan.cost,
+            chunks,
+            times,
+            actions,
+            ends,
+            rank=rank,
+            stage_layers=config.stage_layers,
         )
     return found
 
@@ -111,7 +121,7 @@ def _together(plan: Plan, described: PlanStep) -> StepRanks:
         ]
     )
     _check_groups(chunks, place)
-    times = _times(chunks, plan.cost, config.pp, config.virtual_stages)
+    times = _times(chunks, plan.cost, config)
     ends = _checked_ends(simulate_steps(chunks, actions, times, config.dp, config.pp), place)
     return StepRanks(chunks, times, actions, ends)
 
@@ -162,7 +172,8 @@ def _of_rank(
         proved_ticks,
         step,
         rank,
-        times.durations - _times(chunks, cost, config.pp, config.virtual_stages, with_exchange=False).durations,
+        times.durations - _times(chunks, cost, config, with_exchange=False).durations,
+        config.stage_layers,
     )
 
 
@@ -233,6 +244,7 @@ def reschedule(
         k=1,
         pp=simulation.pp,
         schedule=schedule,
+        stage_layers=None if schedule == "interleaved" else simulation.stage_layers,
         **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
     if simulation.step is None:
@@ -284,7 +296,7 @@ def _scheduled(
     """
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
-    times = _times(chunks, cost, config.pp, config.virtual_stages)
+    times = _times(chunks, cost, config)
     dp = chunks.rank_chunks.size - 1
     found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, dp)
     if rank is not None:
@@ -301,16 +313,14 @@ def _scheduled(
         found.actions,
         found.ends,
         int(found.lower_bound[0]),
+        stage_layers=config.stage_layers,
     )
 
 
-def _times(
-    chunks: Chunks, cost: CostModel | None, pp: int, virtual_stages: int, *, with_exchange: bool = True
-) -> ChunkTimes:
+def _times(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:
     """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
-    num_model_stages = pp * virtual_stages
     rates = UNIT if cost is None else cost.rates
-    layers = [1] * num_model_stages if cost is None else split_layers(cost.shape.num_layers, num_model_stages)
+    layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
     exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
     return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange)
 

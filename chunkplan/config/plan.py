@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from chunkplan.domains import FLAG, MOST, Domain, one_of, read_tokens, tokens, whole
+from chunkplan.domains import FLAG, MOST, Domain, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
+from chunkplan.layers import split_layers
 from chunkplan.options import Options, option
 
 Split = Literal["full", "even", "cost", "none"]
@@ -17,7 +18,7 @@ LastBatch = Literal["keep", "drop"]
 Part = Literal["train", "eval"]
 
 #: Far beyond any cluster; a plan has rows for every rank and stage.
-MAX_DP, MAX_PP, MAX_VIRTUAL = 1 << 16, 1 << 10, 1 << 6
+MAX_DP, MAX_PP, MAX_VIRTUAL, MAX_LAYERS = 1 << 16, 1 << 10, 1 << 6, 1 << 16
 
 #: An epoch takes a sequence at most so many times.
 MAX_WEIGHT = 1_000_000
@@ -170,6 +171,13 @@ class PlanConfig(Options):
         depends=lambda config: 2 if config.schedule == "interleaved" else 1,
         default_words="2",
     )
+    stage_layers: tuple[int, ...] | None = option(
+        several(whole(1, MAX_LAYERS), example="4,4,4,2"),
+        "Layers of each stage, first to last; of interleaved ones, of each model stage.",
+        group=_ORDER,
+        default=None,
+        default_words="as even as they come",
+    )
     memory_tokens: int | None = option(
         tokens(1, 2**62 - 1),
         "Most tokens whose activations a stage may hold.",
@@ -238,6 +246,11 @@ class PlanConfig(Options):
                 f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
                 hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
             )
+        if self.stage_layers is not None and len(self.stage_layers) != self.pp * self.virtual_stages:
+            raise UsageError(
+                f"stage-layers has {len(self.stage_layers)} numbers, there are {self.pp * self.virtual_stages} stages",
+                hint="give one for each stage, or leave it out",
+            )
         self._check_groups()
         if self.part == "eval" and self.holdout is None:
             raise UsageError(
@@ -293,11 +306,21 @@ class PlanConfig(Options):
         return tuple(sizes)
 
     def entries(self) -> dict[str, object]:
-        """The configuration as manifests and hashes have it: without `cp` where no sequence may be shared."""
-        return {name: value for name, value in asdict(self).items() if name != "cp" or value != "off"}
+        """The configuration as manifests and hashes have it: without `cp` and `stage_layers` where they say nothing."""
+        nothing: dict[str, object] = {"cp": "off", "stage_layers": None}
+        return {name: value for name, value in asdict(self).items() if name not in nothing or value != nothing[name]}
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of each model stage: those of `stage_layers`, or as even as they come."""
+        return self.stage_layers or split_layers(num_layers, self.pp * self.virtual_stages)
 
     def check_layers(self, num_layers: int, name: str) -> None:
-        """Raise UsageError where the model `name` has fewer layers than there are model stages."""
+        """Raise UsageError where the stages do not have the layers of the model `name`, or one has none."""
+        if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
+            raise UsageError(
+                f"stage-layers has {sum(self.stage_layers)} layers, {name} has {num_layers}",
+                hint="leave it out, or name the model with --model-config",
+            )
         if self.pp * self.virtual_stages > num_layers:
             stages = f"{self.pp} stages"
             if self.virtual_stages > 1:

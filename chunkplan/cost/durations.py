@@ -14,6 +14,7 @@ import numpy.typing as npt
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Rates
+from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
 
 Float64Array = npt.NDArray[np.float64]
@@ -131,7 +132,20 @@ def whole_ns(nanoseconds: Float64Array) -> Int64Array:
     return np.rint(np.minimum(nanoseconds, MOST_NS)).astype(np.int64)
 
 
-def split_layers(num_layers: int, num_model_stages: int) -> tuple[int, ...]:
-    """The layers of each model stage, as even as they come; the last ones, the head's among them, have fewer."""
-    fewest, rest = divmod(num_layers, num_model_stages)
-    return tuple(fewest + (model_stage < rest) for model_stage in range(num_model_stages))
+def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: float) -> tuple[int, ...]:
+    """The layers of each model stage with which the slowest takes least, by the forward and backward of a token.
+
+    The last one has the vocabulary head besides, which takes as long as several layers, and so has fewer. (Looking up
+    embeddings takes the first one next to nothing.) `pairs_per_token`: attention pairs, on average over the data.
+    """
+    rates, num_layers = cost.rates, cost.shape.num_layers
+    if num_model_stages == 1:
+        return (num_layers,)
+    head = 3 * rates.head / (cost.passes * (rates.token + rates.pair * pairs_per_token))  # in layers
+    others = num_model_stages - 1
+
+    def slowest(last: int) -> float:
+        return max(-(-(num_layers - last) // others), last + head)
+
+    last = min(range(split_layers(num_layers, num_model_stages)[-1], 0, -1), key=slowest)
+    return (*split_layers(num_layers - last, others), last)

@@ -12,7 +12,7 @@ from math import ceil
 
 import numpy as np
 
-from chunkplan.cost.durations import Float64Array, split_layers
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel, Sharding
 
 _SHARDED: dict[Sharding, int] = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3}
@@ -148,9 +148,8 @@ def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, floa
     return activations, stage_input, 0.0 if cost.kv_offload else kv
 
 
-def stage_token_bytes(cost: CostModel, pp: int, virtual_stages: int) -> Float64Array:
-    """The `token_bytes` of each stage, [pp, 3]."""
-    layers = split_layers(cost.shape.num_layers, pp * virtual_stages)
+def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int]) -> Float64Array:
+    """The `token_bytes` of each of `pp` stages, [pp, 3]; `layers` of each model stage."""
     return np.array([token_bytes(cost, layers[stage::pp]) for stage in range(pp)])
 
 

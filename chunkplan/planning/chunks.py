@@ -9,7 +9,7 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ChunkTimes, attention_pairs_of, chunk_times, split_layers
+from chunkplan.cost.durations import ChunkTimes, attention_pairs_of, chunk_times
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, empty_chunks, exchange_of
@@ -314,7 +314,7 @@ def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[Ch
 
     The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
     """
-    layers = split_layers(cost.shape.num_layers, config.pp * config.virtual_stages)
+    layers = config.layers(cost.shape.num_layers)
     exchange = exchange_of(chunks, cost)
     times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates, layers, exchange)
     by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]

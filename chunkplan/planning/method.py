@@ -162,7 +162,7 @@ def predict_block(
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(cost, config.pp, config.virtual_stages)  # [pp, 3]
+    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers))  # [pp, 3]
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,

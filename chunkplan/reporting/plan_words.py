@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
-from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest_entries import Selection
 from chunkplan.quantities import seconds
@@ -87,7 +86,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
 
 def schedule_words(config: PlanConfig, num_layers: int) -> str:
     """Say which schedule it is, how many layers its stages have, and what a stage may hold."""
-    layers = split_layers(num_layers, config.pp * config.virtual_stages)
+    layers = config.layers(num_layers)
     words = [config.schedule]
     if config.virtual_stages > 1:
         words.append(f"{config.virtual_stages} virtual stages a stage")

@@ -35,7 +35,8 @@ class Simulation:
     a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
 
     Where the rank shares chunks, `step` is what all ranks of its step do, and `rank` its place among them. `exchange`
-    is what of `times.durations` is exchange with other ranks; None where there is none.
+    is what of `times.durations` is exchange with other ranks; None where there is none. `stage_layers`: as in
+    `PlanConfig`.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Simulation:
     step: StepRanks | None = field(default=None, repr=False)
     rank: int = 0
     exchange: Int64Array | None = field(default=None, repr=False)
+    stage_layers: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document; `actions` in order of stage, then time."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ExchangeTimes, Float64Array, chunk_times, split_layers
+from chunkplan.cost.durations import ExchangeTimes, Float64Array, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
@@ -20,7 +20,7 @@ from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import memory_of_stages, reduction_ns
+from chunkplan.tuning.trial import balanced, memory_of_stages, reduction_ns
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -146,6 +146,7 @@ def _run(
         if memory.kv_offload:
             continue
         cost = options.cost(layout, memory)
+        config = balanced(config, cost, sample)
         step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
         stages = memory_of_stages(config, cost, options.sharding, moments)
         needed = max(stages, key=lambda stage: stage.total)
@@ -174,7 +175,7 @@ def _simulate(
     exchange = None if cp == 1 else _exchange(tokens, cp, cost)
     tokens, attention_pairs = -(-tokens // cp), attention_pairs / cp
     chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
-    times = chunk_times(tokens, attention_pairs, cost.rates, split_layers(cost.shape.num_layers, config.pp), exchange)
+    times = chunk_times(tokens, attention_pairs, cost.rates, config.layers(cost.shape.num_layers), exchange)
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)

@@ -122,6 +122,8 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
     }
     if config.cp != "off":
         entry["cp"] = config.cp
+    if config.stage_layers is not None:
+        entry["stage_layers"] = config.stage_layers
     return entry
 
 
@@ -194,6 +196,7 @@ def read_tuning(path: Path) -> Tuned:
             virtual_stages=chosen["virtual_stages"],
             equal_chunks=chosen["equal_chunks"],
             cp=chosen.get("cp", "off"),
+            stage_layers=None if "stage_layers" not in chosen else tuple(chosen["stage_layers"]),
             global_batch=options["global_batch"],
             seed=options["seed"],
         )

@@ -31,6 +31,7 @@ class PlanEntries(TypedDict):
     virtual_stages: int
     equal_chunks: bool
     cp: NotRequired[str | int]  # missing where no sequence may be shared
+    stage_layers: NotRequired[Sequence[int]]  # missing where they are as even as they come
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
@@ -170,7 +171,7 @@ _OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": w
 _CHOICE = {
     **_OUTCOME,
     **{
-        f"{name}?" if name == "cp" else name: expected
+        f"{name}?" if name in ("cp", "stage_layers") else name: expected
         for name, expected in entries_of(PlanConfig).items()
         if name in PLAN_ENTRIES
     },

@@ -17,7 +17,7 @@ from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOption
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, reduction_ns, try_out
+from chunkplan.tuning.trial import Outcome, balanced, reduction_ns, try_out
 
 #: Winners of the integer program that are simulated.
 _WINNERS = 4
@@ -68,7 +68,12 @@ def try_grid(
             cost = options.cost(layout, memory)
             started = {
                 ((schedule, cp), chunk_size): [
-                    pool.submit(try_out, sample, options.plan_config(layout, chunk_size, k, schedule, cp=cp), cost)
+                    pool.submit(
+                        try_out,
+                        sample,
+                        balanced(options.plan_config(layout, chunk_size, k, schedule, cp=cp), cost, sample),
+                        cost,
+                    )
                     for k in _sensible_ks(ks, chunk_size, sample)
                 ]
                 for (schedule, cp), chunk_size in wanted

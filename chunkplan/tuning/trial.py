@@ -8,9 +8,10 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, split_layers
+from chunkplan.cost.durations import Float64Array, balance_layers
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.layers import split_layers
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
@@ -61,13 +62,24 @@ def memory_of_stages(
         cost,
         dp=config.dp,
         pp=config.pp,
-        layers=split_layers(cost.shape.num_layers, config.pp * config.virtual_stages),
+        layers=config.layers(cost.shape.num_layers),
         sharding=sharding,
         retained_tokens=retained,
         stage_input_tokens=inputs,
         kv_tokens=kv,
         chunk_size=config.chunk_size,
     )
+
+
+def balanced(config: PlanConfig, cost: CostModel, sample: Sample) -> PlanConfig:
+    """The configuration with the layers of stages so that these take the same time, on data like the sample."""
+    if config.pp == 1:
+        return config
+    pairs_per_token = sample.attention_pairs_per_step / sample.tokens_per_step
+    num_model_stages = config.pp * config.virtual_stages
+    layers = balance_layers(cost, num_model_stages, pairs_per_token)
+    even = split_layers(cost.shape.num_layers, num_model_stages)
+    return replace(config, stage_layers=None if layers == even else layers)
 
 
 def reduction_ns(cost: CostModel, config: PlanConfig, sharding: Sharding) -> float:
@@ -125,7 +137,7 @@ def _moments(
 
 
 def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
-    return stage_token_bytes(cost, config.pp, config.virtual_stages)
+    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers))
 
 
 def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:

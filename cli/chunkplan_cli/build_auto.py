@@ -52,6 +52,8 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     settings = Given({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
     if "k" in values:
         del settings["k_by_length"]
+    if not values.keys().isdisjoint(("pp", "schedule", "virtual_stages")):
+        del settings["stage_layers"]  # of other stages than these
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
     words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]

@@ -45,10 +45,8 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
 
 def _layout_words(choice: Choice) -> str:
     """Say how GPUs are used, and how many layers stages have where they differ."""
-    from chunkplan.cost.durations import split_layers
-
     dp, tp, pp = choice.layout
-    layers = split_layers(choice.cost.shape.num_layers, pp)
+    layers = choice.config.layers(choice.cost.shape.num_layers)
     uneven = f" ({layers[0]} to {layers[-1]} layers a stage)" if layers[0] != layers[-1] else ""
     return f"dp {dp}, tp {tp}, pp {pp}{uneven}"
 

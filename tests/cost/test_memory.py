@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunkplan.cost.durations import split_layers
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.layers import split_layers
 
 GIB = 1 << 30
 A100 = load_hardware("a100")

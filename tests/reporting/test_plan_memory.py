@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from chunkplan.cost.durations import split_layers
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.reporting.plan_report import plan_report
 from tests.support.small_plans import CONFIGS, LENGTHS, built

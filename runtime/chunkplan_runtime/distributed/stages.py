@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from chunkplan.cost.durations import split_layers as even_layers
 from chunkplan.errors import UsageError
+from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils.hub import cached_file
 
-from chunkplan.cost.durations import split_layers
 from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
@@ -105,9 +104,10 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
     if checkpointing != cost.checkpointing:
         words = {"none": "no activation checkpointing", "full": "activation checkpointing"}
         found.append(_Difference(words[cost.checkpointing], words[checkpointing], f"--checkpointing {checkpointing}"))
-    even = split_layers(data.model_config.num_hidden_layers, data.layout.pp)
-    if config.stage_layers not in (None, even):
-        found.append(_Difference("stages of equally many layers", "others by --stage-layers", ""))
+    planned = data.plan.config.layers(data.model_config.num_hidden_layers)
+    if config.stage_layers not in (None, planned):
+        before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))
+        found.append(_Difference(f"stages of {before} layers", "others by --stage-layers", f"--stage-layers {now}"))
     if config.lora_rank:
         found.append(_Difference("all weights trained", "adapters", ""))
     return found

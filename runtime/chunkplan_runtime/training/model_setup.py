@@ -104,14 +104,15 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
         )
 
 
-def own_stage(model: CausalLM, config: TrainConfig, layout: RankLayout) -> CausalLM:
+def own_stage(model: CausalLM, config: TrainConfig, plan: Plan, layout: RankLayout) -> CausalLM:
     """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit.
 
     Raises:
         UsageError: the layers cannot be split over the stages so.
     """
     if layout.pp > 1:
-        layers = split_layers(model.config.num_hidden_layers, layout.pp, config.stage_layers)
+        given = config.stage_layers or plan.config.stage_layers
+        layers = split_layers(model.config.num_hidden_layers, layout.pp, given)
         model = cut_stage(model, layers[layout.stage], layout)
     return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
 

@@ -92,7 +92,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     flops = FlopCounter(model)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison)
-    train_step = TrainStep(own_stage(model, config, job.layout), config, num_steps, job)
+    train_step = TrainStep(own_stage(model, config, data.plan, job.layout), config, num_steps, job)
     if checkpoint is not None and state is not None:
         train_step.restore(checkpoint, state)
         restore_random_states(state, train_step.model.device)
