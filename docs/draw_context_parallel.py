@@ -12,7 +12,7 @@ from drawing import FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, planne
 import chunkplan
 from chunkplan.planfile.plan import Chunk, PlanStep
 
-LENGTHS = [30000, 20000, 12000, 7400, 6800, 6100, 5200, 4700]
+LENGTHS = [30000, 20000, 12000, 7400, 6800, 6100, 5200, 4700, 3000, 2500]
 CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4)
 
 # Everything is measured in units of the view box.
@@ -110,7 +110,7 @@ def draw() -> str:
     drawing.text(RIGHT - 20, y + 4, "time", fill=FAINT, anchor="end")
     y += 44
     drawing.text(14, y, "Which tokens each rank has of them", size=15, bold=True)
-    words = "A chunk is cut into two slices a rank, one from either end. B has two chunks, the second one is pale."
+    words = "A chunk is cut into two slices a rank, one from either end. The second chunk of a sequence is pale."
     drawing.text(14, y + 21, words, fill=FAINT)
     y += 36
     for sequence in shared:

@@ -33,6 +33,10 @@ def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64
     return tokens * (2.0 * prefix_tokens + tokens)
 
 
+#: See `balance_layers`.
+_WORTH = 16
+
+
 class ChunkTimes(NamedTuple):
     """What things done with chunks take, in whole nanoseconds (or ticks, see `Simulation`).
 
@@ -136,7 +140,9 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
     """The layers of each model stage with which the slowest takes least, by the forward and backward of a token.
 
     The last one has the vocabulary head besides, which takes as long as several layers, and so has fewer. (Looking up
-    embeddings takes the first one next to nothing.) `pairs_per_token`: attention pairs, on average over the data.
+    embeddings takes the first one next to nothing.) `pairs_per_token`: attention pairs, on average over the data. They
+    are as even as they come where nothing else makes the slowest stage faster by one part in `_WORTH`: long chunks,
+    beside which the head is nothing, then take longest on stages with more layers.
     """
     rates, num_layers = cost.rates, cost.shape.num_layers
     if num_model_stages == 1:
@@ -147,5 +153,7 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
     def slowest(last: int) -> float:
         return max(-(-(num_layers - last) // others), last + head)
 
-    last = min(range(split_layers(num_layers, num_model_stages)[-1], 0, -1), key=slowest)
-    return (*split_layers(num_layers - last, others), last)
+    even = split_layers(num_layers, num_model_stages)
+    last = min(range(even[-1], 0, -1), key=slowest)
+    pays = slowest(last) * (1 + 1 / _WORTH) < max(even[0], even[-1] + head)
+    return (*split_layers(num_layers - last, others), last) if pays else even

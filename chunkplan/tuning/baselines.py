@@ -20,7 +20,7 @@ from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import balanced, memory_of_stages, reduction_ns
+from chunkplan.tuning.trial import memory_of_stages, reduction_ns
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -146,7 +146,6 @@ def _run(
         if memory.kv_offload:
             continue
         cost = options.cost(layout, memory)
-        config = balanced(config, cost, sample)
         step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
         stages = memory_of_stages(config, cost, options.sharding, moments)
         needed = max(stages, key=lambda stage: stage.total)

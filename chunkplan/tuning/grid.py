@@ -7,26 +7,40 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
+from chunkplan.layers import split_layers
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, balanced, reduction_ns, try_out
+from chunkplan.tuning.trial import Outcome, reduction_ns, try_out
 
 #: Winners of the integer program that are simulated.
 _WINNERS = 4
 
-#: What is tried with all Ks: a schedule and who may share sequences, and a ChunkSize.
-_Run = tuple[tuple[str, str | int], int]
-
 #: Called after every configuration that was tried.
 Tick = Callable[[], None]
+
+
+class Way(NamedTuple):
+    """What is tried with all Ks: a schedule, who may share sequences, the layers of stages, and a ChunkSize."""
+
+    schedule: str
+    cp: str | int
+    stage_layers: tuple[int, ...] | None
+    chunk_size: int
+
+    def config(self, options: TuneOptions, layout: GpuLayout, k: int) -> PlanConfig:
+        """Return the configuration of a plan."""
+        config = options.plan_config(layout, self.chunk_size, k, self.schedule, cp=self.cp)
+        return replace(config, stage_layers=self.stage_layers)
 
 
 @dataclass(frozen=True)
@@ -61,22 +75,17 @@ def try_grid(
 
     A choice is of the first rung of the ladder that fits; where none does, of the last.
     """
-    runs = list(product(options.ways_of(layout), sensible_sizes(chunk_sizes, sample, layout)))
+    runs = ways_to_try(sample, options, layout, chunk_sizes)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def tries(memory: MemorySaving, wanted: list[_Run]) -> dict[_Run, list[Outcome]]:
+        def tries(memory: MemorySaving, wanted: list[Way]) -> dict[Way, list[Outcome]]:
             cost = options.cost(layout, memory)
             started = {
-                ((schedule, cp), chunk_size): [
-                    pool.submit(
-                        try_out,
-                        sample,
-                        balanced(options.plan_config(layout, chunk_size, k, schedule, cp=cp), cost, sample),
-                        cost,
-                    )
-                    for k in _sensible_ks(ks, chunk_size, sample)
+                run: [
+                    pool.submit(try_out, sample, run.config(options, layout, k), cost)
+                    for k in _sensible_ks(ks, run.chunk_size, sample)
                 ]
-                for (schedule, cp), chunk_size in wanted
+                for run in wanted
             }
             outcomes = {}
             for run, futures in started.items():
@@ -87,17 +96,34 @@ def try_grid(
         plain = tries(LADDER[0], runs)
         tight = [run for run in runs if not any(_fits(each, LADDER[0], options, layout) for each in plain[run])]
         checkpointed = tries(LADDER[2], tight)
-    rungs: dict[_Run, list[tuple[MemorySaving, list[Outcome]]]] = {}
+    rungs: dict[Way, list[tuple[MemorySaving, list[Outcome]]]] = {}
     for run in runs:
-        rungs[run] = [(memory, plain[run]) for memory in _usable(LADDER[:2], run[1], options, layout)]
+        rungs[run] = [(memory, plain[run]) for memory in _usable(LADDER[:2], run.chunk_size, options, layout)]
         if run in checkpointed:
-            rungs[run] += [(memory, checkpointed[run]) for memory in _usable(LADDER[2:], run[1], options, layout)]
+            rungs[run] += [
+                (memory, checkpointed[run]) for memory in _usable(LADDER[2:], run.chunk_size, options, layout)
+            ]
     choices = []
     for run in runs:
         for index in range(len(plain[run])):
             ladder = [_choice(outcomes[index], memory, options, sample) for memory, outcomes in rungs[run]]
             choices.append(next((choice for choice in ladder if choice.fits), ladder[-1]))
     return choices + _mixed(sample, options, layout, list(rungs.values()))
+
+
+def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int]) -> list[Way]:
+    """Return all that is tried with all Ks; layers of equal time only where they are not as even as they come."""
+    shape, pp = options.shape, layout.pp
+    pairs_per_token = sample.attention_pairs_per_step / sample.tokens_per_step
+    layers = balance_layers(options.cost(layout, LADDER[0]), pp, pairs_per_token)
+    splits = [None] if layers == split_layers(shape.num_layers, pp) else [None, layers]
+    return [
+        Way(schedule, cp, stage_layers, chunk_size)
+        for (schedule, cp), stage_layers, chunk_size in product(
+            options.ways_of(layout), splits, sensible_sizes(chunk_sizes, sample, layout)
+        )
+        if schedule != "interleaved" or stage_layers is None
+    ]
 
 
 def sensible_sizes(chunk_sizes: Sequence[int], sample: Sample, layout: GpuLayout) -> list[int]:

@@ -8,10 +8,9 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, balance_layers
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
-from chunkplan.layers import split_layers
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
@@ -69,17 +68,6 @@ def memory_of_stages(
         kv_tokens=kv,
         chunk_size=config.chunk_size,
     )
-
-
-def balanced(config: PlanConfig, cost: CostModel, sample: Sample) -> PlanConfig:
-    """The configuration with the layers of stages so that these take the same time, on data like the sample."""
-    if config.pp == 1:
-        return config
-    pairs_per_token = sample.attention_pairs_per_step / sample.tokens_per_step
-    num_model_stages = config.pp * config.virtual_stages
-    layers = balance_layers(cost, num_model_stages, pairs_per_token)
-    even = split_layers(cost.shape.num_layers, num_model_stages)
-    return replace(config, stage_layers=None if layers == even else layers)
 
 
 def reduction_ns(cost: CostModel, config: PlanConfig, sharding: Sharding) -> float:

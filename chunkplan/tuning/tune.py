@@ -19,7 +19,7 @@ from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.tuning.baselines import Baseline, baselines
-from chunkplan.tuning.grid import Choice, sensible_sizes, try_grid
+from chunkplan.tuning.grid import Choice, try_grid, ways_to_try
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
 from chunkplan.tuning.trial import try_out
@@ -101,9 +101,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     if compared:
         layouts = _worth_a_closer_look(compared)
     sample = _sample(num_tokens, options, _STRATA)
-    runs = sum(
-        len(options.ways_of(layout)) * len(sensible_sizes(options.chunk_sizes, sample, layout)) for layout in layouts
-    )
+    runs = sum(len(ways_to_try(sample, options, layout, options.chunk_sizes)) for layout in layouts)
     done = 0
 
     def tick() -> None:

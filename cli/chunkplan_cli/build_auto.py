@@ -52,7 +52,7 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     settings = Given({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
     if "k" in values:
         del settings["k_by_length"]
-    if not values.keys().isdisjoint(("pp", "schedule", "virtual_stages")):
+    if any(values.get(name, settings[name]) != settings[name] for name in ("pp", "schedule", "virtual_stages")):
         del settings["stage_layers"]  # of other stages than these
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]

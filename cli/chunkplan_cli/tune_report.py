@@ -96,6 +96,8 @@ def _choices(tuning: Tuning, gap: int) -> Table:
         is_the_one = choice is tuning.best
         notes = [f"{choice.layout.dp}x{choice.layout.tp}x{choice.layout.pp}"] if with_layout else []
         notes += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
+        layers = choice.config.stage_layers
+        notes += [] if layers is None else [f"{layers[0]} to {layers[-1]} layers"]
         notes += ["plan only"] if place in others else []
         notes += memory_words(choice)
         table.add_row(
