@@ -25,9 +25,8 @@ from chunkplan.planning.splitting import most_kept, most_tokens, split_sequences
 #: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave.
 _LEAST_PART = 16
 
-#: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it, and
-#: thoroughly where it then still takes longer by more than one in _MUCH.
-_WORTH, _MUCH = 256, 64
+#: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it.
+_WORTH = 256
 
 #: When all ranks are to be done, in parts of the bound: each is tried.
 _TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4])
@@ -165,18 +164,15 @@ def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> Non
     """
     best = _place(step, chosen, first_rank)
     tried = chosen.copy()
-    for thorough in (False, True):
-        if best - step.bound <= step.bound // (_MUCH if thorough else _WORTH):
+    for target in _TARGETS:
+        if best - step.bound <= step.bound // _WORTH:
             break
-        for target in _TARGETS:
-            _aim(step, target * step.bound, tried)
-            slowest = _place(step, tried, first_rank)
-            if thorough:
-                slowest = _improve(step, slowest, tried, first_rank)
-            if slowest < best:
-                best = slowest
-                chosen[:] = tried
-        best = _improve(step, best, chosen, first_rank)
+        _aim(step, target * step.bound, tried)
+        slowest = _place(step, tried, first_rank)
+        if slowest < best:
+            best = slowest
+            chosen[:] = tried
+    _improve(step, best, chosen, first_rank)
     _place(step, chosen, first_rank)
     first_rank[chosen == 0] = -1
 
@@ -208,14 +204,14 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
 
 
 @compiled
-def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) -> int:
-    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps: the best time.
+def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
+    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps.
 
     Changes `choice`, which takes `best`.
     """
     for _ in range(_ROUNDS):
         if best - step.bound <= step.bound // _WORTH:
-            break
+            return
         found, to = -1, 0
         least = best - step.bound // (4 * _WORTH)
         for job in range(min(choice.size, _TRIED)):
@@ -229,10 +225,9 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
                     least, found, to = slowest, job, index
             choice[job] = before
         if found < 0:
-            break
+            return
         choice[found] = to
         best = least
-    return best
 
 
 @compiled

@@ -21,6 +21,11 @@ from tests.support.page_cases import build_plan, write_and_read
 DESCENDING = st.lists(st.integers(1, 50), min_size=1, max_size=7).map(lambda work: sorted(work, reverse=True))
 
 
+def ranks_of(work: np.ndarray, dp: int) -> np.ndarray:
+    """The ranks of all sequences, where none has work before."""
+    return assign(work, np.ones(work.size, np.bool_), np.zeros(dp, np.int64))
+
+
 def loads(work: np.ndarray, rank_of: np.ndarray, dp: int) -> np.ndarray:
     return np.bincount(rank_of, weights=work, minlength=dp)
 
@@ -28,22 +33,31 @@ def loads(work: np.ndarray, rank_of: np.ndarray, dp: int) -> np.ndarray:
 @given(DESCENDING, st.integers(1, 3))
 def test_the_heaviest_rank_is_within_four_thirds_of_the_best_possible(work: list[int], dp: int) -> None:
     array = np.array(work, np.int64)
-    heaviest = loads(array, assign(array, dp), dp).max()
+    heaviest = loads(array, ranks_of(array, dp), dp).max()
     best = min(loads(array, np.array(ranks), dp).max() for ranks in product(range(dp), repeat=len(work)))
     assert best <= heaviest <= (4 / 3) * best
 
 
 def test_costs_count_rather_than_numbers() -> None:
     """One long sequence has a rank to itself."""
-    assert assign(np.array([6, 1, 1, 1, 1], np.int64), 2).tolist() == [0, 1, 1, 1, 1]
+    assert ranks_of(np.array([6, 1, 1, 1, 1], np.int64), 2).tolist() == [0, 1, 1, 1, 1]
 
 
 def test_ties_are_broken_by_position_so_that_a_plan_is_the_same_everywhere() -> None:
-    assert assign(np.full(5, 7, np.int64), 2).tolist() == [0, 1, 0, 1, 0]
+    assert ranks_of(np.full(5, 7, np.int64), 2).tolist() == [0, 1, 0, 1, 0]
 
 
 def test_more_ranks_than_sequences_leave_the_last_ones_without() -> None:
-    assert assign(np.array([3, 2], np.int64), 5).tolist() == [0, 1]
+    assert ranks_of(np.array([3, 2], np.int64), 5).tolist() == [0, 1]
+
+
+def test_ranks_begin_with_what_they_share_and_what_is_not_chosen_stays() -> None:
+    work, chosen = np.array([9, 5, 4, 1], np.int64), np.array([False, True, True, True])
+    before = np.array([6, 0, 0], np.int64)
+    rank_of = assign(work, chosen, before)
+    assert rank_of.tolist() == [-1, 1, 2, 2]
+    even_out(work, rank_of, before)
+    assert rank_of[0] == -1 and before.tolist() == [6, 0, 0]
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 6), st.data())
@@ -51,7 +65,7 @@ def test_exchanges_never_make_the_heaviest_rank_heavier(values: list[int], dp: i
     work = np.array(sorted(values, reverse=True), np.int64)
     rank_of = np.array(data.draw(st.lists(st.integers(0, dp - 1), min_size=work.size, max_size=work.size)), np.int64)
     before = loads(work, rank_of, dp)
-    even_out(work, rank_of, dp)
+    even_out(work, rank_of, np.zeros(dp, np.int64))
     after = loads(work, rank_of, dp)
     assert after.max() <= before.max()
     assert after.sum() == before.sum()
