@@ -246,11 +246,7 @@ class PlanConfig(Options):
                 f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
                 hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
             )
-        if self.stage_layers is not None and len(self.stage_layers) != self.pp * self.virtual_stages:
-            raise UsageError(
-                f"stage-layers has {len(self.stage_layers)} numbers, there are {self.pp * self.virtual_stages} stages",
-                hint="give one for each stage, or leave it out",
-            )
+        self._check_stage_layers()
         self._check_groups()
         if self.part == "eval" and self.holdout is None:
             raise UsageError(
@@ -263,6 +259,20 @@ class PlanConfig(Options):
                     f"the weight of {source} is {weight!r}, expected a number from 0 to {MAX_WEIGHT:,}",
                     hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
                 )
+
+    def _check_stage_layers(self) -> None:
+        """Refuse layers of other stages than there are; as even as they come, they need not be said."""
+        if self.stage_layers is None:
+            return
+        num_model_stages = self.pp * self.virtual_stages
+        if len(self.stage_layers) != num_model_stages:
+            raise UsageError(
+                f"stage-layers is {','.join(map(str, self.stage_layers))}, expected one number for each model stage, "
+                f"of which there are {num_model_stages}",
+                hint="give as many, or leave it out",
+            )
+        if self.stage_layers == split_layers(sum(self.stage_layers), num_model_stages):
+            object.__setattr__(self, "stage_layers", None)
 
     def _check_groups(self) -> None:
         """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""
@@ -281,7 +291,9 @@ class PlanConfig(Options):
                 f"schedule {self.schedule} orders every rank by itself: groups of ranks would wait for each other",
                 hint="use schedule 1f1b with cp, or leave cp out",
             )
-        if self.split == "none":
+        if self.dp == 1:
+            object.__setattr__(self, "cp", "off")  # nobody to share with
+        elif self.split == "none":
             raise UsageError(
                 "nothing may be split, and cp splits sequences among ranks",
                 hint="leave no-split out, or leave cp out",

@@ -29,7 +29,7 @@ _LEAST_PART = 16
 _WORTH = 256
 
 #: When all ranks are to be done, in parts of the bound: each is tried.
-_TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.4])
+_TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.3, 1.4, 1.55, 1.7, 2.0, 2.5])
 
 #: The dearest sequences of a step, of which one at a time is shared by more or fewer ranks, and how many times.
 _TRIED, _ROUNDS = 24, 24

@@ -122,6 +122,12 @@ class TuneOptions(Options):
             raise UsageError("gpus and dp, tp, pp exclude each other", hint="give --gpus alone, or the others")
         if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
             raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
+        shares = [layout for layout in self.layouts() if len(self.ways_of(layout)) > len(self.schedules_of(layout))]
+        if self.cp != "off" and not shares:
+            raise UsageError(
+                f"cp is {self.cp}, and no layout can have such groups",
+                hint="they take several data-parallel ranks, which cp divides, and schedule 1f1b on a pipeline",
+            )
         for layout in self.layouts():
             self.cost(layout, LADDER[0])
             for schedule in self.schedules_of(layout):
