@@ -30,6 +30,14 @@ ASKED = ("Hi?", "<b>bold</b>", "日本語で", "1\n2\n")
 SAID = ("Hello.", " spaced ", "<i>x</i>", "```\ncode\n```")
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"place": "here"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Says where a place is.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
 
 INTRODUCTION = """\
 # Conversations in the chat templates of models
@@ -37,13 +45,13 @@ INTRODUCTION = """\
 *Written by `docs/generate_templates.py`, with the chat templates that trl {trl} has of these models and
 transformers {transformers}.*
 
-How many of {number} conversations of each kind are kept; those that are not are refused by the template itself. *How*:
-what counts is known from `{{% generation %}}` blocks, or from what the template puts out for each message
-([data.md](data.md#tokenizers-and-chat-templates)). A dash: the template does not take such messages at all.
+How many of {number} conversations of each kind are kept; the template itself refuses the others, or leaves the call
+out of what it puts out. *How*: what counts is known from `{{% generation %}}` blocks, or from what the template puts
+out for each message ([data.md](data.md#tokenizers-and-chat-templates)). A dash: none is kept.
 
 - *turns*: one to four turns of plain text; *system*: the same behind a system message;
 - *thinking*: the same with `<think>` in the text; *reasoning*: with `reasoning_content` beside it;
-- *tools*: a call, its answer and a turn after it.
+- *tools*: a tool that the conversation declares, a call of it, its answer and a turn after it.
 
 | template | turns | system | thinking | reasoning | tools | how |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -69,8 +77,10 @@ def turns(number: int, start: int, kind: str) -> list[Message]:
 
 def conversations(kind: str) -> list[Conversation]:
     """The conversations of one kind."""
+    tools = [TOOL] if kind == "tools" else None
     return [
-        Conversation(tuple(turns(number, start, kind))) for number, start in itertools.product((1, 2, 3, 4), range(4))
+        Conversation(tuple(turns(number, start, kind)), tools)
+        for number, start in itertools.product((1, 2, 3, 4), range(4))
     ]
 
 

@@ -111,7 +111,7 @@ class TurnFinder:
             spans = fragments[index]
             if spans and messages[index]["role"] == "assistant":
                 spans = self._written(messages, tools, rendered, index, spans)
-                _refuse_text_of_others(messages, index, "".join(rendered.text[start:stop] for start, stop in spans))
+                self._refuse_text_of_others(messages, tools, rendered, index, spans)
             found += spans
         return found
 
@@ -143,6 +143,49 @@ class TurnFinder:
             spans += self._end_of_text(rendered.text, stop, tools)
         return spans
 
+    def _refuse_text_of_others(
+        self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, spans: list[Span]
+    ) -> None:
+        """Raises RecordError where what a message beside message `index` says stands in what it wrote, its `spans`.
+
+        Not where the message says it, too, nor where it stands there as often if those beside it say something else.
+        """
+        written = _joined(rendered, spans).lower()
+        own = otherwise = None
+        for other in range(max(index - 1, 0), min(index + 3, len(messages))):
+            text = messages[other].get("content")
+            if other == index or not isinstance(text, str):
+                continue
+            text = text.strip().lower()
+            if len(text) < _LEAST_TEXT or text not in written:
+                continue
+            if own is None:
+                own = json.dumps(messages[index], ensure_ascii=False, default=str).lower()
+            if json.dumps(text, ensure_ascii=False)[1:-1] in own or text in own:
+                continue
+            if otherwise is None:
+                otherwise = self._written_beside_words(messages, tools, index).lower()
+            if written.count(text) > otherwise.count(text):
+                raise RecordError(
+                    f"the chat template puts what `messages[{other}]` says into `messages[{index}]`",
+                    reason="template",
+                    hint="use a template with {% generation %} blocks",
+                )
+
+    def _written_beside_words(self, messages: list[JsonObject], tools: Tools, index: int) -> str:
+        """What the model writes of message `index` if those beside it say other words; "" where that is not known."""
+        beside = range(max(index - 1, 0), min(index + 3, len(messages)))
+        changed = [
+            _with_text(message, _word(other)) if other in beside and other != index else message
+            for other, message in enumerate(messages)
+        ]
+        try:
+            rendered = self._render(changed, tools, False)
+            fragments = [(start, stop) for _, start, stop in rendered.of_message(index)]
+            return _joined(rendered, self._written(changed, tools, rendered, index, fragments)) if fragments else ""
+        except RecordError:
+            return ""
+
     def _end_of_text(self, text: str, stop: int, tools: Tools) -> list[Span]:
         """The one token that a template puts out behind the last message, from `stop` on, where that is all."""
         end = text[stop:].strip()
@@ -168,7 +211,7 @@ class TurnFinder:
             prompt = self._prompt(messages[: max(index, 1)], tools)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
-        own = self._header_of_fields(messages, tools, text, index)
+        own = self._header_of_fields(messages, tools, text, index) or _header_before(messages[index], text, prompt)
         if own:
             return own
         frame = self._frame(tools)
@@ -215,6 +258,9 @@ class TurnFinder:
         stop = without.stop_of_messages
         if with_prompt.text[:stop] != without.text[:stop]:
             return None
+        if not stop:  # all of them are put out outside of the loop, as a first question is that has the tools
+            prompt = with_prompt.text.removeprefix(without.text)
+            return prompt if 0 < len(prompt) < len(with_prompt.text) else None
         tail, prompt = without.text[stop:], with_prompt.text[stop:]
         if tail != prompt:
             return prompt.removesuffix(tail)
@@ -284,24 +330,23 @@ class TurnFinder:
         return _Proof(holds, left_out)
 
 
-def _refuse_text_of_others(messages: list[JsonObject], index: int, written: str) -> None:
-    """Raises RecordError where the text of a message beside message `index` stands in what it wrote, but not in it."""
-    own: str | None = None
-    for other in range(max(index - 1, 0), min(index + 3, len(messages))):
-        text = messages[other].get("content")
-        if other == index or not isinstance(text, str):
-            continue
-        text = text.strip().lower()
-        if len(text) < _LEAST_TEXT or text not in written.lower():
-            continue
-        if own is None:
-            own = json.dumps(messages[index], ensure_ascii=False, default=str).lower()
-        if json.dumps(text, ensure_ascii=False)[1:-1] not in own and text not in own:
-            raise RecordError(
-                f"the chat template puts what `messages[{other}]` says into `messages[{index}]`",
-                reason="template",
-                hint="use a template with {% generation %} blocks",
-            )
+def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
+    """How many characters of `text` are the generation prompt but for the thought that it begins.
+
+    0 if that is not so. A message that is no thought, but has the end of one in its text, may be put out like that:
+    the header, and then what it says as it is.
+    """
+    content = message.get("content")
+    said = content.strip() if isinstance(content, str) else ""
+    if not prompt or not said or said in prompt or said not in text:
+        return 0
+    header = text.partition(said)[0]
+    is_one = header.strip() and prompt.startswith(header) and _THOUGHT.search(prompt[len(header) :])
+    return len(header) if is_one else 0
+
+
+def _joined(rendered: Rendered, spans: list[Span]) -> str:
+    return "".join(rendered.text[start:stop] for start, stop in spans)
 
 
 def shape_of(message: JsonObject) -> Any:
