@@ -7,7 +7,7 @@ message that others follow. What is left runs to the token that ends the turn; a
 That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls, tools or
 none) before one of that shape is read: the same shape is rendered with a word of its own as the text of each message,
 and the words have to be in the fragments of their messages. In every rendering, no text of the messages beside it may
-stand in what counts of a message.
+stand in what counts of a message, unless the template puts the same there whatever these say.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered
+from chunkplan.intake.template_shapes import TEXTS, shape_of, with_text, word_of
 from chunkplan.intake.template_spans import Span
 
 #: What tools a conversation has.
@@ -29,11 +30,8 @@ Tools = list[JsonObject] | None
 #: (messages, tools, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
 Render = Callable[[list[JsonObject], Tools, bool], Rendered]
 
-#: Keys of a message that templates may read text of the message from.
-_TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
-
 #: What a message says: its texts and its calls, and who says it.
-_SAID = {"role", "tool_calls", *_TEXTS}
+_SAID = {"role", "tool_calls", *TEXTS}
 
 #: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
@@ -176,7 +174,7 @@ class TurnFinder:
         """What the model writes of message `index` if those beside it say other words; "" where that is not known."""
         beside = range(max(index - 1, 0), min(index + 3, len(messages)))
         changed = [
-            _with_text(message, _word(other)) if other in beside and other != index else message
+            with_text(message, word_of(other)) if other in beside and other != index else message
             for other, message in enumerate(messages)
         ]
         try:
@@ -310,8 +308,8 @@ class TurnFinder:
         return found
 
     def _prove(self, messages: list[JsonObject], tools: Tools) -> _Proof:
-        words = [_word(index) for index in range(len(messages))]
-        worded = [_with_text(message, word) for message, word in zip(messages, words, strict=True)]
+        words = [word_of(index) for index in range(len(messages))]
+        worded = [with_text(message, word) for message, word in zip(messages, words, strict=True)]
         try:
             rendered = self._render(worded, tools, False)
         except RecordError:
@@ -347,40 +345,6 @@ def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
 
 def _joined(rendered: Rendered, spans: list[Span]) -> str:
     return "".join(rendered.text[start:stop] for start, stop in spans)
-
-
-def shape_of(message: JsonObject) -> Any:
-    """What of a message templates look at to decide how conversations are rendered, besides texts."""
-    content = message.get("content")
-    if len(message) == 2 and type(content) is str:  # as most are
-        return message["role"] if content else (message["role"],)
-    calls = message.get("tool_calls")
-    kind = (type(content).__name__, len(content) if isinstance(content, list) else bool(content))
-    keys = tuple(sorted(key for key, value in message.items() if value))
-    return message["role"], kind, keys, len(calls) if isinstance(calls, list) else 0
-
-
-def _with_text(message: JsonObject, word: str) -> JsonObject:
-    """The message with `word` in place of each of its texts."""
-    changed = dict(message)
-    for key in _TEXTS:
-        value = message.get(key)
-        if isinstance(value, str) and value:
-            changed[key] = word
-        elif isinstance(value, list):
-            is_text = [isinstance(part, dict) and "text" in part for part in value]
-            changed[key] = [{**part, "text": word} if text else part for part, text in zip(value, is_text, strict=True)]
-    return changed
-
-
-def _word(index: int) -> str:
-    """A word that no template has, of letters alone."""
-    letters = ""
-    while True:
-        index, letter = divmod(index, 16)
-        letters += "abcdefghijklmnop"[letter]
-        if not index:
-            return f"qz{letters}zq"
 
 
 def _common(first: str, second: str) -> str:

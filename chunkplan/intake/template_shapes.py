@@ -1,0 +1,44 @@
+"""What of messages decides how templates render them, and messages of the same shape that say other words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan.intake.records import JsonObject
+
+#: Keys of a message that templates may read text of the message from.
+TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+
+
+def shape_of(message: JsonObject) -> Any:
+    """What of a message templates look at to decide how conversations are rendered, besides texts."""
+    content = message.get("content")
+    if len(message) == 2 and type(content) is str:  # as most are
+        return message["role"] if content else (message["role"],)
+    calls = message.get("tool_calls")
+    kind = (type(content).__name__, len(content) if isinstance(content, list) else bool(content))
+    keys = tuple(sorted(key for key, value in message.items() if value))
+    return message["role"], kind, keys, len(calls) if isinstance(calls, list) else 0
+
+
+def with_text(message: JsonObject, word: str) -> JsonObject:
+    """The message with `word` in place of each of its texts."""
+    changed = dict(message)
+    for key in TEXTS:
+        value = message.get(key)
+        if isinstance(value, str) and value:
+            changed[key] = word
+        elif isinstance(value, list):
+            is_text = [isinstance(part, dict) and "text" in part for part in value]
+            changed[key] = [{**part, "text": word} if text else part for part, text in zip(value, is_text, strict=True)]
+    return changed
+
+
+def word_of(index: int) -> str:
+    """A word that no template has, of letters alone."""
+    letters = ""
+    while True:
+        index, letter = divmod(index, 16)
+        letters += "abcdefghijklmnop"[letter]
+        if not index:
+            return f"qz{letters}zq"
