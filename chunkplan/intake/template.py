@@ -32,9 +32,9 @@ from chunkplan.intake.template_sandbox import (
     Variables,
     compile_tree,
 )
-from chunkplan.intake.template_shapes import shape_of
+from chunkplan.intake.template_shapes import MOST_SHAPES, shape_of
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
-from chunkplan.intake.template_turns import MOST_SHAPES, TurnFinder
+from chunkplan.intake.template_turns import TurnFinder
 
 T = TypeVar("T")
 

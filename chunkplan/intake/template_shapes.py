@@ -6,6 +6,9 @@ from typing import Any
 
 from chunkplan.intake.records import JsonObject
 
+#: So many shapes are remembered; data has some hundreds.
+MOST_SHAPES = 1 << 12
+
 #: Keys of a message that templates may read text of the message from.
 TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 

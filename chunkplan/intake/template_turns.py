@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered
-from chunkplan.intake.template_shapes import TEXTS, shape_of, with_text, word_of
+from chunkplan.intake.template_shapes import MOST_SHAPES, TEXTS, shape_of, with_text, word_of
 from chunkplan.intake.template_spans import Span
 
 #: What tools a conversation has.
@@ -35,10 +35,6 @@ _SAID = {"role", "tool_calls", *TEXTS}
 
 #: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
-
-#: So many shapes are remembered; data has some hundreds.
-MOST_SHAPES = 1 << 12
-
 
 #: Texts of neighbours that are shorter may stand anywhere by chance.
 _LEAST_TEXT = 6
