@@ -12,7 +12,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.probe import find_layout
+from chunkplan.intake.probe import find_layout, look_ahead
 from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
 from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
@@ -45,7 +45,7 @@ class FoundRecord:
 
     `place` is as messages name it, `row` its line or row from 0, `layout` how the records of its source are laid out.
     `keys` are what the record has as it is stored, None where it is no object; then `line` is how its line begins,
-    where it has one. `read` is its neutral form, or why it has none.
+    where it has one, and `num_line_bytes` how many bytes of it follow. `read` is its neutral form, or why it has none.
     """
 
     place: str
@@ -54,6 +54,7 @@ class FoundRecord:
     keys: JsonObject | None
     line: str | None
     read: Record | RecordError
+    num_line_bytes: int = 0
 
 
 def read_place(typed: str) -> TypedPlace:
@@ -86,9 +87,9 @@ def find_record(
     with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
         total = 0
         row = 0
-        for piece in cut(file, 0, Path(spool)):
+        pieces, records = look_ahead(cut(file, 0, Path(spool)), options)
+        for piece in pieces:
             if source.layout is None:
-                records = first_records(piece, max_record_bytes=options.max_record_bytes)
                 source.layout = find_layout(source, records)
                 source.reader = piece.reader
                 row = _row(place, source)
@@ -151,7 +152,8 @@ def _found(
     if piece.reader != "text":
         keys = next(iter(first_records(piece, 1, max_record_bytes=most)), None)
     line = _line(piece) if keys is None and piece.reader in ("lines", "elements") else None
-    return FoundRecord(where, number, layout, keys, line, _record(batch))
+    more = 0 if line is None else max(0, piece.num_bytes - _SHOWN_BYTES)
+    return FoundRecord(where, number, layout, keys, line, _record(batch), more)
 
 
 def _record(batch: Batch) -> Record | RecordError:

@@ -7,7 +7,8 @@ touched, and neither is what is behind a URL if it has to be fetched whole.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
 
@@ -30,8 +31,14 @@ from chunkplan.quantities import counted
 #: Records that say how those of a source are laid out.
 _RECORDS = 100
 
+#: Pieces of lines in which the first record is looked for: those before it may be too large, or no records.
+_PIECES = 32
+
 #: Kinds of files of which nothing is known before they are fetched whole.
 _FETCHED = ("arrow", "npy")
+
+#: Readers of pieces of lines; tables look further on their own.
+_OF_LINES = ("lines", "elements")
 
 #: Sources that an error names, and letters of what it says of each: a screenful in all.
 _NAMED, _LETTERS = 8, 120
@@ -96,18 +103,48 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
         if file.num_bytes != 0 or file.compression:  # an empty text is a blank record
             next(chunks(file.path, file.compression, is_look=True))
         return None
-    piece = _beginning(file, index, options, spool) if is_stream(file) else next(cut(file, index, spool))
-    if piece is None:
+    piece = _beginning(file, index, options, spool) if is_stream(file) else None
+    if piece is None and is_stream(file):
         return None
     try:
-        records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
+        found, records = look_ahead(iter([piece]) if piece else cut(file, index, spool), options)
         layout = find_layout(source, records)
         if options.on_error == "stop":
-            _check_records(source, piece, layout, records, options)
+            _check_records(source, next(found), layout, records, options)
     finally:
-        if piece.is_temporary:
+        if piece:
             Path(piece.path).unlink(missing_ok=True)
     return None if is_stream(file) else layout
+
+
+def look_ahead(found: Iterator[Piece], options: IntakeOptions) -> tuple[Iterator[Piece], list[JsonObject]]:
+    """All pieces of `found`, from the first of a source, and the first records of it that can be read.
+
+    Pieces of lines are taken, and temporary ones written, up to the one with the first record, but at most `_PIECES`.
+    An error that ends `found` meanwhile comes behind the pieces before it.
+
+    Raises:
+        RecordError: unreadable, before there is any piece.
+        UsageError: as `cut`.
+    """
+    held: list[Piece] = []
+    records: list[JsonObject] = []
+    try:
+        for piece in islice(found, _PIECES):
+            records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
+            held.append(piece)
+            if records or piece.reader not in _OF_LINES:
+                break
+    except RecordError as error:
+        if not held:
+            raise
+        return chain(held, _raising(error)), records
+    return chain(held, found), records
+
+
+def _raising(error: RecordError) -> Iterator[Piece]:
+    yield from ()
+    raise error
 
 
 def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:

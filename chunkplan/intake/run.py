@@ -14,9 +14,10 @@ from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.intake.files import is_url
-from chunkplan.intake.probe import find_layout, probe, unreadable_sources
+from chunkplan.intake.probe import find_layout, look_ahead, probe, unreadable_sources
 from chunkplan.intake.process import IntakeSettings, find, piece_key
-from chunkplan.intake.readers import cut, first_records, is_stream
+from chunkplan.intake.readers import cut, is_stream
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
@@ -154,9 +155,11 @@ class IntakeRun:
         opened = self._opened.pop(index)
         if opened and self._recall(source, opened):
             return
-        for piece in cut(file, index, self._spool):
+        found, records = cut(file, index, self._spool), list[JsonObject]()
+        if source.layout is None:
+            found, records = look_ahead(found, self._options)
+        for piece in found:
             if source.layout is None:
-                records = first_records(piece, max_record_bytes=self._options.max_record_bytes)
                 source.layout = find_layout(source, records)
             source.num_cut += 1
             source.reader = piece.reader

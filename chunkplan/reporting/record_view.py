@@ -66,7 +66,7 @@ class RecordView:
     `sequences` are what it makes by choice of turns: of a conversation by each, of anything else by `turns` alone,
     which is what was asked for. `rejected` says why that makes no sequence, or not all of them. `rendered` is what the
     chat template makes of it where that is all that is known; `stored` the record as it is stored, where nothing is
-    rendered.
+    rendered: of one that is no object how its line begins, without the last `num_stored_left_out` bytes.
     """
 
     place: str
@@ -82,6 +82,7 @@ class RecordView:
     sequences: dict[Turns, tuple[SequenceView, ...]]
     rendered: str | None
     stored: str | None
+    num_stored_left_out: int
     rejected: RecordRejection | None
 
 
@@ -194,6 +195,7 @@ def _view(
         sequences=sequences,
         rendered=rendered,
         stored=_stored(found) if rejected is not None and not is_shown and rendered is None else None,
+        num_stored_left_out=found.num_line_bytes,
         rejected=rejected,
     )
 

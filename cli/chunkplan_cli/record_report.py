@@ -46,9 +46,9 @@ def print_record(
                 console.print(Text(f"sequence {number} of {len(shown)}: {size}", style="bold"))
             _print_text(console, one.text)
     if view.rendered is not None:
-        _print_plain(console, "as rendered; what counts in it is not known", [view.rendered], shows_all)
+        _print_plain(console, "as rendered; what counts in it is not known", [view.rendered], 0, shows_all)
     if view.stored is not None:
-        _print_plain(console, "as it is stored", view.stored.split("\n"), shows_all)
+        _print_plain(console, "as it is stored", view.stored.split("\n"), view.num_stored_left_out, shows_all)
 
 
 def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> Table:
@@ -146,15 +146,22 @@ def _print_text(console: Console, text: SequenceText) -> None:
         console.print(marked(console, text.last), overflow="fold")
 
 
-def _print_plain(console: Console, title: str, parts: Sequence[str], shows_all: bool) -> None:
-    """Print text that nothing is known of, in parts that begin a line each; of a long one its beginning."""
+def _print_plain(console: Console, title: str, parts: Sequence[str], num_more: int, shows_all: bool) -> None:
+    """Print text that nothing is known of, in parts that begin a line each; of a long one its beginning.
+
+    Behind it are `num_more` bytes that were not kept.
+    """
     shown = "\n".join(visible(part, console) for part in parts)
     num_left = 0 if shows_all else max(0, len(shown) - _LETTERS)
     console.print()
     console.print(Text(title, style="bold"))
     console.print(Text(shown[: len(shown) - num_left]), overflow="fold")
-    if num_left:
-        words = f"... {counted(num_left, 'character')} left out here; --text shows all ..."
+    if num_left or num_more:
+        words = f"{counted(num_left, 'character')} left out here; --text shows all"
+        if num_more:
+            shown_by_text = f"{counted(num_left, 'character')}, which --text shows, and " if num_left else ""
+            words = f"left out here: {shown_by_text}{counted(num_more, 'byte')} of what is too much to show"
+        words = f"... {words} ..."
         console.print(Text(words, style="dim"))
 
 

@@ -244,6 +244,29 @@ def test_of_a_long_record_both_ends_are_shown_and_all_where_asked_for(command: R
     assert whole.endswith("".join(words).replace("word0", "word⟦0") + "⟧")
 
 
+def test_of_a_record_that_is_too_large_what_is_not_kept_is_said_to_be_left_out(command: Run, tmp_path: Path) -> None:
+    """`--text` shows what is kept of it, and the hint has the way to read it."""
+    write(tmp_path / "huge.jsonl", {"text": "a" * 9_000_000})
+    size = (tmp_path / "huge.jsonl").stat().st_size - 1
+    beyond = f"{size - 65_536:,} bytes of what is too much to show ..."
+    asked = ("inspect", "--record", "huge.jsonl:1", "--tokenizer", TOKENIZER)
+    ran = command(*asked)
+    assert f"... left out here: 62,536 characters, which --text shows, and {beyond}" in plain(ran.out)
+    assert "raise --max-record-mb" in plain(ran.err)
+    shown = plain(command(*asked, "--text").out)
+    assert f"... left out here: {beyond}" in shown
+    assert shown.count("a") > 65_000
+    assert json.loads(command(*asked, "--json").out)["num_stored_left_out"] == size - 65_536
+
+
+def test_an_element_of_an_array_that_is_no_object_is_called_one(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "mixed.json").write_text('[{"text": "one"}, {"text": "two"}, 3]')
+    ran = command("inspect", "--record", "mixed.json, record 2", "--tokenizer", TOKENIZER)
+    assert "found a number, expected a JSON object as the element of the array" in plain(ran.err)
+    assert "hint: a .json file is an array of JSON objects" in plain(ran.err)
+    assert "line" not in ran.err
+
+
 def test_what_is_no_conversation_is_shown_as_well(command: Run, tmp_path: Path) -> None:
     write(tmp_path / "pairs.jsonl", {"prompt": "def two():", "completion": " return 2"})
     write(tmp_path / "ids.jsonl", {"input_ids": [4094, 85, 83, 4095], "labels": [-100, -100, 83, 4095]})

@@ -6,19 +6,30 @@ import gzip
 import json
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.one_record import find_record, read_place
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
-from tests.support.intake_checks import write_lines
+from tests.support.intake_checks import question_and_answer, write_lines
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 SKIP = IntakeOptions(on_error="skip")
+
+#: Fifty records behind one of more than 8 MB, in every kind of file that has lines or is made to.
+GOOD = [{"messages": question_and_answer("Hi!", f"Hello number {number}.")} for number in range(50)]
+LATE: dict[str, Callable[[list[str]], bytes]] = {
+    "hm.jsonl": lambda rows: "\n".join(rows).encode(),
+    "hm.jsonl.gz": lambda rows: gzip.compress("\n".join(rows).encode(), 1),
+    "hm.json": lambda rows: f"[{', '.join(rows)}]".encode(),
+    "spread.json": lambda rows: "\n".join(row.replace("{", "{\n", 1) for row in rows).encode(),
+}
 
 #: Files that cannot be read, and what is said of each.
 BAD = {
@@ -34,7 +45,7 @@ BAD = {
 #: Those of which every record is a bad one.
 BAD_RECORDS = {
     "j.jsonl": (b"<html>\n<body>\n", "not JSON"),
-    "k.json": (b"[1, 2, 3]", "found a number"),
+    "k.json": (b"[1, 2, 3]", "found a number, expected a JSON object as the element of the array"),
     "l.jsonl": (b'{"text": 5}\n{"text": 6}\n', "`text` is a number"),
 }
 
@@ -177,3 +188,32 @@ def test_the_keys_to_give_for_each_of_several_sources_work_as_they_are_printed(t
     assert len(flags) == 2 and all(words[::2] == ["--column"] * (len(words) // 2) for words in flags)
     columns = dict(word.split("=") for words in flags for word in words[1::2])
     assert analyze([tmp_path / "data"], tmp_path / "out", IntakeOptions(columns=columns)).num_sequences == 19
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_first_record_that_is_too_large_is_all_that_is_lost(tmp_path: Path, name: str) -> None:
+    """How the others are laid out is found behind it, among all and by each of them alone."""
+    large = {"messages": question_and_answer("Hi!", "So much. " * 1_400_000)}
+    path = tmp_path / name
+    path.write_bytes(LATE[name]([json.dumps(row) for row in (large, *GOOD)]))
+    other = write_lines(tmp_path / "other.jsonl", [{"text": "good"}])
+    analysis = analyze([path, other], tmp_path / "out", SKIP, tokenizer=TOKENIZER, workers=1)
+    source = analysis.manifest["sources"][0]
+    assert (source["schema"], source["num_sequences"], source["reasons"]) == ("messages", 50, {"too-large": 1})
+    [rejected] = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert (rejected.get("line"), rejected.get("record")) == ((1, None) if ".jsonl" in name else (None, 0))
+    place = f"{path}:2" if ".jsonl" in name else f"{path}, record 1"
+    assert find_record(read_place(place), IntakeOptions()).keys == GOOD[0]
+    with pytest.raises(DataError, match="more than the 8,000,000 that are read") as caught:
+        analyze([path, other], tmp_path / "out", tokenizer=TOKENIZER, workers=1)
+    assert caught.value.where == (f"{path}:1" if ".jsonl" in name else f"{path}, record 0")
+    assert "raise --max-record-mb" in (caught.value.hint or "")
+
+
+def test_damage_behind_a_first_record_that_is_too_large_keeps_what_is_before_it(tmp_path: Path) -> None:
+    """Also where it is met while the first record that can be read is looked for."""
+    large = json.dumps({"text": "So much. " * 1_400_000})
+    (tmp_path / "a.json").write_text(f"[{large}, 5, {large}")
+    other = write_lines(tmp_path / "other.jsonl", [{"text": "good"}])
+    analysis = analyze([tmp_path / "a.json", other], tmp_path / "out", SKIP, tokenizer=TOKENIZER, workers=1)
+    assert analysis.manifest["rejected"] == {"not-an-object": 1, "too-large": 1, "unreadable": 1}

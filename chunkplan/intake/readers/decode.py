@@ -19,6 +19,7 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import json_type
 
 _HINT = "JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named .json"
+_HINT_OF_ELEMENTS = "a .json file is an array of JSON objects, or JSON objects one after another"
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -39,10 +40,15 @@ _TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this
 _FAR = 64
 
 
-def decode_lines(lines: Sequence[bytes]) -> list[Row]:
-    """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank."""
+def decode_lines(lines: Sequence[bytes], *, are_elements: bool = False) -> list[Row]:
+    """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank.
+
+    `are_elements` says that the file has no such lines: they are elements of an array, or objects over several lines.
+    """
     block = b"\n".join(lines)
-    rows = _check_keys(lines, block, _decode_block(lines, block) or [_decode_line(line) for line in lines])
+    rows = _check_keys(
+        lines, block, _decode_block(lines, block) or [_decode_line(line, are_elements) for line in lines]
+    )
     return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in rows]
 
 
@@ -58,7 +64,8 @@ def _decode_block(lines: Sequence[bytes], block: bytes) -> list[_Value | RecordE
     return records if are_objects and len(records) == len(lines) else None
 
 
-def _decode_line(line: bytes) -> _Value | RecordError:
+def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
+    hint = _HINT_OF_ELEMENTS if is_element else _HINT
     try:
         record = _DECODER.decode(line)
     except RecursionError:
@@ -69,11 +76,12 @@ def _decode_line(line: bytes) -> _Value | RecordError:
         except UnicodeDecodeError as wrong:
             message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
             return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
-        not_json = RecordError(f"not JSON: {error}", reason="not-json", hint=_HINT)
+        not_json = RecordError(f"not JSON: {error}", reason="not-json", hint=hint)
         return _not_taken(line) or _not_our_text(line) or not_json
     if not isinstance(record, dict) and not _are_messages(record):
-        message = f"found {json_type(record)}, expected one JSON object a line"
-        return RecordError(message, reason="not-an-object", hint=_HINT)
+        expected = "a JSON object as the element of the array" if is_element else "one JSON object a line"
+        message = f"found {json_type(record)}, expected {expected}"
+        return RecordError(message, reason="not-an-object", hint=hint)
     return cast(_Value, record)
 
 

@@ -65,7 +65,9 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):
         lines = _choose(piece, block, row, max_record_bytes, sample)
-        numbers, records, rejected, unread = (_read_columns if is_columns else _read_records)(block, lines, layout)
+        numbers, records, rejected, unread = (_read_columns if is_columns else _read_records)(
+            piece, block, lines, layout
+        )
         yield Batch(
             numbers,
             records,
@@ -84,7 +86,7 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
     num_bytes = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=count):
         lines = _choose(piece, block, 0, max_record_bytes, None)
-        found += [row for row in _decode(block, lines.starts, lines.stops) if isinstance(row, dict)]
+        found += [row for row in _decode(piece, block, lines.starts, lines.stops) if isinstance(row, dict)]
         num_bytes += len(block.data)
         if len(found) >= count or num_bytes >= _FIRST_BYTES:
             break
@@ -148,24 +150,25 @@ def _are_records(data: bytes, starts: Int64Array, stops: Int64Array) -> BoolArra
     return are_records
 
 
-def _decode(block: LineBlock, starts: Int64Array, stops: Int64Array) -> list[Row]:
-    return decode_lines([block.data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)])
+def _decode(piece: Piece, block: LineBlock, starts: Int64Array, stops: Int64Array) -> list[Row]:
+    lines = [block.data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return decode_lines(lines, are_elements=piece.reader == "elements")
 
 
 def _read_records(
-    block: LineBlock, lines: _Lines, layout: RecordLayout
+    piece: Piece, block: LineBlock, lines: _Lines, layout: RecordLayout
 ) -> tuple[Int64Array, list[Record], list[Rejected], Counter[str]]:
-    rows = _decode(block, lines.starts, lines.stops)
+    rows = _decode(piece, block, lines.starts, lines.stops)
     kept, records, rejected, unread = parse_rows(layout, rows, lines.numbers.tolist())
     return np.array(kept, np.int64), records, rejected, unread
 
 
 def _read_columns(
-    block: LineBlock, lines: _Lines, layout: RecordLayout
+    piece: Piece, block: LineBlock, lines: _Lines, layout: RecordLayout
 ) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
     from chunkplan.intake.readers.line_columns import plain_lines  # loads numba, which no other schema needs
 
     plain = plain_lines(block.data, lines.starts, lines.stops, layout)
     rest = ~plain.taken
-    rows = _decode(block, lines.starts[rest], lines.stops[rest])
+    rows = _decode(piece, block, lines.starts[rest], lines.stops[rest])
     return complete(plain, layout, rows, lines.numbers)

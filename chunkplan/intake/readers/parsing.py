@@ -70,5 +70,5 @@ def too_large(num_bytes: int, limit: int) -> RecordError:
     return RecordError(
         f"{num_bytes:,} bytes, more than the {limit:,} that are read of one record",
         reason="too-large",
-        hint="split the record, or leave it out",
+        hint="raise --max-record-mb, split the record, or leave it out",
     )
