@@ -147,9 +147,21 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     _warn_of_sources([source for source in all_sources if not _is_lost(source)])
 
 
+#: Reasons to reject records that can be read.
+_OF_WHAT_IS_READ = frozenset(("empty", "undesirable", "template", "too-long"))
+
+
 def _is_lost(source: SourceEntry) -> bool:
-    """Whether nothing of a source could be read."""
-    return source["schema"] is None and source["reasons"].get("unreadable", 0) == source["records"] > 0
+    """Whether nothing of a source could be read, be it as a whole or record by record."""
+    return source["rejected"] == source["records"] > 0 and _OF_WHAT_IS_READ.isdisjoint(source["reasons"])
+
+
+def _why_lost(source: SourceEntry) -> str:
+    if source["schema"] is None:
+        return source["evidence"] or ""
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in source["reasons"].items())
+    which = "each" if source["records"] > 1 else "which is"
+    return f"{counted(source['records'], 'record')}, {which} rejected ({reasons})"
 
 
 def _warn_of_lost(sources: list[SourceEntry]) -> None:
@@ -158,7 +170,7 @@ def _warn_of_lost(sources: list[SourceEntry]) -> None:
         return
     warn(f"{counted(len(sources), 'source')} cannot be read and {'is' if len(sources) == 1 else 'are'} left out:")
     for source in sources[:_LISTED]:
-        note(*_indented(f"{_name(source)}: {shorten(source['evidence'] or '', _LETTERS, placeholder=' ...')}"))
+        note(*_indented(f"{_name(source)}: {shorten(_why_lost(source), _LETTERS, placeholder=' ...')}"))
     if len(sources) > _LISTED:
         note(f"{_INDENT}and {len(sources) - _LISTED:,} more")
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.analyze_cases import analyzed, write
 from tests.support.command_line import Run
+from tests.support.places import ROOT
 
 
 @pytest.fixture
@@ -93,3 +94,22 @@ def test_a_mistake_of_merge_gets_a_message_too(run: Run) -> None:
         assert (ran.code, ran.out) == (2, "")
         assert message in ran.err
         assert "hint: " in ran.err
+
+
+def test_sources_of_which_every_record_is_bad_are_named_in_the_warning_as_well(command: Run, tmp_path: Path) -> None:
+    """Their records are counted each; what can be read and is blank is no such source."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "bin.jsonl").write_bytes(b"\x80\x01\n\x99\nnull\n")
+    (data / "blank.jsonl").write_text('{"text": " "}\n')
+    (data / "cut.json").write_text('[{"text": "a')
+    (data / "good.jsonl").write_text('{"text": "good"}\n')
+    (data / "null.jsonl").write_text("null\n")
+    ran = command("analyze", "data", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--on-error", "skip")
+    assert ran.code == 0
+    assert "warning: 3 sources cannot be read and are left out:" in ran.err
+    assert "data/bin.jsonl: 3 records, each rejected (1 not-an-object, 2 not-utf8)" in ran.err
+    assert "data/cut.json: expected `,` or `]`" in ran.err
+    assert "data/null.jsonl: 1 record, which is rejected (1 not-an-object)" in ran.err
+    assert "read data/blank.jsonl: text, 1 record, 1 rejected" in ran.err
+    assert "read data/bin.jsonl" not in ran.err
