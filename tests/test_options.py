@@ -96,7 +96,7 @@ def test_a_flag_a_file_and_python_refuse_the_same_value_in_the_same_words(name: 
 
 
 def test_the_check_of_a_manifest_has_every_option_of_a_plan() -> None:
-    assert {*PLAN["config"]} == {*options_of(PlanConfig)}
+    assert {name.removesuffix("?") for name in PLAN["config"]} == {*options_of(PlanConfig)}
 
 
 def test_a_configuration_out_of_a_file_is_taken_as_it_is() -> None:
