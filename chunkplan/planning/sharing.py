@@ -60,7 +60,9 @@ def share_sequences(
     work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
     for index, size in enumerate(sizes[1:].tolist(), 1):
         times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
-        work[large] = np.minimum(work[large], size * (times[index] - num_chunks * chunk_ns))
+        is_possible = times[index] < _NEVER  # of others the product would not fit 64 bits
+        least = size * np.where(is_possible, times[index] - num_chunks * chunk_ns, 0)
+        work[large] = np.where(is_possible, np.minimum(work[large], least), work[large])
     num_chunks = np.maximum(-(-sum_runs(sequences.tokens, step_starts) // config.chunk_size), dp)  # [num_steps]
     bounds = (sum_runs(work, step_starts) + num_chunks * chunk_ns) // dp  # [num_steps]
     np.maximum.at(bounds, step[large], times.min(axis=0))

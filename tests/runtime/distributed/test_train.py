@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chunkplan import PlanConfig, build
+from chunkplan import CostModel, PlanConfig, build, load_plan
+from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.train import main
+from chunkplan_runtime.training.model_setup import own_stage
+from chunkplan_runtime.training.options import read_options
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
@@ -45,6 +51,9 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     for name, changes in PLANS.items():
         settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, **changes}
         build(folder / "analysis", folder / name, PlanConfig(**settings))
+    of_three_layers = CostModel(shape=replace(QWEN2_5_7B, num_layers=3))
+    uneven = PlanConfig(chunk_size=8, k=2, global_batch=4, epochs=6, holdout=2, dp=2, pp=2, stage_layers=(1, 2))
+    build(folder / "analysis", folder / "uneven", uneven, cost=of_three_layers)
     tied = tiny_config("qwen2", tie_word_embeddings=True, num_hidden_layers=3)
     (folder / "tied.json").write_text(json.dumps(tied))
     return folder
@@ -96,6 +105,15 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
+def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
+    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))], print)
+    plan = load_plan(made / "uneven")
+    for stage, own in enumerate(((0,), (1, 2))):
+        model = new_model(read_config(made / "tied.json"), torch.float32, 0)
+        layers = own_stage(model, config, plan, RankLayout(pp=2, rank=stage)).model.get_decoder().layers
+        assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own
+
+
 def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
     """Tied embeddings at both ends of a pipeline; an uneven split of three layers; weights sharded during steps."""
     more = ("--precision", "fp64", "--model-config", made / "tied.json")
@@ -103,6 +121,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
     for size, plan, how in (
         (4, "both", ("--stage-layers", "1,2")),
+        (4, "uneven", ()),
         (4, "four", ()),
         (2, "four", ("--checkpointing",)),
         (2, "search", ("--kv-offload",)),
