@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, offsets_of, sum_runs
+from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, whole_ns, work_ns
@@ -27,6 +27,9 @@ _LEAST_PART = 16
 
 #: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it.
 _WORTH = 256
+
+#: See `_near_enough`.
+_MUCH = 48
 
 #: When all ranks are to be done, in parts of the bound: each is tried.
 _TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.3, 1.4, 1.55, 1.7, 2.0, 2.5])
@@ -69,13 +72,14 @@ def share_sequences(
 
     chosen = np.zeros(large.size, np.int64)  # [m], places in `sizes`
     first_rank = np.full(large.size, -1, np.int64)  # [m]
+    short_tokens = np.maximum(sum_runs(is_short * sequences.tokens, step_starts), 1)  # [num_steps]
+    full_chunk = sum_runs(is_short * alone, step_starts) * config.chunk_size // short_tokens  # [num_steps]
     _choose_steps(
         offsets_of(np.bincount(step[large], minlength=bounds.size)),
-        times,
-        sizes,
+        Step(times, is_short[large], sizes, 0, 0, chunk_ns, 0, dp),
         sum_runs(~is_large * alone, step_starts),
+        np.maximum(full_chunk, chunk_ns + 1),
         bounds,
-        dp,
         chosen,
         first_rank,
     )
@@ -127,15 +131,20 @@ def head_degrees(size: int, cost: CostModel) -> list[int]:
 
 
 class Step(NamedTuple):
-    """The large sequences of a step, and what others come to, which are taken to fill up ranks as a fluid does.
+    """The large sequences of a step, and what others come to, which are taken to fill up chunks as a fluid does.
 
-    `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns. `rest`: what all others
-    take. `bound`: what the step takes at least, in ns.
+    `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns; `is_short` bool [m]:
+    whether one that is not shared is packed with others. `rest`: what all others take, with their part of the chunks
+    that they fill. A full chunk takes `full_chunk`, of which `chunk_ns` for itself. `bound`: what the step takes at
+    least. All in ns.
     """
 
     times: Int64Array
+    is_short: BoolArray
     sizes: Int64Array
     rest: int
+    full_chunk: int
+    chunk_ns: int
     bound: int
     dp: int
 
@@ -143,19 +152,19 @@ class Step(NamedTuple):
 @compiled
 def _choose_steps(
     first: Int64Array,
-    times: Int64Array,
-    sizes: Int64Array,
+    large: Step,
     rest: Int64Array,
+    full_chunk: Int64Array,
     bounds: Int64Array,
-    dp: int,
     chosen: Int64Array,
     first_rank: Int64Array,
 ) -> None:
-    """`choose_groups` for some steps, whose large sequences begin at `first` [num_steps + 1]; see `Step`."""
+    """`choose_groups` for some steps: `large` are those of all of them, which begin at `first` [num_steps + 1]."""
     for index in range(bounds.size):
         own = slice(first[index], first[index + 1])
-        step = Step(times[:, own], sizes, rest[index], bounds[index], dp)
-        choose_groups(step, chosen[own], first_rank[own])
+        times, is_short = large.times[:, own], large.is_short[own]
+        totals = rest[index], full_chunk[index], large.chunk_ns, bounds[index]
+        choose_groups(Step(times, is_short, large.sizes, *totals, large.dp), chosen[own], first_rank[own])
 
 
 @compiled
@@ -164,19 +173,29 @@ def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> Non
 
     `chosen` are places in `step.sizes`, and 0 when it comes; `first_rank` is -1 where nobody shares.
     """
-    best = _place(step, chosen, first_rank)
+    best = _place(step, chosen, first_rank, 2 * step.bound)
     tried = chosen.copy()
     for target in _TARGETS:
-        if best - step.bound <= step.bound // _WORTH:
+        if best - step.bound <= _near_enough(step):
             break
         _aim(step, target * step.bound, tried)
-        slowest = _place(step, tried, first_rank)
+        slowest = _place(step, tried, first_rank, best)
         if slowest < best:
             best = slowest
             chosen[:] = tried
     _improve(step, best, chosen, first_rank)
-    _place(step, chosen, first_rank)
+    _place(step, chosen, first_rank, 0)
     first_rank[chosen == 0] = -1
+
+
+@compiled
+def _near_enough(step: Step) -> int:
+    """How much later than the bound a step may be done for nothing else to be tried.
+
+    That ranks' last chunks are not full delays all of them, whatever is shared, by a part of `chunk_ns`; where this is
+    much of a step, all is tried nevertheless.
+    """
+    return step.bound // _WORTH + min(3 * step.chunk_ns // 4, step.bound // _MUCH)
 
 
 @compiled
@@ -212,7 +231,7 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
     Changes `choice`, which takes `best`.
     """
     for _ in range(_ROUNDS):
-        if best - step.bound <= step.bound // _WORTH:
+        if best - step.bound <= _near_enough(step):
             return
         found, to = -1, 0
         least = best - step.bound // (4 * _WORTH)
@@ -222,7 +241,7 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
                 if index == before or step.times[index, job] >= best:
                     continue
                 choice[job] = index
-                slowest = _place(step, choice, first_rank)
+                slowest = _place(step, choice, first_rank, least)
                 if slowest < least:
                     least, found, to = slowest, job, index
             choice[job] = before
@@ -233,13 +252,13 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
 
 
 @compiled
-def _place(step: Step, choice: Int64Array, first_rank: Int64Array) -> int:
+def _place(step: Step, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
     """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
 
     Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
-    the rank that `first_rank` gets.
+    the rank that `first_rank` gets. A time that is not below `enough` may be too small.
     """
-    loads = np.zeros(step.dp, np.int64)
+    loads, packed = np.zeros(step.dp, np.int64), np.zeros(step.dp, np.int64)
     for index in range(step.sizes.size - 1, -1, -1):
         size = step.sizes[index]
         for job in range(choice.size):
@@ -251,4 +270,31 @@ def _place(step: Step, choice: Int64Array, first_rank: Int64Array) -> int:
                     first = rank
             first_rank[job] = first
             loads[first : first + size] += step.times[index, job]
-    return max(int(loads.max()), (int(loads.sum()) + step.rest) // step.dp)
+            if index == 0 and step.is_short[job]:
+                packed[first] += step.times[0, job]
+    level = max(int(loads.max()), (int(loads.sum()) + step.rest) // step.dp)
+    return level if level >= enough else _fill_up(step, loads, packed, level)
+
+
+@compiled
+def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int) -> int:
+    """When all ranks are done that have `loads` [dp] and fill up with the rest, the last chunks of which are not full.
+
+    `packed` [dp]: what of the loads is packed with the rest.
+    """
+    linear = 1 - step.chunk_ns / step.full_chunk
+    low, high = level, level + step.chunk_ns
+    while high - low > step.bound // (4 * _WORTH):
+        middle = (low + high) // 2
+        room = 0.0
+        is_late = False
+        for rank in range(step.dp):
+            num_full, left = divmod(middle - loads[rank] + packed[rank], step.full_chunk)
+            own = num_full * step.full_chunk + max(0, left - step.chunk_ns) / linear - packed[rank]
+            is_late = is_late or own < 0
+            room += own
+        if is_late or room < step.rest:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -158,7 +158,8 @@ def test_groups_of_small_steps_are_within_one_per_cent_of_the_best_on_average(dp
         times = np.stack([single * (100 + 4 * (size > 1)) // (100 * size) + 20 * (size > 1) for size in sizes])
         bound = max(int((times * sizes[:, None]).min(axis=0).sum()) // dp, int(times.min(axis=0).max()))
         chosen, first = np.zeros(lengths.size, np.int64), np.zeros(lengths.size, np.int64)
-        choose_groups(Step(times, sizes, 0, bound, dp), chosen, first)
+        none = np.zeros(lengths.size, bool)
+        choose_groups(Step(times, none, sizes, 0, 1, 0, bound, dp), chosen, first)
         loads = np.zeros(dp, np.int64)
         for job, index in enumerate(chosen):
             if index > 0:
@@ -175,6 +176,18 @@ def test_groups_that_come_in_two_sizes_alone_are_found_where_the_bound_is_far() 
     """Six ranks are shared by 1, 2 or 6; a choice of two alone must not be better."""
     times = {cp: slowest_ns(chunked([330, 1035, 393, 870], chunk_size=255, k=16, dp=6, cp=cp)[0], 6) for cp in (2, 6)}
     assert times[6] <= times[2]
+
+
+def test_small_steps_are_near_their_bound_although_chunks_cost_the_same_however_full_they_are() -> None:
+    """What ranks share leaves them with less for their other chunks, each of which costs as much as a full one."""
+    rng = np.random.default_rng(0)
+    steps = [np.clip(rng.lognormal(5, 1.1, 64), 8, 40_000).astype(int).tolist() for _ in range(40)]
+    slowest = bound = 0
+    for step in steps:
+        block, _ = chunked(step, dp=16, chunk_size=8192)
+        assert block.bound_ns is not None
+        slowest, bound = slowest + slowest_ns(block, 16), bound + int(block.bound_ns.sum())
+    assert slowest <= 1.08 * bound
 
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=24)
