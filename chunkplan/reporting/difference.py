@@ -37,6 +37,8 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "heaviest_over_work": "ratio",
     "num_exceeding_steps": "count",
     "exceeding_share": "share",
+    "num_shared_sequences": "count",
+    "shared_work_share": "share",
     "recompute_share": "share",
     "peak_retained_tokens": "count",
     "predicted_us": "us",
@@ -179,7 +181,7 @@ def _side(one: Plan | Analysis) -> Side:
 def _plan_sections(manifest: Manifest) -> dict[str, Manifest]:
     counts = {name: count for name, count in manifest["selection"].items() if name != "sources"}
     return {
-        "configuration": manifest["config"],
+        "configuration": {"cp": "off"} | manifest["config"],
         "data": {**manifest["analysis"], **counts},
         "cost model": manifest["predictions"]["cost_model"],
         "written by": _written_by(manifest),

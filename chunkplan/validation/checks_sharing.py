@@ -54,6 +54,13 @@ def check_cp_groups(columns: ChunkColumns) -> Violation | None:
     found = columns.at(
         "cp-groups", lambda row: f"{heads[row]} of {size[row]} ranks share heads, expected a divisor", bad
     )
+    cost = columns.plan.cost
+    kv_heads = cost.shape.num_kv_heads // cost.tp
+    found = found or columns.at(
+        "cp-groups",
+        lambda row: f"{heads[row]} ranks share heads, and {cost.shape.name} has {kv_heads} key and value heads a GPU",
+        kv_heads % np.maximum(heads, 1) != 0,
+    )
     found = found or columns.at(
         "cp-groups", lambda row: "shared, but of no group", columns.is_shared & ~columns.is_grouped
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,7 +93,7 @@ def build(
         gpu_bytes=found.gpu_memory if found else None,
     )
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
-    tune = _tune_command(analysis, workspace, machine, tuning)
+    tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and settings.split != "none":
         totals = plans[target].manifest["totals"]
         warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
@@ -106,15 +107,16 @@ def build(
 
 #: What `tune` is asked for a plan that does not fit, by field.
 _OF_TUNE = {
-    name: options_of(TuneOptions)[name].flag for name in ("shape", "hardware", "gpu_memory", "precision", "sharding")
+    name: options_of(TuneOptions)[name].flag
+    for name in ("shape", "hardware", "gpu_memory", "precision", "sharding", "global_batch", "cp")
 }
 
 
-def _tune_command(analysis: Path | None, workspace: Path | None, machine: Given, tuning: Given) -> list[str]:
-    """Return the words of `chunkplan tune` for the same data, model and GPUs."""
+def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequence[Given]) -> list[str]:
+    """Return the words of `chunkplan tune` for the same data, batches, model and GPUs."""
     words = [str(analysis)] if analysis else []
     words += ["--workspace", str(workspace)] if workspace else []
-    for given in (machine, tuning):
+    for given in options:
         words += [word for name in given if name in _OF_TUNE for word in (_OF_TUNE[name], given.typed[name])]
     return ["chunkplan", "tune", *words]
 

@@ -33,6 +33,8 @@ _NAMES = {
     "num_exceeding_steps": "too long a sequence, steps",
     "exceeding_share": "imbalance in these",
     "num_zero_loss": "zero-loss chunks",
+    "num_shared_sequences": "sequences that ranks share",
+    "shared_work_share": "their share of the work",
     "recompute_share": "recomputed, of the work",
     "peak_retained_tokens": "activations held, of tokens",
     "predicted_us": "predicted time",

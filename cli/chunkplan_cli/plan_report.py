@@ -138,9 +138,10 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
     from chunkplan.reporting.plan_words import may_share_words
 
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
+    even = "even shared as it is " if config.cp != "off" else ""
     return (
-        f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs more than a rank's share, which no "
-        f"assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
+        f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs {even}more than a rank's share, which "
+        f"no assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
         f"{seconds(summary.exceeding_lower_bound_us)}{may_share_words(config)}"
     )
 

@@ -101,7 +101,8 @@ def simulate(
     """
     from chunkplan.files.whole_file import refuse_overwriting
     from chunkplan.schedule.trace import write_trace
-    from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
+    from chunkplan.planfile.places import find_step
+    from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 
     lengths = asked.get("lengths")
     of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
@@ -131,8 +132,18 @@ def simulate(
                 **alone,
             )
         compared = compare_schedules(found, names, **options) if names else []
+        traced = compared or [found]
+        if (
+            loaded is not None
+            and found.step is not None
+            and trace is not None
+            and rank is None
+            and not (alone or names)
+        ):
+            # Ranks that share chunks wait for each other, which one alone does not show.
+            traced = [*simulate_ranks(loaded, find_step(loaded, step or 0), range(loaded.config.dp)).values()]
     if trace is not None:
-        write_trace(trace, compared or [found])
+        write_trace(trace, traced)
     _show(found, compared, loaded, as_json=as_json)
     if trace is not None:
         note(f"trace in {trace}: open it at https://ui.perfetto.dev")

@@ -55,6 +55,17 @@ def test_a_plan_is_identical_to_its_copy(tmp_path: Path, plan: Path) -> None:
     assert all(number.after == pytest.approx(number.before) for number in found.numbers)
 
 
+def test_a_plan_in_which_ranks_share_sequences_differs_from_one_without_by_what_they_share(
+    tmp_path: Path, lengths: Path
+) -> None:
+    np.save(lengths, [*LENGTHS, *[9000] * 3])
+    plans = [build(tmp_path / str(cp), lengths, dp=4, cp=cp).path for cp in ("off", "auto")]
+    found = chunkplan.diff(*plans)
+    assert [(entry.name, entry.before, entry.after) for entry in found.entries] == [("cp", "off", "auto")]
+    [shared] = [number for number in found.numbers if number.name == "num_shared_sequences"]
+    assert shared.before == 0 and shared.after is not None and shared.after >= 3
+
+
 def test_what_no_content_hash_covers_makes_another_manifest_only(tmp_path: Path, plan: Path) -> None:
     copy = shutil.copytree(plan, tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())

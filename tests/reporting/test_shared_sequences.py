@@ -28,7 +28,7 @@ from tests.support.places import ROOT
 from tests.support.small_plans import built, with_late_rank
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
-LENGTHS = [9000, 900, 900, 30, 12_000, 5000, 40, 7, 1, 200, 300, 100]
+LENGTHS = [9000, 2900, 2800, 30, 12_000, 5000, 40, 7, 1, 200, 300, 100]
 CONFIG = {"chunk_size": 1000, "k": 1, "dp": 4, "global_batch": 4, "epochs": 1}
 
 
@@ -158,8 +158,27 @@ def test_screens_of_a_plan_with_shared_sequences_fit_and_say_by_whom(command: Ru
             rf"{each.sequence_id} +{each.num_tokens:,} +{ranks} +{way_words(each.num_ranks, each.num_heads)}", shown
         )
     shown = command("simulate", plan.path, "--step", 1, width=120).out
-    for words in ("F0x2==", "F3x4 shared by 4 ranks", "waiting for their ranks", "for ranks", "exchange"):
+    for words in ("F0x4==", "F3x4 shared by 4 ranks", "waiting for their ranks", "for ranks", "exchange"):
         assert words in shown
+
+
+def test_a_trace_of_a_step_with_shared_sequences_has_all_its_ranks(command: Run, plan: Plan, tmp_path: Path) -> None:
+    for words, ranks in (((), [0, 1, 2, 3]), (("--rank", 2), [2])):
+        command("simulate", plan.path, "--step", 1, *words, "--trace", tmp_path / "trace.json")
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+        assert [int(re.search(r"rank (\d+)", name)[1]) for name in names] == ranks  # type: ignore[index]
+
+
+def test_what_is_asked_of_tune_where_a_plan_does_not_fit_keeps_the_batch_and_the_groups(
+    command: Run, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    options = ("--chunk-size", 1000, "--k", 1, "--dp", 2, "--global-batch", 4, "--cp", "auto", "--hardware", "a100")
+    ran = command("build", "lengths.npy", *options, "--output", "plan", "--checkpointing", "none")
+    told = re.search(r"`(chunkplan tune [^`]*)`", " ".join(ran.err.split()))
+    assert told is not None
+    assert "--global-batch 4" in told[1] and "--cp auto" in told[1]
 
 
 def test_a_shared_chunk_is_shown_with_its_slices_and_the_whole(command: Run, plan: Plan) -> None:

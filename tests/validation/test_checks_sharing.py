@@ -38,6 +38,11 @@ def heads_that_do_not_divide(rows: Rows) -> None:
     at(rows, 2, 0)["cp_heads"] = 3
 
 
+def more_heads_than_the_model_has(rows: Rows) -> None:
+    for rank in range(8):
+        at(rows, rank, 0)["cp_heads"] = 8
+
+
 def alone_with_others(rows: Rows) -> None:
     at(rows, 3, 7)["cp_first_rank"] = 2
 
@@ -164,6 +169,10 @@ CASES: dict[str, Damage] = {
         "expected the aligned block of the rank, from 4 on",
     ),
     "heads that do not divide": ("cp-groups", heads_that_do_not_divide, (2, 0), "3 of 8 ranks share heads"),
+    "more heads than the model has": (
+        *("cp-groups", more_heads_than_the_model_has, (0, 0)),
+        "8 ranks share heads, and Qwen2.5-7B has 4 key and value heads a GPU",
+    ),
     "alone, with others": ("cp-groups", alone_with_others, (3, 7), "cp_size is 1"),
     "rows that differ": ("cp-groups", rows_that_differ, (5, 6), "group_index is 0, but 1 on rank 4 of the same block"),
     "a rank that has it alone": (
