@@ -23,14 +23,14 @@ from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_unread, most_unread
+from chunkplan.intake.result import PieceResult, add_left_out, add_unread, most_unread
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 6
+_VERSION = 7
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -229,22 +229,27 @@ class _Task:
             return
         encoded: list[tuple[Int32Array, BoolArray]] = []
         kept: list[int] = []
-        for owner, one in zip(owners, self._encoder.encode(records), strict=True):
+        left_out: dict[int, set[str]] = {}
+        for place, one in enumerate(self._encoder.encode(records, left_out)):
             if isinstance(one, RecordError):
-                self._rejected.append(Rejected(owner, one.reason, one.message, one.hint))
+                self._rejected.append(Rejected(owners[place], one.reason, one.message, one.hint))
             else:
                 encoded.append(one)
-                kept.append(owner)
-        self._encoded(np.array(kept, np.int64), encoded)
+                kept.append(place)
+        numbers = np.array([owners[place] for place in kept], np.int64)
+        for place, is_in in zip(kept, self._encoded(numbers, encoded), strict=True):
+            if is_in and place in left_out:
+                add_left_out(self._result, left_out[place], owners[place])
 
-    def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> None:
+    def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> BoolArray:
         if not encoded:
-            return
+            return np.zeros(0, np.bool_)
         offsets = offsets_of([len(ids) for ids, _ in encoded])
         input_ids, target = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
-        self._tokens(numbers, offsets, input_ids, target)
+        return self._tokens(numbers, offsets, input_ids, target)
 
-    def _tokens(self, numbers: Int64Array, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
+    def _tokens(self, numbers: Int64Array, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> BoolArray:
+        """Add sequences; which of them are kept, bool [n]."""
         lengths = np.diff(offsets)
         kept, cut = self._limit(numbers, lengths)
         if not kept.all() or not np.array_equal(cut, lengths):
@@ -255,11 +260,12 @@ class _Task:
             numbers, lengths = numbers[kept], cut[kept]
             offsets = offsets_of(lengths)
         if not numbers.size:
-            return
+            return kept
         num_targets = np.add.reduceat(target, offsets[:-1], dtype=np.int64)
         self._writer.add_lengths(numbers, lengths.astype(np.int32), num_targets.astype(np.int32))
         if self._options.stores_tokens:
             self._writer.add_tokens(offsets, input_ids, target)
+        return kept
 
     def _lengths(self, numbers: Int64Array, lengths: Int32Array) -> None:
         kept, cut = self._limit(numbers, lengths.astype(np.int64))

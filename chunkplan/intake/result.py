@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 #: Keys that are listed of a piece, and of a source.
 _LISTED = 100
+
+#: What a chat template may leave out of a conversation, or change: the names in manifests, and what they mean.
+LEFT_OUT = {
+    "system": "what the system message says",
+    "user": "what the user says",
+    "tool": "what a tool answers",
+    "assistant": "what the assistant says",
+    "other": "what a message of another role says",
+    "thinking": "thinking of a message that counts",
+    "end": "the token that ends the last turn",
+}
 
 
 @dataclass
@@ -19,7 +30,8 @@ class PieceResult:
     made beside their first, they are the sequences, those rejected, and those left out of the sample. `rows` are the
     numbers of sequences in the record batches of its token file, if `has_tokens`. With `is_estimated`, lengths were not
     counted by a tokenizer. `unread` has the keys that were not read, with the number of records that have them, or None
-    where that number is not known; of `num_unread` keys it has the most frequent.
+    where that number is not known; of `num_unread` keys it has the most frequent. `left_out` has the number of
+    sequences of which the chat template leaves something out, by what it is, and `first_left_out` the row of the first.
     """
 
     key: str
@@ -37,6 +49,8 @@ class PieceResult:
     rejected: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int | None] = field(default_factory=dict)
     num_unread: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    first_left_out: dict[str, int] = field(default_factory=dict)
     max_token_id: int | None = None
     has_tokens: bool = False
     is_estimated: bool = False
@@ -47,6 +61,13 @@ class PieceResult:
     def num_rejected(self) -> int:
         """Records that did not become sequences."""
         return sum(self.rejected.values())
+
+
+def add_left_out(result: PieceResult, kinds: Iterable[str], number: int) -> None:
+    """Count a sequence, of the record in row `number`, of which these kinds of `LEFT_OUT` are not there."""
+    for kind in kinds:
+        result.left_out[kind] = result.left_out.get(kind, 0) + 1
+        result.first_left_out[kind] = min(number, result.first_left_out.get(kind, number))
 
 
 def add_unread(unread: dict[str, int | None], more: Mapping[str, int | None]) -> None:

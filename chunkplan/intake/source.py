@@ -75,6 +75,7 @@ class Source:
     def describe(self, first_sequence_id: int) -> SourceEntry:
         """The entry of the manifest for this source."""
         pieces = self.pieces
+        left_out, first_left_out = self._left_out
         hashes = b"".join(bytes.fromhex(piece.digest) for piece in pieces)
         rejected = self.rejected
         unread: dict[str, int | None] = {}
@@ -99,7 +100,22 @@ class Source:
             "num_tokens": sum(piece.num_tokens for piece in pieces),
             "unread_keys": most_unread(unread),
             "num_unread_keys": max(len(unread), *(piece.num_unread for piece in pieces), 0),
+            "left_out": left_out,
+            "first_left_out": first_left_out,
         }
+
+    @property
+    def _left_out(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The sequences of which the chat template leaves something out, and the row of the first, by what it is."""
+        counts: Counter[str] = Counter()
+        first: dict[str, int] = {}
+        row = 0
+        for piece in self.pieces:
+            counts.update(piece.left_out)
+            for kind, number in piece.first_left_out.items():
+                first.setdefault(kind, row + number)
+            row += piece.num_rows
+        return dict(sorted(counts.items())), dict(sorted(first.items()))
 
     @property
     def rejected(self) -> Counter[str]:

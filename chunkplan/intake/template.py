@@ -10,28 +10,22 @@ whole one begins.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Collection
 from datetime import date, datetime
 from typing import Any, TypeVar
 
 import jinja2
-from jinja2 import nodes
 
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import LEFT_OUT
+from chunkplan.intake.template_blocks import num_direct_marks, num_marks, split_marks, without_marks
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
+from chunkplan.intake.template_left_out import find_left_out, refuse_left_out
 from chunkplan.intake.template_nulls import MarkedNulls
 from chunkplan.intake.template_parts import calls_put_out, other_forms, reads_parts
-from chunkplan.intake.template_sandbox import (
-    GENERATION_END,
-    GENERATION_START,
-    Pieces,
-    TemplateEnvironment,
-    Variables,
-    compile_tree,
-)
+from chunkplan.intake.template_sandbox import Pieces, TemplateEnvironment, Variables, compile_tree
 from chunkplan.intake.template_shapes import MOST_SHAPES, shape_of
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
 from chunkplan.intake.template_turns import TurnFinder
@@ -39,9 +33,6 @@ from chunkplan.intake.template_turns import TurnFinder
 T = TypeVar("T")
 
 _HINT = "fix the template, give another one with --chat-template, or leave this record out"
-_MARKS = re.compile(f"({GENERATION_START}|{GENERATION_END})")
-#: What may be around a generation block for it to be put out as it is rendered, untouched by filters.
-_DIRECT = (nodes.Template, nodes.If, nodes.For, nodes.Scope, nodes.With)
 
 
 class TemplateRaisedError(RecordError):
@@ -86,10 +77,9 @@ class ChatTemplate:
         environment = TemplateEnvironment(datetime.fromisoformat(today))
         try:
             tree = environment.parse(source)
-            marks = [data for data in tree.find_all(nodes.TemplateData) if data.data == GENERATION_START]
-            self._marks_are_direct = len(marks) == _num_direct_marks(tree)
-            self._marked = compile_tree(environment, tree) if marks else None
-            self._watched = WatchedTemplate(environment, _without_marks(environment.parse(source)))
+            self._marks_are_direct = num_marks(tree) == num_direct_marks(tree)
+            self._marked = compile_tree(environment, tree) if num_marks(tree) else None
+            self._watched = WatchedTemplate(environment, without_marks(environment.parse(source)))
             bos, eos = special_tokens.get("bos_token", ""), special_tokens.get("eos_token", "")
             has_fixed_prompt = self._watched.has_fixed_prompt
             self._turns = TurnFinder(
@@ -105,20 +95,20 @@ class ChatTemplate:
         """Everything that a rendering depends on besides the conversation, as JSON values."""
         return [self.content_hash, self._special_tokens, self.today]
 
-    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+    def render(self, conversation: Conversation, left_out: set[str] | None = None) -> tuple[str, list[Span]]:
         """The conversation as a string, and the spans of characters that count in the loss, in order and disjoint.
 
         An assistant message counts where it stands in generation blocks; without such blocks from the end of the
         generation prompt to the token that ends it. Any other message counts as a whole. Where the template raises,
         arguments of calls that are objects are written as JSON, and those that are JSON read; and tools that are bare
-        functions are written as tools.
+        functions are written as tools. To `left_out` is added what of the conversation is not there: see `LEFT_OUT`.
 
         Raises:
             RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
                 where in the rendering a message begins is not known.
         """
         if self._for_tools is not None and conversation.tools is not None:
-            return self._for_tools.render(conversation)
+            return self._for_tools.render(conversation, left_out)
         (full, spans), messages, tools = self._in_some_form(
             conversation, lambda messages, tools: self._render_all(conversation, messages, tools)
         )
@@ -126,6 +116,9 @@ class ChatTemplate:
             self._refuse_printed_nulls(conversation, messages, tools)
         counted = "".join(full[start:stop] for start, stop in spans)
         refuse_missing_calls(conversation, counted, self._calls_put_out(messages, tools))
+        found = self._left_out(conversation, full, spans, messages, tools)
+        if left_out is not None:
+            left_out |= found
         return full, spans
 
     def text(self, conversation: Conversation) -> str:
@@ -170,6 +163,34 @@ class ChatTemplate:
                 self._put_out.clear()
             self._put_out[shape] = calls_put_out(lambda named: self._render_watched(named, tools).text, messages)
         return self._put_out[shape]
+
+    def _left_out(
+        self,
+        conversation: Conversation,
+        full: str,
+        spans: list[Span],
+        messages: list[JsonObject],
+        tools: list[JsonObject] | None,
+    ) -> set[str]:
+        """What of `LEFT_OUT` is not in a rendering. Raises RecordError where an answer that counts is not."""
+        kinds = set()
+        proof = self._turns.proofs.of(messages, tools)
+        lacking = find_left_out(messages, full, proof, lambda: self._render_watched(messages, tools))
+        for index, thinks, is_all in lacking:
+            message = conversation.messages[index]
+            has_calls = bool(message.fields and message.fields.get("tool_calls"))
+            if is_all and message.counts_in_loss and not thinks and not has_calls:
+                raise refuse_left_out(index, message.role)
+            if not thinks:
+                kinds.add(message.role if message.role in LEFT_OUT else "other")
+            elif message.counts_in_loss:  # of other turns the model does not see it either when it answers
+                kinds.add("thinking")
+        last = conversation.messages[-1]
+        if last.counts_in_loss and last.role == "assistant":
+            start, stop = spans[-1] if spans else (0, 0)
+            if not self._turns.ends_turn(full[start:stop], tools):
+                kinds.add("end")
+        return kinds
 
     def _shown(self, message: Message) -> JsonObject:
         """The message as the template gets it: content as a list of parts where it can read one."""
@@ -250,7 +271,7 @@ class ChatTemplate:
         self, conversation: Conversation, marked: str, messages: list[JsonObject], tools: list[JsonObject] | None
     ) -> tuple[str, list[Span]]:
         """The rendering without its marks and what counts in it; `marked` has marks around generation blocks."""
-        full, spans = _split_marks(marked)
+        full, spans = split_marks(marked)
         by_role = all(message.counts_in_loss == (message.role == "assistant") for message in conversation.messages)
         if self._marks_are_direct and by_role:
             return full, _merged(spans)
@@ -299,42 +320,6 @@ def _raised(error: Exception, several: str) -> TemplateRaisedError:
 def _message_at(rendered: Rendered, span: Span) -> int:
     """The message in whose fragments a span begins."""
     return next((each.message for each in rendered.fragments if each.start <= span[0] < each.stop), NOBODY)
-
-
-def _num_direct_marks(node: nodes.Node) -> int:
-    """How many generation blocks under `node` are put out as they are rendered, not kept in a variable or a macro."""
-    if isinstance(node, nodes.Output):
-        return sum(isinstance(child, nodes.TemplateData) and child.data == GENERATION_START for child in node.nodes)
-    if not isinstance(node, _DIRECT) or (isinstance(node, nodes.For) and node.recursive):
-        return 0
-    return sum(map(_num_direct_marks, node.iter_child_nodes()))
-
-
-def _without_marks(tree: nodes.Template) -> nodes.Template:
-    for data in tree.find_all(nodes.TemplateData):
-        if data.data in (GENERATION_START, GENERATION_END):
-            data.data = ""
-    return tree
-
-
-def _split_marks(marked: str) -> tuple[str, list[Span]]:
-    """What was rendered, and [start, stop) of every generation block in it, in the order in which they begin."""
-    texts: list[str] = []
-    spans: list[Span] = []
-    open_spans: list[int] = []
-    position = 0
-    for part in _MARKS.split(marked):
-        if part == GENERATION_START:
-            open_spans.append(len(spans))
-            spans.append((position, position))
-        elif part == GENERATION_END:
-            if open_spans:
-                index = open_spans.pop()
-                spans[index] = (spans[index][0], position)
-        else:
-            texts.append(part)
-            position += len(part)
-    return "".join(texts), spans
 
 
 def _merged(spans: list[Span]) -> list[Span]:

@@ -9,7 +9,7 @@ from chunkplan.intake.records import JsonObject
 #: So many shapes are remembered; data has some hundreds.
 MOST_SHAPES = 1 << 12
 
-#: Keys of a message that templates may read text of the message from.
+#: Keys of a message that templates may read text of the message from: what it says, and what it thinks.
 TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 
 
@@ -24,11 +24,11 @@ def shape_of(message: JsonObject) -> Any:
     return message["role"], kind, keys, len(calls) if isinstance(calls, list) else 0
 
 
-def with_text(message: JsonObject, word: str) -> JsonObject:
-    """The message with `word` in place of each of its texts."""
+def with_text(message: JsonObject, said: str, thought: str) -> JsonObject:
+    """The message with these words in place of what it says and of what it thinks."""
     changed = dict(message)
     for key in TEXTS:
-        value = message.get(key)
+        value, word = message.get(key), said if key == "content" else thought
         if isinstance(value, str) and value:
             changed[key] = word
         elif isinstance(value, list):

@@ -5,30 +5,25 @@ A message's fragments (see `template_fragments`) are all that the template put o
 message that others follow. What is left runs to the token that ends the turn; a line end behind it is nobody's.
 
 That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls, tools or
-none) before one of that shape is read: the same shape is rendered with a word of its own as the text of each message,
-and the words have to be in the fragments of their messages. In every rendering, no text of the messages beside it may
-stand in what counts of a message, unless the template puts the same there whatever these say.
+none) before one of that shape is read (see `template_proofs`). In every rendering, no text of the messages beside it
+may stand in what counts of a message, unless the template puts the same there whatever these say.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_fragments import NOBODY, Rendered
-from chunkplan.intake.template_shapes import MOST_SHAPES, TEXTS, shape_of, with_text, word_of
+from chunkplan.intake.template_fragments import Rendered
+from chunkplan.intake.template_left_out import refuse_left_out
+from chunkplan.intake.template_proofs import Proofs, Render, Tools
+from chunkplan.intake.template_shapes import TEXTS, with_text, word_of
 from chunkplan.intake.template_spans import Span
-
-#: What tools a conversation has.
-Tools = list[JsonObject] | None
-
-#: (messages, tools, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
-Render = Callable[[list[JsonObject], Tools, bool], Rendered]
 
 #: What a message says: its texts and its calls, and who says it.
 _SAID = {"role", "tool_calls", *TEXTS}
@@ -52,13 +47,6 @@ class _Frame(NamedTuple):
     ends: list[str]
 
 
-class _Proof(NamedTuple):
-    """What is known of a shape: whether fragments are told apart, and which message's text is put out nowhere."""
-
-    holds: bool
-    left_out: int | None
-
-
 class TurnFinder:
     """Finds the spans of messages in renderings of one template.
 
@@ -75,11 +63,11 @@ class TurnFinder:
         self._ends = tuple(sorted(filter(None, ends), key=len, reverse=True))
         self._has_fixed_prompt = has_fixed_prompt
         self._frames: dict[bool, _Frame] = {}  # by whether there are tools
-        self._proofs: dict[Any, _Proof] = {}
+        self.proofs = Proofs(render)
 
     def is_proved(self, messages: list[JsonObject], tools: Tools) -> bool:
         """Whether fragments of conversations of the shape of `messages` are those of their messages."""
-        return self._proof(messages, tools).holds
+        return self.proofs.of(messages, tools).holds
 
     def spans(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, counting: Sequence[int]
@@ -89,13 +77,11 @@ class TurnFinder:
         Raises:
             RecordError: where the header of a message ends is not known, or the text of one is left out.
         """
-        left_out = self._proof(messages, tools).left_out
-        if left_out in counting:
-            raise RecordError(
-                f"the chat template leaves out what the assistant says in `messages[{left_out}]`",
-                reason="template",
-                hint="give its content as a list of text parts if the template reads these, or another template",
-            )
+        left_out = self.proofs.of(messages, tools).left_out
+        for index in counting if left_out else ():
+            said = messages[index]
+            if said["role"] == "assistant" and not said.get("tool_calls") and (index, False) in left_out:
+                raise refuse_left_out(index, "assistant")
         fragments: dict[int, list[Span]] = {index: [] for index in counting}
         for message, start, stop in rendered.fragments:
             if message in fragments:
@@ -117,6 +103,13 @@ class TurnFinder:
                 return stop - len(end) + len(end.rstrip())
         stripped = written.rstrip()
         return start + len(stripped) if stripped.endswith(self._ends) else stop
+
+    def ends_turn(self, written: str, tools: Tools) -> bool:
+        """Whether what the model writes of a message ends with what ends a turn, whatever the message says."""
+        written = written.rstrip()
+        if written.endswith(self._ends):
+            return True
+        return any(written.endswith(end.rstrip()) for end in self._frame(tools).ends)
 
     def _written(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, fragments: list[Span]
@@ -170,7 +163,7 @@ class TurnFinder:
         """What the model writes of message `index` if those beside it say other words; "" where that is not known."""
         beside = range(max(index - 1, 0), min(index + 3, len(messages)))
         changed = [
-            with_text(message, word_of(other)) if other in beside and other != index else message
+            with_text(message, word_of(other), word_of(other)) if other in beside and other != index else message
             for other, message in enumerate(messages)
         ]
         try:
@@ -293,35 +286,6 @@ class TurnFinder:
             return sorted((text for text in texts if text.strip()), key=len, reverse=True)
 
         return _Frame(longest_first(headers), beginnings, longest_first(ends))
-
-    def _proof(self, messages: list[JsonObject], tools: Tools) -> _Proof:
-        shape = bool(tools), *map(shape_of, messages)
-        found = self._proofs.get(shape)
-        if found is None:
-            if len(self._proofs) >= MOST_SHAPES:
-                self._proofs.clear()
-            found = self._proofs[shape] = self._prove(messages, tools)
-        return found
-
-    def _prove(self, messages: list[JsonObject], tools: Tools) -> _Proof:
-        words = [word_of(index) for index in range(len(messages))]
-        worded = [with_text(message, word) for message, word in zip(messages, words, strict=True)]
-        try:
-            rendered = self._render(worded, tools, False)
-        except RecordError:
-            return _Proof(False, None)
-        texts: dict[int, str] = dict.fromkeys(range(NOBODY, len(messages)), "")
-        for message, start, stop in rendered.fragments:
-            texts[message] += rendered.text[start:stop].lower()
-        assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        said = [
-            index for index in assistants if messages[index].get("content") and not messages[index].get("tool_calls")
-        ]
-        left_out = next((index for index in said if words[index] not in rendered.text.lower()), None)
-        holds = all(
-            (words[other] in texts[index]) <= (other == index) for index in assistants for other in range(len(messages))
-        ) and all(words[index] not in texts[other] for index in assistants for other in texts if other != index)
-        return _Proof(holds, left_out)
 
 
 def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:

@@ -116,8 +116,12 @@ class RecordTokenizer:
         ]
         return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
 
-    def encode(self, records: Sequence[Record]) -> list[Encoded | RecordError]:
+    def encode(
+        self, records: Sequence[Record], left_out: dict[int, set[str]] | None = None
+    ) -> list[Encoded | RecordError]:
         """Token ids and target masks of `records` in order, and the error of each that has none.
+
+        To `left_out` is added, by place in `records`, what the chat template leaves out of each: see `LEFT_OUT`.
 
         Raises:
             UsageError: some are conversations and the tokenizer has no chat template.
@@ -142,7 +146,7 @@ class RecordTokenizer:
                     encoded[index] = input_ids, target
                 case _:
                     raise AssertionError("a length has no tokens")
-        for index, one in (*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations)):
+        for index, one in (*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations, left_out)):
             if isinstance(one, RecordError):
                 encoded[index] = one
             elif len(one[0]):
@@ -168,7 +172,9 @@ class RecordTokenizer:
                     target[-1:] = True
                 yield index, (input_ids, target)
 
-    def _conversations(self, records: list[tuple[int, Conversation]]) -> Iterator[tuple[int, Encoded | RecordError]]:
+    def _conversations(
+        self, records: list[tuple[int, Conversation]], left_out: dict[int, set[str]] | None
+    ) -> Iterator[tuple[int, Encoded | RecordError]]:
         """The rendered conversation is encoded as one string; targets begin in a span that counts."""
         if not records:
             return
@@ -179,10 +185,13 @@ class RecordTokenizer:
             )
         rendered: list[tuple[int, str, list[Span]]] = []
         for index, record in records:
+            kinds: set[str] = set()
             try:
-                rendered.append((index, *self.template.render(record)))
+                rendered.append((index, *self.template.render(record, kinds)))
             except RecordError as error:
                 yield index, error
+            if kinds and left_out is not None:
+                left_out[index] = kinds
         for call in calls(rendered, lambda item: size_of(item[1])):
             found = self.library.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
             for (index, _, _), one in zip(call, found, strict=True):

@@ -59,7 +59,8 @@ class SourceEntry(TypedDict):
     """A source of an analysis (docs/plan-format.md). This version writes all entries; earlier ones wrote fewer.
 
     `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
-    that nothing was made of, each with the number of records, or None where that is not known.
+    that nothing was made of, each with the number of records, or None where that is not known. `left_out`: sequences of
+    which the chat template leaves something out, by what it is, and `first_left_out` the row of the first of them.
     """
 
     path: str
@@ -80,6 +81,8 @@ class SourceEntry(TypedDict):
     num_tokens: NotRequired[int]
     unread_keys: NotRequired[dict[str, int | None]]
     num_unread_keys: NotRequired[int]
+    left_out: NotRequired[dict[str, int]]
+    first_left_out: NotRequired[dict[str, int]]
 
 
 class SourceSelection(TypedDict):
@@ -125,6 +128,8 @@ ANALYSIS: Expected = {
             "num_tokens?": whole(),
             "unread_keys?": COUNTS_OR_NULL,
             "num_unread_keys?": whole(),
+            "left_out?": COUNTS,
+            "first_left_out?": COUNTS,
         }
     ],
     "exact": FLAG,

@@ -18,6 +18,7 @@ from chunkplan.intake.one_record import FoundRecord, find_record, read_place
 from chunkplan.intake.process import too_long
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
@@ -40,13 +41,15 @@ class SequenceView:
     """A sequence that a record makes; or would make, and `rejected` says why it does not.
 
     `trained` are the turns of the assistant that count in it, from 1. `num_target_tokens` is None where that is not
-    known, as of a bare length. `num_cut` tokens are beyond the maximum length. `text` is None unless decoded.
+    known, as of a bare length. `num_cut` tokens are beyond the maximum length. `left_out` are the kinds of `LEFT_OUT`
+    that the chat template leaves out of it. `text` is None unless decoded.
     """
 
     trained: tuple[int, ...]
     num_tokens: int = 0
     num_target_tokens: int | None = None
     num_cut: int = 0
+    left_out: tuple[str, ...] = ()
     text: SequenceText | None = None
     rejected: RecordRejection | None = None
 
@@ -235,12 +238,13 @@ def _sequences(
 ) -> tuple[SequenceView, ...]:
     """What `records` become, which train these turns each."""
     encoded: Sequence[Encoded | RecordError]
+    left_out: dict[int, set[str]] = {}
     if tokenizer is None:
         encoded = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
     else:
-        encoded = tokenizer.encode(records)
+        encoded = tokenizer.encode(records, left_out)
     views = []
-    for one, turns in zip(encoded, trained, strict=True):
+    for place, (one, turns) in enumerate(zip(encoded, trained, strict=True)):
         if isinstance(one, RecordError):
             views.append(SequenceView(trained=turns, rejected=_rejection(one)))
             continue
@@ -250,7 +254,8 @@ def _sequences(
         text = None
         if tokenizer is not None and decodes:
             text = decode_sequence(tokenizer.library, input_ids, target, most_tokens)
-        views.append(replace(view, num_target_tokens=int(target.sum()), text=text))
+        lacks = tuple(kind for kind in LEFT_OUT if kind in left_out.get(place, ()))
+        views.append(replace(view, num_target_tokens=int(target.sum()), left_out=lacks, text=text))
     return tuple(views)
 
 

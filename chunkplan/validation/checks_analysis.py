@@ -12,6 +12,7 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import TokensHasher, combine_hashes, sequence_digests
+from chunkplan.planfile.manifest_entries import SourceEntry
 from chunkplan.validation.violation import Violation
 
 #: Names of what `check_analysis` finds, in the order it looks.
@@ -100,8 +101,22 @@ def _check_reasons(manifest: dict[str, Any]) -> Iterator[Violation]:
                 )
         if source.get("num_unread_keys", len(unread)) < len(unread):
             yield Violation("records", f"{path} lists {len(unread)} keys of {source['num_unread_keys']}")
+        yield from _check_left_out(source)
     if any("reasons" in source for source in manifest["sources"]) and +reasons != +Counter(manifest["rejected"]):
         yield Violation("records", f"{dict(reasons)} were rejected of the sources, {manifest['rejected']} of all")
+
+
+def _check_left_out(source: SourceEntry) -> Iterator[Violation]:
+    """Yield where more sequences lack something than there are, or where it is not said which record is the first."""
+    left_out, first = source.get("left_out", {}), source.get("first_left_out", {})
+    num_sequences = source.get("num_sequences")
+    for kind, count in left_out.items():
+        if num_sequences is not None and count > num_sequences:
+            yield Violation(
+                "records", f"{source['path']} says that {count} sequences lack `{kind}`, but has {num_sequences}"
+            )
+    if left_out.keys() != first.keys():
+        yield Violation("records", f"{source['path']} names the first record without {[*first]}, not {[*left_out]}")
 
 
 def check_tokens(analysis: Analysis) -> Iterator[Violation]:

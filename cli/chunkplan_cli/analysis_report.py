@@ -145,6 +145,7 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
         note(f"rejected records are listed in {analysis.path / 'rejected.jsonl'}")
     _warn_of_lost(lost)
     _warn_of_sources([source for source in all_sources if not _is_lost(source)])
+    _warn_of_left_out(sources)
 
 
 #: Reasons to reject records that can be read.
@@ -188,6 +189,8 @@ def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
     if analysis.options and analysis.is_exact and any(source["schema"] in CONVERSATIONS for source in sources):
         words, option = _TURNS[analysis.options.turns]
         note(*_beside(f"trained of conversations: {words}", option))
+        if thinking := _left_out(sources, "thinking"):
+            note(*_indented(f"the chat template leaves out thinking {thinking}"))
 
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
@@ -223,6 +226,36 @@ def _warn_of_sources(sources: list[SourceEntry]) -> None:
     if links := [source["path"] for source in sources if source["format"] == "link"]:
         warn(f"links to folders are not followed: {_several(links[:_NAMED], len(links))}")
         note("hint: name the folders themselves to have what is in them read")
+
+
+def _warn_of_left_out(sources: list[SourceEntry]) -> None:
+    """Warn of what the chat template leaves out of conversations: of texts, and of tokens that end the last turn."""
+    from chunkplan.intake.result import LEFT_OUT
+
+    record = ""
+    for kind, words in LEFT_OUT.items():
+        if kind not in ("thinking", "end") and (lacking := _left_out(sources, kind)):
+            warn(f"the chat template leaves out or changes {words} {lacking}")
+            record = record or shlex.quote(_first_left_out(sources, kind))
+    if record:
+        note(f"hint: `chunkplan inspect --record {record}` shows what is left; --chat-template takes another template")
+    if lacking := _left_out(sources, "end"):
+        warn(f"no end-of-turn token behind the last answer {lacking}: the model is not taught to stop there")
+        note("hint: give --chat-template one that puts such a token there; for GLM-4.5 see docs/templates.md")
+
+
+def _left_out(sources: list[SourceEntry], kind: str) -> str:
+    """Say in how many sequences the chat template leaves this out, and of which record the first is."""
+    number = sum(source["left_out"].get(kind, 0) for source in sources)
+    return f"in {counted(number, 'sequence')}, the first of {_first_left_out(sources, kind)}" if number else ""
+
+
+def _first_left_out(sources: list[SourceEntry], kind: str) -> str:
+    """Return the place of the first record of which the chat template leaves this out."""
+    from chunkplan.planfile.analysis import record_place
+
+    source = next(source for source in sources if kind in source["first_left_out"])
+    return record_place(_name(source), source["format"], source["first_left_out"][kind])
 
 
 def _name(source: SourceEntry) -> str:

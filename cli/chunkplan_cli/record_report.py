@@ -52,6 +52,8 @@ def print_record(
 
 
 def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> Table:
+    from chunkplan.intake.result import LEFT_OUT
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
@@ -68,6 +70,8 @@ def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None
         rows["tokens"] = f"{_num_tokens(shown):,}{_cut(shown)}"
     if (num_targets := _num_targets(shown)) is not None:
         rows["target tokens"] = f"{num_targets:,}, {percent(num_targets / max(_num_tokens(shown), 1))} of the tokens"
+    kinds = {kind for one in shown for kind in one.left_out}
+    rows["left out"] = "; ".join(words for kind, words in LEFT_OUT.items() if kind in kinds)
     if view.rejected is not None:
         rows["rejected"] = f"{view.rejected.reason}: {view.rejected.message}"
     rows |= _what_is_missing(view, tokenizer)
