@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import trl
 
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.template import ChatTemplate
 
 PAGE = Path(__file__).with_name("templates.md")
@@ -51,11 +53,35 @@ out for each message ([data.md](data.md#tokenizers-and-chat-templates)). A dash:
 
 - *turns*: one to four turns of plain text; *system*: the same behind a system message;
 - *thinking*: the same with `<think>` in the text; *reasoning*: with `reasoning_content` beside it;
-- *tools*: a tool that the conversation declares, a call of it, its answer and a turn after it.
+- *tools*: a tool that the conversation declares, a call of it with a text beside it, its answer and a turn after it.
 
-| template | turns | system | thinking | reasoning | tools | how |
-| --- | --- | --- | --- | --- | --- | --- |
+*Left out*: what the template does not put out of some of those that are kept, which `analyze` counts and tells:
+*thinking* also of a single turn, or of *earlier* turns alone; the text *beside calls*. *End*: what it puts behind the
+last answer; of what has none ([GLM-4.5](#glm-45)), `analyze` warns.
+
+| template | turns | system | thinking | reasoning | tools | left out | end | how |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+
+GLM = """
+## GLM-4.5
+
+Its models take what begins the turn of somebody else for the end of theirs: `<|user|>` and `<|observation|>` are among
+the end tokens of their generation, beside `<|endoftext|>`. The template puts one of them behind each answer that
+another message follows, where it counts, and none behind the last: of a conversation with one answer nothing would
+teach the model to stop. These lines at the end of a copy of the template, given with `--chat-template`, put the token
+there, and it counts:
+
+```jinja
+{line}
+```
+"""
+
+#: What ends the last turn in GLM-4.5's template, put behind its own text.
+GLM_LINE = """\
+{%- if messages[-1].role == 'assistant' and not add_generation_prompt -%}
+    {{- '<|observation|>' if messages[-1].tool_calls else '<|user|>' -}}
+{%- endif -%}"""
 
 
 def turns(number: int, start: int, kind: str) -> list[Message]:
@@ -68,7 +94,7 @@ def turns(number: int, start: int, kind: str) -> list[Message]:
         messages += [Message("user", ASKED[at % len(ASKED)]), Message("assistant", said, None, fields)]
     if kind == "tools":
         messages[-1:] = [
-            Message("assistant", "", None, {"tool_calls": [CALL]}),
+            Message("assistant", "I look." if start % 2 else "", None, {"tool_calls": [CALL]}),
             Message("tool", "It is here."),
             messages[-1],
         ]
@@ -101,6 +127,28 @@ def kept(template: ChatTemplate, kind: str) -> str:
     return str(number) if number else "-"
 
 
+def left_out(template: ChatTemplate) -> str:
+    """What the template leaves out of any of the conversations; a dash for nothing."""
+    found: dict[str, set[int]] = {}
+    for asked in itertools.chain(*KINDS.values()):
+        kinds: set[str] = set()
+        with suppress(RecordError):
+            template.render(asked, kinds)
+        for kind in kinds - {"end"}:
+            found.setdefault(kind, set()).add(sum(message.role == "user" for message in asked.messages))
+    words = {"thinking": "thinking" if 1 in found.get("thinking", ()) else "earlier thinking"}
+    words["assistant"] = "beside calls"
+    return ", ".join(words.get(kind, kind) for kind in LEFT_OUT if kind in found) or "-"
+
+
+def end(template: ChatTemplate) -> str:
+    """What the template puts behind the last answer, for the model to learn."""
+    kinds: set[str] = set()
+    text, spans = template.render(Conversation(tuple(turns(1, 0, "turns"))), kinds)
+    behind = text[: spans[-1][1]].rpartition(SAID[0])[2]
+    return "none" if "end" in kinds else f"`{''.join(behind.split())}`"
+
+
 def page() -> str:
     """The text of the page."""
     text = INTRODUCTION.format(trl=version("trl"), transformers=version("transformers"), number=len(KINDS["turns"]))
@@ -110,8 +158,9 @@ def page() -> str:
         source = path.read_text(encoding="utf-8")
         template = ChatTemplate(source, SPECIAL, path.stem)
         how = "blocks" if re.search(r"{%-?\s*generation", source) else "messages"
-        text += f"| {path.stem} | {' | '.join(kept(template, kind) for kind in KINDS)} | {how} |\n"
-    return text
+        found = [*(kept(template, kind) for kind in KINDS), left_out(template), end(template).replace("|", "\\|"), how]
+        text += f"| {path.stem} | {' | '.join(found)} |\n"
+    return text + GLM.replace("{line}", GLM_LINE)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def test_generation_blocks_in_variables_macros_and_filters_are_found_or_refused(
 
 
 def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
-    source = "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %}{{ x }};{% endfor %}"
+    source = (
+        "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %}{{ x }};{% endfor %}"
+    )
     message = Message("assistant", "b")
     text, spans = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
     assert (text, spans) == (_transformers(source, [message.for_template()]), [(0, 1)])

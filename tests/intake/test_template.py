@@ -240,7 +240,8 @@ def test_a_null_that_is_printed_is_told_from_the_same_word() -> None:
 
 
 def test_reasoning_is_there_under_the_names_that_templates_read() -> None:
-    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}|{{ m.content }}{% endfor %}"
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}|{{ m.content }}"
+    source += "{% endfor %}"
     for key in ("reasoning_content", "thinking", "reasoning"):
         message = Message("assistant", "b", None, {key: "hm"})
         text, _ = ChatTemplate(source, SPECIAL, "x").render(Conversation((message,)))
