@@ -7,11 +7,12 @@ it, change its case or its spaces, and take the thoughts out of it; that is not 
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from markupsafe import escape
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
@@ -122,7 +123,7 @@ def _stands(said: str, place: str) -> bool:
     said = said.strip()
     if said in place:
         return True
-    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], html.escape(said))
+    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], str(escape(said)))
     squeezed = _squeezed(place)
     return any(_squeezed(form) in squeezed for form in forms)
 
