@@ -7,12 +7,11 @@ it, change its case or its spaces, and take the thoughts out of it; that is not 
 
 from __future__ import annotations
 
+import html
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
-
-from markupsafe import escape
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
@@ -41,10 +40,15 @@ class LeftOut(NamedTuple):
 
 def find_left_out(
     messages: list[JsonObject], text: str, proof: Proof, render: Callable[[], Rendered]
-) -> Iterator[LeftOut]:
+) -> Iterable[LeftOut]:
     """What is left out of `messages` in `text`, their rendering; `render` gives it with its fragments, if asked to."""
     if not proof.left_out and _stands_in_order(messages, text):
-        return
+        return ()
+    return _search(messages, text, proof, render)
+
+
+def _search(messages: list[JsonObject], text: str, proof: Proof, render: Callable[[], Rendered]) -> Iterator[LeftOut]:
+    """As `find_left_out`, text by text."""
     fragments = [""] * len(messages)
     for owner, start, stop in render().fragments:
         if owner != NOBODY:
@@ -123,9 +127,14 @@ def _stands(said: str, place: str) -> bool:
     said = said.strip()
     if said in place:
         return True
-    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], str(escape(said)))
+    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1], _as_html(said))
     squeezed = _squeezed(place)
     return any(_squeezed(form) in squeezed for form in forms)
+
+
+def _as_html(text: str) -> str:
+    """The text as Jinja escapes it."""
+    return html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
 
 
 def _squeezed(text: str) -> str:
