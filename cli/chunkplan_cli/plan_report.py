@@ -140,8 +140,8 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     even = "even shared as it is " if config.cp != "off" else ""
     return (
-        f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs {even}more than a rank's share, which "
-        f"no assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
+        f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs {even}more than a rank's share, "
+        f"which no assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
         f"{seconds(summary.exceeding_lower_bound_us)}{may_share_words(config)}"
     )
 
