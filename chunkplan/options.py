@@ -7,15 +7,21 @@ help of a command needs it.
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from chunkplan.domains import Domain, or_null
-from chunkplan.errors import HELP_HINT, DataError, UsageError
+from chunkplan.errors import HELP_HINT, UsageError
+
+#: Letters of a value in an error.
+_LETTERS = 80
 
 #: Stands for a default that follows from other options, until the configuration is made.
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
@@ -212,15 +218,14 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
     names of entries, each with the new one: their values come back by the old name.
 
     Raises:
-        UsageError: the file cannot be read.
-        DataError: it is not TOML, or an entry is unknown or not what it may be.
+        UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--config {path} cannot be read: {error.strerror}", hint="give a TOML file") from error
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint="give a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"not TOML: {error}", where=str(path), hint="lines such as seed = 0") from error
+        raise UsageError(f"not TOML: {error}", where=str(path), hint="lines such as seed = 0") from error
     options = [one for config in configs for one in options_of(config).values()]
     typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
     declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
@@ -235,13 +240,46 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
                     hint = (
                         f"what {one.flag} says is {' or '.join(one.fills or (one.name,)).replace('_', '-')} in a file"
                     )
-            raise DataError(f"unknown entry `{entry}`", where=str(path), hint=hint)
+            raise UsageError(f"unknown entry `{entry}`", where=str(path), hint=hint)
         loaded = found.domain.load(value)
         if found.domain.is_written_too and isinstance(value, str):
             loaded = found.read(value)
         if not found.domain.holds(loaded):
-            raise DataError(
-                f"found {value!r}, expected {found.domain.expected}", where=f"{path}: {entry}", hint="fix this entry"
+            name, wrong = _wrong_entry(found.domain, entry, value)
+            raise UsageError(
+                f"`{name}` is {_shown(wrong)}, expected {found.domain.expected}",
+                where=str(path),
+                hint="fix this entry",
             )
         values[name.replace("-", "_") if name in renamed else found.name] = loaded
     return values
+
+
+def _wrong_entry(domain: Domain, entry: str, value: Any) -> tuple[str, Any]:
+    """The name of what is wrong in an entry, and its value: of tables what would be wrong if it stood there alone."""
+    keys, wrong = [entry], value
+    while isinstance(wrong, Mapping):
+        bad = next(
+            (key for key, one in wrong.items() if not domain.holds(domain.load(_nested([*keys[1:], key], one)))), ""
+        )
+        if not bad:
+            break
+        keys, wrong = [*keys, bad], wrong[bad]
+    return toml_name(*keys), wrong
+
+
+def _nested(keys: list[str], value: Any) -> Any:
+    """`value` in a table for each of `keys`, the first being the outermost."""
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def toml_name(*keys: str) -> str:
+    """The name of an entry in tables of TOML: columns."a.jsonl".text."""
+    return ".".join(key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in keys)
+
+
+def _shown(value: Any) -> str:
+    """A value for an error, as it is written: a long one is cut."""
+    return shorten(json.dumps(value, default=str, ensure_ascii=False), _LETTERS, placeholder=" ...")

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from chunkplan.errors import DataError
+from chunkplan.config.intake import IntakeOptions
+from chunkplan.domains import Domain
+from chunkplan.options import Options, option, read_toml, same
 
 _SETTINGS = "workspace.toml"
-_KEYS = ("tokenizer",)
 
 #: What names a tokenizer rather than where it lies.
 _NAME = re.compile(r"tiktoken:.+|[\w-][\w.-]*/[\w.-]+")
-_HINT = 'the one setting is tokenizer = "FOLDER", relative to the workspace'
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkspaceSettings(Options):
+    """What the file of a workspace may say: the tokenizer, and how the records of sources are laid out."""
+
+    tokenizer: str | None = option(
+        Domain(lambda value: isinstance(value, str) and value != "", "the path of a tokenizer in quotes, or its name"),
+        "A tokenizer: a path relative to the workspace, or a name.",
+        group="",
+        default=None,
+    )
+    schema: str | None = same(IntakeOptions, "schema")
+    formats: Mapping[str, str] = same(IntakeOptions, "formats")
+    columns: Mapping[str, str] = same(IntakeOptions, "columns")
 
 
 @dataclass(frozen=True)
@@ -44,27 +60,28 @@ class Workspace:
         """The folder of what analyses have done before."""
         return self.root / "cache"
 
-    def tokenizer(self) -> str | None:
-        """Read the `tokenizer` entry of the optional `workspace.toml`: a path relative to the workspace, or a name.
+    @property
+    def file(self) -> Path:
+        """The file of its settings, which need not be there."""
+        return self.root / _SETTINGS
+
+    def settings(self) -> Mapping[str, Any]:
+        """The `WorkspaceSettings` in its file, by field; none where there is no file.
 
         Raises:
-            DataError: the file is not TOML, has an unknown key, or the entry is not a path.
+            UsageError: the file is not TOML, or an entry is unknown or not what it may be.
         """
-        path = self.root / _SETTINGS
-        if not path.is_file():
-            return None
-        try:
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise DataError(f"not TOML: {error}", where=str(path), hint=_HINT) from error
-        for key in settings:
-            if key not in _KEYS:
-                raise DataError(f"unknown key `{key}`, expected {', '.join(_KEYS)}", where=str(path), hint=_HINT)
-        value = settings.get("tokenizer")
+        return read_toml(self.file, WorkspaceSettings) if self.file.is_file() else {}
+
+    def tokenizer(self) -> str | None:
+        """The tokenizer that its settings name, or None; a path is made one from the current folder.
+
+        Raises:
+            UsageError: as `settings`.
+        """
+        value = self.settings().get("tokenizer")
         if value is None:
             return None
-        if not isinstance(value, str) or not value:
-            raise DataError(f"`tokenizer` is {value!r}, expected a path in quotes", where=str(path), hint=_HINT)
         return value if _NAME.fullmatch(value) and not (self.root / value).exists() else str(self.root / value)
 
 

@@ -29,6 +29,23 @@ MAX_RECORD_BYTES = 8_000_000
 MEGABYTE = 1_000_000
 
 
+class Said(dict[str, str]):
+    """What is said of sources, entry by entry; `places` has where an entry was said, of those not typed as a flag."""
+
+    def __init__(self, entries: Mapping[str, str], places: Mapping[str, str] | None = None) -> None:
+        super().__init__(entries)
+        self.places = dict(places or {})
+
+    @classmethod
+    def of(cls, entries: Mapping[str, str]) -> Said:
+        """`entries`, which may know where they were said."""
+        return entries if isinstance(entries, Said) else cls(entries)
+
+    def place(self, entry: str, flag: str) -> str:
+        """Where `entry` was said, in words for an error: as it stands in a file, or as it is typed after `flag`."""
+        return self.places.get(entry) or f"{flag} {entry}={self[entry]}"
+
+
 def _read_columns(typed: list[str]) -> dict[str, str]:
     """The key of each role, as typed: {"text": "body", "a.jsonl:text": "code"} for ["text=body", "a.jsonl:text=code"].
 
@@ -40,7 +57,7 @@ def _read_columns(typed: list[str]) -> dict[str, str]:
         source, colon, role = entry.rpartition(":")
         if not (role and sign and key) or (colon and not source):
             raise ValueError(words)
-        if entry in columns:
+        if columns.get(entry, key) != key:
             of_source = f" of {source}" if source else ""
             raise UsageError(f"two columns for the role {role}{of_source}", hint="give every role at most once")
         columns[entry] = key
@@ -60,7 +77,7 @@ def _load_columns(value: Any) -> Any:
         if not entry or any(not role or ":" in role for role in key) or not of_source.keys().isdisjoint(value):
             return value  # which is no mapping of strings
         columns |= of_source
-    return columns
+    return Said(columns, value.places if isinstance(value, Said) else None)
 
 
 def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:

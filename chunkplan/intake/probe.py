@@ -6,11 +6,9 @@ touched, and neither is what is behind a URL if it has to be fetched whole.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from textwrap import shorten
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
@@ -21,18 +19,14 @@ from chunkplan.intake.readers import cut, default_columns, first_records, is_str
 from chunkplan.intake.readers.json_files import contents
 from chunkplan.intake.readers.stream import Taken, chunks
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
-from chunkplan.intake.schemas.suggestion import TRY
+from chunkplan.intake.schemas.flags import LayoutError
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import LINK, SourceFile
-from chunkplan.quantities import counted
 
 #: Records that say how those of a source are laid out.
 _RECORDS = 100
-
-#: Pieces of lines in which the first record is looked for: those before it may be too large, or no records.
-_PIECES = 32
 
 #: Kinds of files of which nothing is known before they are fetched whole.
 _FETCHED = ("arrow", "npy")
@@ -40,49 +34,11 @@ _FETCHED = ("arrow", "npy")
 #: Readers of pieces of lines; tables look further on their own.
 _OF_LINES = ("lines", "elements")
 
-#: Sources that an error names, and letters of what it says of each: a screenful in all.
-_NAMED, _LETTERS = 8, 120
+#: How a source is laid out in which there is no record.
+_NO_RECORD = RecordLayout("text", {"text": "text"}, "no record")
 
 #: Reasons for which the first records may be left out of a source that can be read.
 _OF_RECORDS = ("empty", "undesirable")
-
-
-class UnreadableSourcesError(DataError):
-    """Sources that cannot be read at all; `is_rest` says whether there are others, which could be."""
-
-    def __init__(
-        self, message: str, *, hint: str, where: str | None = None, lines: Sequence[str] = (), is_rest: bool = False
-    ) -> None:
-        super().__init__(message, hint=hint, where=where, lines=lines)
-        self.is_rest = is_rest
-
-
-def unreadable_sources(problems: Sequence[tuple[str, DataError]], num_sources: int) -> UnreadableSourcesError:
-    """The error of sources that cannot be read, `num_sources` being all there are; `problems` names them in order.
-
-    One is reported as it is, several in a line each.
-    """
-    is_rest = len(problems) < num_sources
-    name, error = problems[0]
-    if len(problems) == 1:
-        hint = f"{error.hint}; --on-error skip leaves this source out and lists it" if is_rest else error.hint
-        return UnreadableSourcesError(error.message, where=error.where or name, hint=hint, is_rest=is_rest)
-    lines = [f"{error.where or name}: {_in_a_line(name, error)}" for name, error in problems[:_NAMED]]
-    if len(problems) > _NAMED:
-        lines.append(f"and {len(problems) - _NAMED:,} more")
-    hint = "--on-error skip leaves these sources out and lists them" if is_rest else f"for the first: {error.hint}"
-    message = f"{len(problems):,} of {counted(num_sources, 'source')} cannot be read, and nothing was tokenised"
-    return UnreadableSourcesError(message, hint=hint, lines=lines, is_rest=is_rest)
-
-
-def _in_a_line(name: str, error: DataError) -> str:
-    """What is wrong with a source of several, and the keys to give for it alone where some would do."""
-    words = shlex.split((error.hint or "").removeprefix(TRY)) if (error.hint or "").startswith(TRY) else []
-    source = Path(name).name
-    if not words or any(letter in source for letter in ":=*?["):  # what stands for something else before a role
-        return shorten(error.message, _LETTERS, placeholder=" ...")
-    flags = (word if word == "--column" else f"{source}:{word}" for word in words)
-    return f"no schema fits; {TRY}{shlex.join(flags)}"
 
 
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
@@ -120,7 +76,8 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
 def look_ahead(found: Iterator[Piece], options: IntakeOptions) -> tuple[Iterator[Piece], list[JsonObject]]:
     """All pieces of `found`, from the first of a source, and the first records of it that can be read.
 
-    Pieces of lines are taken, and temporary ones written, up to the one with the first record, but at most `_PIECES`.
+    Pieces of lines are taken, and temporary ones written, up to the one with the first record: those before it may be
+    too large, or no records. Where errors stop the run, they are taken up to the first that does.
     An error that ends `found` meanwhile comes behind the pieces before it.
 
     Raises:
@@ -130,16 +87,25 @@ def look_ahead(found: Iterator[Piece], options: IntakeOptions) -> tuple[Iterator
     held: list[Piece] = []
     records: list[JsonObject] = []
     try:
-        for piece in islice(found, _PIECES):
+        for piece in found:
             records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
             held.append(piece)
             if records or piece.reader not in _OF_LINES:
+                break
+            if options.on_error == "stop" and _first_bad(piece, _NO_RECORD, options):
                 break
     except RecordError as error:
         if not held:
             raise
         return chain(held, _raising(error)), records
     return chain(held, found), records
+
+
+def _first_bad(piece: Piece, layout: RecordLayout, options: IntakeOptions) -> Rejected | None:
+    """The first record of a piece that ends a run which errors stop."""
+    batches = read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample)
+    rejected = (rejected for batch in batches for rejected in batch.rejected)
+    return next((rejected for rejected in rejected if rejected.reason not in _OF_RECORDS), None)
 
 
 def _raising(error: RecordError) -> Iterator[Piece]:
@@ -152,14 +118,17 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
 
     Raises:
         RecordError: unreadable.
-        DataError: no schema is known that fits, or several do.
+        LayoutError: no schema is known that fits, or several do.
+        DataError: there is no record.
         UsageError: there is no such schema or role.
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
-        return RecordLayout("text", {"text": "text"}, "no record")
+        return _NO_RECORD
     columns = source.asked_columns or default_columns(source.file)
     try:
         return detect(records, schema=source.asked_schema, columns=columns)
+    except LayoutError as error:
+        raise LayoutError(error.message, error.words, where=source.name) from error
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 
@@ -198,12 +167,11 @@ def _check_records(
     """
     if any(_is_readable(layout, record) for record in records):
         return
-    batches = read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample)
-    for rejected in next(batches).rejected:
-        if rejected.reason not in _OF_RECORDS:
-            source.reader = piece.reader
-            where = source.place(0, rejected.number)
-            raise RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint, where=where)
+    rejected = _first_bad(piece, layout, options)
+    if rejected is not None:
+        source.reader = piece.reader
+        where = source.place(0, rejected.number)
+        raise RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint, where=where)
 
 
 def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:

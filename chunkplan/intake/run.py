@@ -14,7 +14,7 @@ from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.intake.files import is_url
-from chunkplan.intake.probe import find_layout, look_ahead, probe, unreadable_sources
+from chunkplan.intake.probe import find_layout, look_ahead, probe
 from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import cut, is_stream
 from chunkplan.intake.records import JsonObject
@@ -22,10 +22,12 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.flags import LayoutError
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
+from chunkplan.intake.unreadable import hint_for, unreadable_sources
 
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Iterator[tuple[Task, PieceResult | Failed]]]
@@ -50,9 +52,9 @@ class IntakeRun:
         shard: tuple[int, int] | None = None,
     ) -> None:
         readable = [file for file in files if file.kind != LINK]
-        paths, options = [file.path for file in readable], settings.options
-        schemas = schemas_of_sources(options.schema, options.formats, paths)
-        said = iter(zip(columns_of_sources(options.columns, paths), schemas, strict=True))
+        self._paths, options = [file.path for file in readable], settings.options
+        schemas = schemas_of_sources(options.schema, options.formats, self._paths)
+        said = iter(zip(columns_of_sources(options.columns, self._paths), schemas, strict=True))
         self.sources = [Source(file) if file.kind == LINK else Source(file, *next(said)) for file in files]
         self._settings = settings
         self._options = settings.options
@@ -117,12 +119,15 @@ class IntakeRun:
                     problems.append((source, error))
         finally:
             threads.shutdown(cancel_futures=True)
-        num_sources = sum(source.file.kind != LINK for source in self.sources)
         is_schema = any(not isinstance(found, RecordError) for _, found in problems)
-        if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == num_sources)):
-            raise unreadable_sources([(source.name, found) for source, found in problems], num_sources)
+        if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == len(self._paths))):
+            raise unreadable_sources(problems, self._paths)
         for source, found in problems:
-            source.broken = RecordError(found.message, reason="unreadable", hint=found.hint, where=source.name)
+            hint = hint_for(source, found, self._paths)
+            message = (
+                f"{found.message}; {hint}" if isinstance(found, LayoutError) and found.is_definite else found.message
+            )
+            source.broken = RecordError(message, reason="unreadable", hint=hint, where=source.name)
             source.num_pieces = 0
             self._pass(source, source.num_left)
 
@@ -218,6 +223,8 @@ class IntakeRun:
             where = error.where or self.sources[source].place(piece, error.number)
             hint = f"{error.hint}; --on-error skip counts such records and goes on"
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
+        if isinstance(error, LayoutError):
+            error.hint = hint_for(self.sources[source], error, self._paths)
         return error
 
     def _pass(self, source: Source, num_bytes: int) -> None:

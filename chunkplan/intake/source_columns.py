@@ -5,27 +5,28 @@ Each is said for all sources, or for those of a name, which goes before what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from chunkplan.config.intake import SCHEMAS
+from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import UsageError
+from chunkplan.intake.files import is_url
 
 #: Sources that an error names.
 _NAMED = 8
 
 
-class _Said(NamedTuple):
-    """What is said of the sources that `source` names: the `value` of `what`, as the option `flag` is typed."""
+class _Entry(NamedTuple):
+    """What is said of the sources that `source` names: the `value` of `what`, and the `place` where it is said."""
 
     source: str
     what: str
     value: str
-    flag: str
+    place: str
 
 
-def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list[dict[str, str]]:
+def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list[Said]:
     """Role -> key for the source at each of `paths`.
 
     An entry of `columns` is ROLE -> key for all sources, or SOURCE:ROLE -> key for those whose path ends in SOURCE or
@@ -34,10 +35,17 @@ def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list
     Raises:
         UsageError: an entry matches no source, or two say different things of one.
     """
-    for_all = {role: key for role, key in columns.items() if ":" not in role}
-    split = ((*entry.rpartition(":"), key) for entry, key in columns.items() if ":" in entry)
-    said = [_Said(source, role, key, f"--column {source}:{role}={key}") for source, _, role, key in split]
-    return [for_all | found for found in _of_sources(said, paths, "before the colon")]
+    said = Said.of(columns)
+    all_entries = [
+        _Entry(*entry.rpartition(":")[::2], key, said.place(entry, "--column")) for entry, key in said.items()
+    ]
+    for_all = [entry for entry in all_entries if not entry.source]
+    found = _of_sources([entry for entry in all_entries if entry.source], paths)
+    merged = [{entry.what: entry for entry in for_all} | entries for entries in found]
+    return [
+        Said({role: entry.value for role, entry in one.items()}, {role: entry.place for role, entry in one.items()})
+        for one in merged
+    ]
 
 
 def schemas_of_sources(schema: str | None, formats: Mapping[str, str], paths: Sequence[str]) -> list[str | None]:
@@ -46,50 +54,96 @@ def schemas_of_sources(schema: str | None, formats: Mapping[str, str], paths: Se
     Raises:
         UsageError: as `columns_of_sources`; the same is asked of what `formats` say of files.
     """
-    found = _of_sources(list(_said(formats)), paths, "before the sign =")
-    return [one.get("schema", schema) for one in found]
+    found = _of_sources(list(_entries(formats)), paths)
+    return [one["schema"].value if "schema" in one else schema for one in found]
 
 
-def suffixes_of(formats: Mapping[str, str]) -> dict[str, str]:
+def suffixes_of(formats: Mapping[str, str]) -> Said:
     """SOURCE -> how its name would end if it said what the file is, of those `formats` that say it."""
-    return {said.source: said.value for said in _said(formats) if said.what == "suffix"}
+    found = [entry for entry in _entries(formats) if entry.what == "suffix"]
+    return Said({entry.source: entry.value for entry in found}, {entry.source: entry.place for entry in found})
 
 
 def is_named(path: str, source: str) -> bool:
-    """Whether `path` ends in `source`, or matches it; a name may have brackets that would be signs of a pattern."""
-    return path == source or path.endswith(f"/{source}") or PurePosixPath(path).match(source)
+    """Whether `path` ends in `source`, or matches it; a name may have brackets that would be signs of a pattern.
+
+    What begins with `./` is a whole path, or a pattern of one.
+    """
+    if source.startswith("./") and len(PurePosixPath(path).parts) != len(PurePosixPath(source).parts):
+        return False
+    name = source.removeprefix("./")
+    return path in (name, source) or path.endswith(f"/{name}") or PurePosixPath(path).match(source)
 
 
-def _said(formats: Mapping[str, str]) -> Iterator[_Said]:
+def name_of_source(path: str, paths: Sequence[str]) -> str | None:
+    """How --column and --format name the source at `path` and no other of `paths`: by the shortest end of its path.
+
+    What a flag cannot hold is a sign of a pattern there. None if no such name is for this source alone.
+    """
+    whole = [] if path.startswith("/") or is_url(path) else [f"./{path}"]
+    names = (name for end in [*_ends(path), *whole] for name in (end, _as_pattern(end)))
+    return next((name for name in names if _is_for(name, {path}, paths)), None)
+
+
+def name_of_sources(some: Collection[str], paths: Sequence[str]) -> str | None:
+    """A pattern that names the sources at `some` of `paths` and no other, if there is a plain one."""
+    folders = {path.rpartition("/")[0] for path in some}
+    suffixes = {path.rpartition("/")[2].partition(".")[2] for path in some}
+    files = ["*", *(f"*.{_as_pattern(suffix)}" for suffix in suffixes)] if len(suffixes) == 1 else ["*"]
+    above = [f"{_as_pattern(end)}/" for folder in folders for end in _ends(folder)] if len(folders) == 1 else []
+    names = (f"{folder}{file}" for folder in ["", *above] for file in files)
+    return next((name for name in names if _is_for(name, {*some}, paths)), None)
+
+
+def _ends(path: str) -> list[str]:
+    """`path` from each of its folders on, the shortest first."""
+    parts = path.split("/")
+    return [end for number in range(1, len(parts) + 1) if (end := "/".join(parts[-number:]))]
+
+
+def _as_pattern(name: str) -> str:
+    """A pattern that `name` matches, in which nothing is a sign of a pattern, of a flag or of a terminal."""
+    signs = {"*": "[*]", "?": "[?]", "[": "[[]", "=": "[<->]"}  # a range with = in it
+    return "".join(signs.get(letter, letter if letter.isprintable() else "?") for letter in name)
+
+
+def _is_for(name: str, some: Collection[str], paths: Sequence[str]) -> bool:
+    """Whether a flag can hold `name`, and it is for the sources at `some` and for no other of `paths`."""
+    is_plain = "=" not in name and name.isprintable()
+    return is_plain and all(is_named(path, name) == (path in some) for path in paths)
+
+
+def _entries(formats: Mapping[str, str]) -> Iterator[_Entry]:
     """Each of the formats of a source, which have commas between: a schema, or how the name of the file would end."""
-    for source, names in formats.items():
-        flag = f"--format {source}={names}"
+    said = Said.of(formats)
+    for source, names in said.items():
+        place = said.place(source, "--format")
         found = {"schema" if name in SCHEMAS else "suffix": name for name in names.split(",")}
         if len(found) != len(names.split(",")):
-            raise UsageError(f"{flag} says twice what it is", hint="give a schema, or what the file is, or one of each")
-        yield from (_Said(source, what, name, flag) for what, name in found.items())
+            raise UsageError(
+                f"{place} says twice what it is", hint="give a schema, or what the file is, or one of each"
+            )
+        yield from (_Entry(source, what, name, place) for what, name in found.items())
 
 
-def _of_sources(entries: Sequence[_Said], paths: Sequence[str], where: str) -> list[dict[str, str]]:
-    """What -> value for the source at each of `paths`; `where` in a flag the source stands, for a hint."""
-    found: list[dict[str, str]] = [{} for _ in paths]
-    saying: dict[tuple[int, str], _Said] = {}
-    for said in entries:
-        matched = [index for index, path in enumerate(paths) if is_named(path, said.source)]
+def _of_sources(entries: Sequence[_Entry], paths: Sequence[str]) -> list[dict[str, _Entry]]:
+    """What -> entry for the source at each of `paths`."""
+    found: list[dict[str, _Entry]] = [{} for _ in paths]
+    for entry in entries:
+        matched = [index for index, path in enumerate(paths) if is_named(path, entry.source)]
         if not matched:
             several = f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else ""
             names = ", ".join(paths[:_NAMED]) + several
             raise UsageError(
-                f"{said.flag}: no source is {said.source}; there are {names}",
-                hint=f"{where} stands the name of a file, the end of its path, or a pattern of either, such as "
+                f"{entry.place}: no source is {entry.source}; there are {names}",
+                hint="a source is named by its file, by the end of its path, or by a pattern of either, such as "
                 "'*.parquet'",
             )
         for index in matched:
-            other = saying.setdefault((index, said.what), said)
-            if other.value != said.value:
+            other = found[index].setdefault(entry.what, entry)
+            if other.value != entry.value:
                 raise UsageError(
-                    f"{other.flag} and {said.flag} are both for {paths[index]}",
+                    f"{other.place} and {entry.place} are both for {paths[index]}",
                     hint="leave one of them out, or name its sources more closely",
                 )
-            found[index][said.what] = said.value
     return found

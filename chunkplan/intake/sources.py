@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from chunkplan.config.intake import SCHEMAS
+from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
@@ -167,8 +167,9 @@ def find_sources(
     search = _Search([] if beside is None else beside, suffixes or {})
     for name, suffix in search.suffixes.items():
         if describe(_named(suffix)) is None:
+            place = Said.of(search.suffixes).place(name, "--format")
             raise UsageError(
-                f"--format {name}={suffix}: there is no such schema, and no such kind of file",
+                f"{place}: there is no such schema, and no such kind of file",
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of {_KIND_NAMES}, the first four also "
                 "such as jsonl.gz",
             )

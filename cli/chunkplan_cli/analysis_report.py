@@ -111,7 +111,7 @@ def describe_old(target: Path) -> str | None:
         manifest = read_manifest(target, "analysis")
         sources = [source["path"] for source in manifest["sources"]]
         several = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-        return f"the analysis of {sources[0]}{several}, {manifest['totals']['num_sequences']:,} sequences"
+        return f"the analysis of {sources[0]}{several}, {counted(manifest['totals']['num_sequences'], 'sequence')}"
     except (ChunkplanError, LookupError, TypeError):
         return "something that is no analysis this version can read"
 
@@ -137,7 +137,7 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     _say_which_turns(analysis, sources)
     if rejected or left_out or more:
         made = counted(records, "record") + (f" + {more:,} more turns" if more else "")
-        parts = [f"{analysis.num_sequences:,} sequences"]
+        parts = [counted(analysis.num_sequences, "sequence")]
         parts += [f"{rejected:,} rejected"] if rejected else []
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
         note(f"{made} = {' + '.join(parts)}")
@@ -166,14 +166,24 @@ def _why_lost(source: SourceEntry) -> str:
 
 
 def _warn_of_lost(sources: list[SourceEntry]) -> None:
-    """Name the sources of which nothing could be read, a line each."""
+    """Name the sources of which nothing could be read, a line each, and what to type to have them read."""
+    from chunkplan.intake.schemas.flags import CHOOSE, TRY
+
     if not sources:
         return
     warn(f"{counted(len(sources), 'source')} cannot be read and {'is' if len(sources) == 1 else 'are'} left out:")
+    lines, choices = [], []
     for source in sources[:_LISTED]:
-        note(*_indented(f"{_name(source)}: {shorten(_why_lost(source), _LETTERS, placeholder=' ...')}"))
+        why, _, line = _why_lost(source).partition(f"; {TRY}")
+        why, _, choice = why.partition(f"; {CHOOSE}")
+        lines += [line] if line else []
+        choices += [f"hint: {_name(source)}: {CHOOSE}{choice}"] if choice else []
+        note(*_indented(f"{_name(source)}: {shorten(why, _LETTERS, placeholder=' ...')}"))
     if len(sources) > _LISTED:
         note(f"{_INDENT}and {len(sources) - _LISTED:,} more")
+    note(*choices)
+    if lines:
+        note(f"hint: to have {counted(len(lines), 'source')} of them read, {TRY}{' '.join(lines)}")
 
 
 #: What of conversations is trained, by `--turns`.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkplan.config.intake import IntakeOptions
+from chunkplan.config.intake import IntakeOptions, Said
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, read_toml
+from chunkplan.options import Options, option, options_of, read_toml, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
@@ -136,7 +136,8 @@ def analyze(
     from chunkplan.intake.analyze import write_analysis
     from chunkplan.workspace import Workspace, find_tokenizer
 
-    work, intake = _with_file(FileOptions(**file).config, work, intake)
+    place = Workspace.find(workspace)
+    work, intake = _with_files(FileOptions(**file).config, place, work, intake)
     how = AnalyzeOptions(**work)
     for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
         if headline and is_given:
@@ -144,7 +145,6 @@ def analyze(
                 f"--headline and {other} exclude each other",
                 hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
             )
-    place = Workspace.find(workspace)
     options = IntakeOptions(**intake)
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
@@ -173,8 +173,8 @@ def _reading(
 
     An error of sources that cannot be read gets the command that leaves them out.
     """
-    from chunkplan.intake.probe import UnreadableSourcesError
     from chunkplan.intake.reading import IntakeRequest
+    from chunkplan.intake.unreadable import UnreadableSourcesError
 
     try:
         with reading_progress() as progress:
@@ -215,26 +215,38 @@ def with_length_column(values: Mapping[str, Any]) -> Given:
     return Given({**others, "columns": {**columns, "length": values["length_column"]}})
 
 
-def _with_file(file: Path | None, work: Given, intake: Given) -> tuple[Given, Given]:
-    """Return the options of the command line joined with those of a file, which it wins over, and say which are used.
+def _with_files(config: Path | None, place: Workspace, work: Given, intake: Given) -> tuple[Given, Given]:
+    """Return the options of the command line joined with those of files, which it wins over, and say which are used.
 
-    Of what is said by source or role, each entry is joined by itself.
+    The file of --config wins over that of the workspace. Of what is said by source or role, each entry is joined by
+    itself.
     """
-    given = with_length_column({**work, **intake})
-    in_file = Given() if file is None else with_length_column(read_toml(file, AnalyzeOptions, IntakeOptions))
-    joined = {**in_file, **given}
-    replaced = [name for name in in_file if name in given]
-    for name in ("columns", "formats"):
-        if name in in_file and name in given:
-            joined[name] = {**in_file[name], **given[name]}
-            replaced.remove(name)
-            replaced += [f"{name}: {entry}" for entry in in_file[name] if entry in given[name]]
-    if file is not None:
-        used = ", ".join(name for name in in_file if name not in replaced) or "none"
-        instead = f"; given in place of what it says: {', '.join(replaced)}" if replaced else ""
-        note(f"options from {file}: " + f"{used}{instead}".replace("_", "-"))
+    joined = dict(with_length_column({**work, **intake}))
+    files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
+    settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
+    files += [(place.file, Given(settings))] if settings else []
+    for file, in_file in files:
+        replaced = [name for name in in_file if name in joined]
+        instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats")]
+        for name in ("columns", "formats"):
+            if name in in_file:
+                given = Said.of(joined.get(name, {}))
+                places = {entry: _place(file, name, entry) for entry in in_file[name] if entry not in given}
+                joined[name] = Said({**in_file[name], **given}, {**places, **given.places})
+                replaced = [one for one in replaced if one != name or not places]
+                instead += [f"{name}: {entry}" for entry in in_file[name] if entry in given]
+        joined = {**in_file, **joined}
+        used = ", ".join(name.replace("_", "-") for name in in_file if name not in replaced) or "none"
+        given_words = f"; given in place of what it says: {', '.join(instead)}" if instead else ""
+        note(f"options from {file}: {used}{given_words}")
     fields = options_of(AnalyzeOptions)
     return (
         Given({name: value for name, value in joined.items() if name in fields}),
         Given({name: value for name, value in joined.items() if name not in fields}),
     )
+
+
+def _place(file: Path, name: str, entry: str) -> str:
+    """Where an entry stands in a file: in the table `name`, those of columns for a source in one of its own."""
+    source, _, role = entry.rpartition(":") if name == "columns" else ("", "", entry)
+    return f"{file}: {toml_name(name, *([source] if source else []), role)}"

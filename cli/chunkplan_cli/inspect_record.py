@@ -13,7 +13,7 @@ from chunkplan.options import Option, options_of
 from chunkplan.workspace import Workspace, find_tokenizer
 from chunkplan_cli.analyze import with_length_column
 from chunkplan_cli.declared import Given
-from chunkplan_cli.terminal import print_json, stdout, warn
+from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
 READING = ("schema", "columns", "turns", "max_length", "long", "max_record_bytes")
+
+#: Options that say together how records are laid out.
+LAYOUT = ("schema", "formats", "columns")
 
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
@@ -61,7 +64,7 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
     from chunkplan_cli.record_report import print_record
 
     analysis = _analysis(path, place)
-    options = _options(request, analysis)
+    options = _options(request, analysis, place)
     tokenizer = _tokenizer(request, analysis, place)
     most = None if request.shows_all or request.as_json else _MOST_TOKENS
     view = view_record(request.place, options, analysis=analysis, tokenizer=tokenizer, most_tokens=most)
@@ -88,19 +91,43 @@ def _analysis(path: Path | None, place: Workspace) -> Analysis | None:
     return load_analysis(path)
 
 
-def _options(request: RecordRequest, analysis: Analysis | None) -> IntakeOptions:
-    """Those of the analysis, if there is one, and over them what was given."""
+def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> IntakeOptions:
+    """Those of the analysis, if there is one, and over them what was given.
+
+    How records are laid out the file of the workspace says, where neither does.
+    """
     from chunkplan.intake.one_record import read_place
     from chunkplan.reporting.analyzed_file import find_analyzed, options_for
 
     own = {name: value for name, value in request.files.items() if name == "length_column"}
     given = with_length_column({**request.reading, **own})
-    if analysis is None:
-        return IntakeOptions(**given)
-    options = options_for(analysis, find_analyzed(analysis, read_place(request.place).path))
-    if not given.keys().isdisjoint(("schema", "formats", "columns")):  # which say together how records are laid out
+    path, options, is_analyzed = read_place(request.place).path, IntakeOptions(), False
+    if analysis is not None:
+        file = find_analyzed(analysis, path)
+        options, is_analyzed = options_for(analysis, file), file.source is not None
+    if not given.keys().isdisjoint(LAYOUT):
         options = replace(options, schema=None, formats={}, columns={})
+    elif not is_analyzed:
+        options = replace(options, **_said_in_workspace(place, path))
     return replace(options, **given)
+
+
+def _said_in_workspace(place: Workspace, path: str) -> Given:
+    """What the file of the workspace says of how the records of the source at `path` are laid out."""
+    from chunkplan.intake.source_columns import is_named
+
+    found = Given({name: value for name, value in place.settings().items() if name in LAYOUT})
+    for name, sign in (("columns", ":"), ("formats", "")):
+        if name in found:
+            sources = {entry: entry.rpartition(sign)[0] if sign else entry for entry in found[name]}
+            found[name] = {
+                entry: value
+                for entry, value in found[name].items()
+                if not sources[entry] or is_named(path, sources[entry])
+            }
+    if any(found.values()):
+        note(f"options from {place.file}: {', '.join(name for name in found if found[name])}")
+    return found
 
 
 def _tokenizer(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> RecordTokenizer | None:
@@ -142,7 +169,7 @@ def _origin(request: RecordRequest, view: RecordView, analysis: Analysis | None,
         return None
     words = ["its tokenizer"] if request.tokenizer is None and analysis.manifest.get("tokenizer") else []
     for name in READING:
-        if name not in request.reading:
+        if name not in request.reading and (view.analyzed is not None or name not in LAYOUT):
             words += _typed(options_of(IntakeOptions)[name], getattr(options, name))
     if view.analyzed is None and not words:
         return None

@@ -8,7 +8,7 @@ import pytest
 
 from chunkplan import IntakeOptions
 from chunkplan.config.intake import SCHEMAS
-from tests.support.analyze_cases import analyzed, write
+from tests.support.analyze_cases import TOKENIZER, analyzed, write
 from tests.support.command_line import Run
 from tests.support.intake_checks import chat, question_and_answer
 
@@ -76,19 +76,32 @@ def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "message", "hint"),
     [
-        ("turns = ", 3, "a.toml: not TOML", "lines such as"),
-        ('format = "text"', 3, "a.toml: unknown entry `format`", "what --format says is schema or formats in a file"),
-        ("max-record-mb = 4", 3, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
-        ('colums = "x"', 3, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
-        ("turns = 3", 3, "a.toml: turns: found 3, expected rendered or last or each", "fix this entry"),
-        ('columns = "x=y"', 3, "a.toml: columns: found 'x=y', expected keys by role, or by source and role", "fix"),
-        ("[columns.a]\ntext = 1", 3, "a.toml: columns: found {'a': {'text': 1}}, expected keys by role", "fix"),
-        ('[columns.a]\n"b:text" = "c"', 3, "a.toml: columns: found {'a': {'b:text': 'c'}}, expected keys", "fix"),
-        ('[columns]\n"a:text" = "b"\na = {text = "c"}', 3, "a.toml: columns: found {'a:text': 'b', ", "fix"),
-        ('[columns.no]\ntext = "b"', 2, "--column no:text=b: no source is no; there are data/", "before the colon"),
-        ('[formats]\nno = "jsonl"', 2, "--format no=jsonl: no source is no; there are data/", "before the sign ="),
-        ('[columns.data]\nwords = "b"', 2, "--column data:words=b: no source is data", "before the colon"),
-        ('[columns."qa.jsonl"]\nwords = "b"', 2, "--column words=...: no schema has such a role", "roles are"),
+        ("turns = ", 2, "a.toml: not TOML", "lines such as"),
+        ('format = "text"', 2, "a.toml: unknown entry `format`", "what --format says is schema or formats in a file"),
+        ("max-record-mb = 4", 2, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
+        ('colums = "x"', 2, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
+        ("turns = 3", 2, "a.toml: `turns` is 3, expected rendered or last or each", "fix this entry"),
+        ("max-length = true", 2, "a.toml: `max-length` is true, expected a number of tokens from 1, such as", "fix"),
+        ('columns = "x=y"', 2, 'a.toml: `columns` is "x=y", expected keys by role, or by source and role', "fix"),
+        ("[columns.a]\ntext = 1", 2, "a.toml: `columns.a.text` is 1, expected keys by role", "fix"),
+        ('[columns.a]\n"b:text" = "c"', 2, 'a.toml: `columns.a."b:text"` is "c", expected keys', "fix"),
+        ('[columns]\n"a:text" = "b"\na = {text = "c"}', 2, 'a.toml: `columns` is {"a:text": "b", ', "fix"),
+        ('[columns.no]\ntext = "b"', 2, "a.toml: columns.no.text: no source is no; there are data/", "is named by"),
+        ('[formats]\n"n o" = "jsonl"', 2, 'a.toml: formats."n o": no source is n o; there are data/', "is named by"),
+        ('[formats]\nno = "foo"', 2, "a.toml: formats.no: there is no such schema, and no such kind", "one of"),
+        ('[columns.data]\nwords = "b"', 2, "a.toml: columns.data.words: no source is data", "is named by"),
+        (
+            '[columns."qa.jsonl"]\nwords = "b"',
+            2,
+            'a.toml: columns."qa.jsonl".words: no schema has such a role',
+            "roles",
+        ),
+        ('[columns]\nwords = "b"', 2, "a.toml: columns.words: no schema has such a role", "roles are"),
+        (
+            '[columns."*.jsonl"]\nprompt = "a"\n[columns."qa.jsonl"]\nprompt = "b"',
+            *(2, 'a.toml: columns."*.jsonl".prompt and a.toml: columns."qa.jsonl".prompt are both for data/qa.jsonl'),
+            "leave one",
+        ),
         ('long = "drop"', 2, "--long drop without a maximum length", "--max-length"),
     ],
 )
@@ -100,6 +113,70 @@ def test_a_mistake_in_the_file_is_one_as_on_the_command_line(
     assert (ran.code, ran.out) == (code, ""), ran.err
     assert f"error: {message}" in ran.err
     assert hint in ran.err.partition("\nhint: ")[2]
+
+
+def test_a_key_of_the_file_that_no_record_has_is_named_as_it_stands_there(run: Run) -> None:
+    Path("a.toml").write_text('[columns."qa.jsonl"]\ncompletion = "reply"\n')
+    ran = run("analyze", "data/qa.jsonl", "--config", "a.toml")
+    assert ran.code == 3
+    assert 'no record has the key `reply` of a.toml: columns."qa.jsonl".completion; found: `prompt` in' in ran.err
+    assert ran.err.endswith("hint: is it `answer`?\n")
+    assert _columns(run, "--config", "a.toml", "--column", "completion=canonical_solution", *TYPED) == KEYS
+
+
+TYPED, KEYS = ("--column", "qa.jsonl:completion=answer"), ["canonical_solution", "answer"]
+
+WORKSPACE = """
+[columns]
+completion = "answer"
+[columns."humaneval.jsonl"]
+completion = "canonical_solution"
+"""
+
+
+def test_the_file_of_the_workspace_says_how_sources_are_laid_out_as_well(run: Run) -> None:
+    """As --config does, which wins over it as what is typed wins over both."""
+    Path("chunkplan-out").mkdir()
+    Path("chunkplan-out/workspace.toml").write_text(WORKSPACE)
+    assert _columns(run) == KEYS
+    ran = run("analyze", "data")
+    assert ran.err.startswith("options from chunkplan-out/workspace.toml: columns\n")
+    Path("a.toml").write_text('max-length = 8\n[columns."humaneval.jsonl"]\ncompletion = "prompt"\n')
+    assert _columns(run, "--config", "a.toml") == ["prompt", "answer"]
+    typed = ("--column", "humaneval.jsonl:completion=canonical_solution")
+    assert _columns(run, "--config", "a.toml", *typed) == KEYS
+    ran = run("analyze", "data", "--config", "a.toml", *typed)
+    assert ran.err.splitlines()[:2] == [
+        "options from a.toml: max-length; given in place of what it says: columns: humaneval.jsonl:completion",
+        "options from chunkplan-out/workspace.toml: columns; "
+        "given in place of what it says: columns: humaneval.jsonl:completion",
+    ]
+    Path("chunkplan-out/workspace.toml").write_text('[formats]\n"part.*" = "jsonl,messages"\n')
+    write("data/part.0", MESSAGES)
+    assert analyzed(run, "data/part.0").manifest["sources"][0]["schema"] == "messages"
+
+
+@pytest.mark.parametrize("text", ['[columns.no]\ntext = "b"', "columns = 3", "turns = 3", "x ="])
+def test_a_mistake_in_the_file_of_the_workspace_is_one_as_on_the_command_line(run: Run, text: str) -> None:
+    Path("ws").mkdir()
+    Path("ws/workspace.toml").write_text(text)
+    ran = run("analyze", "data", "--workspace", "ws")
+    assert (ran.code, ran.out) == (2, "")
+    assert "error: ws/workspace.toml: " in ran.err
+    assert "hint: " in ran.err
+
+
+def test_a_record_of_no_analysis_is_read_as_the_file_of_the_workspace_says(run: Run) -> None:
+    """Of what it says of other sources nothing is asked."""
+    Path("chunkplan-out").mkdir()
+    Path("chunkplan-out/workspace.toml").write_text(WORKSPACE + '[formats]\n"no.log" = "jsonl"\n')
+    show = ("inspect", "--tokenizer", TOKENIZER, "--record")
+    for file, key in (("humaneval.jsonl", "canonical_solution"), ("qa.jsonl", "answer")):
+        ran = run(*show, f"data/{file}:1")
+        assert ran.code == 0, ran.err
+        assert f"`{key}`" in ran.out
+        assert ran.err.startswith("options from chunkplan-out/workspace.toml: columns\n")
+    assert "`prompt` and `answer`" in run(*show, "data/qa.jsonl:1", "--column", "question=prompt").out
 
 
 MESSAGES = chat(*question_and_answer("Hi!", "Hello."))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.support.analyze_cases import TOKENIZER, write
 from tests.support.command_line import Run
+from tests.support.intake_checks import question_and_answer
 
 
 @pytest.fixture
@@ -86,6 +91,99 @@ def test_a_mapping_may_be_for_one_source(run: Run) -> None:
     assert "humaneval.jsonl:completion" in run("diff", "other", "chunkplan-out/analysis").out
 
 
+#: Files no schema fits, with what is read once the line is pasted: the schema, and the keys of its roles.
+ODD: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "d1/train.jsonl": ([{"question": "is it?", "response": "it is"}], "question+answer", "question response"),
+    "d2/train.jsonl": ([{"User": "is it?", "Bot": "it is"}], "question+answer", "User Bot"),
+    "d2/in/depth/train.jsonl": (
+        [{"Instruction": "Add.", "Input": "1 2", "Output": "3"}, {"Instruction": "Hi!", "Input": "", "Output": "Hi."}],
+        *("instruction", "Instruction Output Input"),
+    ),
+    "my file.jsonl": ([{"Question Text": "is it?", "Best": 3, "Best Answer": "it is"}], "question+answer", ""),
+    "a:b.jsonl": ([{"q_text": "is it so?", "a_answer": "it is so"}], "question+answer", "q_text a_answer"),
+    "a=b.jsonl": ([{"Body": "some words"}], "text", "Body"),
+    "x[1].jsonl": ([{"inputs": "is it?", "targets": "it is"}], "question+answer", "inputs targets"),
+    "x1.jsonl": ([{"article_text": "some words"}], "text", "article_text"),
+    "it's $HOME *.json": ([{"Prompt": "def f", "canonical_solution": "  return 1"}] * 2, "prompt+completion", ""),
+    "rows.parquet": ([{"Dialogue": question_and_answer("Hi!", "Hello.")}], "messages", "Dialogue"),
+    "csv.json": ([{"Query; text": "how?", "Response (final)": "so"}], "question+answer", ""),
+    "-line\n.jsonl": ([{"token_ids": [1, 2, 3]}], "input_ids", "token_ids"),
+}
+
+
+def _in_shell(line: str) -> list[str]:
+    """The words of what is pasted into a POSIX shell, in a folder with nothing to expand to."""
+    ran = subprocess.run(["/bin/sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, cwd="/")
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+@pytest.fixture
+def odd(command: Run) -> Run:
+    """Run `chunkplan ARGUMENTS` beside a folder with all that is `ODD`, and one file that can be read as it is."""
+    for name, (records, _, _) in ODD.items():
+        path = Path("odd", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(records), path)
+        elif name.endswith(".json"):
+            path.write_text(json.dumps(records))
+        else:
+            write(str(path), *records)
+    write("odd/good.jsonl", {"text": "some words"})
+    return command
+
+
+@pytest.mark.parametrize("words", [(), ("--on-error", "skip")])
+def test_the_line_for_all_sources_that_no_schema_fits_works_in_a_shell(odd: Run, words: tuple[str, ...]) -> None:
+    ran = odd("analyze", "odd", "--tokenizer", TOKENIZER, *words)
+    assert ran.code == (0 if words else 3)
+    [line] = [line.partition("try this: ")[2] for line in ran.err.splitlines() if "try this: " in line]
+    again = odd("analyze", "odd", "--tokenizer", TOKENIZER, *_in_shell(line), "--json")
+    assert again.code == 0, again.err
+    assert "cannot be read" not in again.err
+    read = {source["path"].removeprefix("odd/"): source for source in json.loads(again.out)["sources"]}
+    for name, (records, schema, keys) in ODD.items():
+        source = read[name.replace("\n", "\\n")]
+        assert (source["schema"], source["records"], source["rejected"]) == (schema, len(records), 0), name
+        assert set(keys.split()) <= set(source["columns"].values()), name
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_line_for_one_source_works_in_a_shell_alone_and_beside_another(odd: Run, name: str) -> None:
+    for data in ([f"odd/{name}"], [f"odd/{name}", "odd/good.jsonl"]):
+        ran = odd("analyze", *data, "--tokenizer", TOKENIZER)
+        assert ran.code == 3
+        again = odd("analyze", *data, "--tokenizer", TOKENIZER, *_in_shell(ran.err.partition("try this: ")[2]))
+        assert again.code == 0, again.err
+
+
+def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run) -> None:
+    write("a folder/two.jsonl", {"question": "a", "answer": "b", "problem": "c", "solution": "d"})
+    write("a folder/schemas.jsonl", {"prompt": "a", "completion": "b", "response": "c"})
+    write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
+    ran = run("analyze", "a folder", *MAPPING)
+    assert ran.code == 3
+    choices = dict(re.findall(r"/(\w+)\.jsonl: .*; say which: (.*)", ran.err))
+    assert set(choices) == {"two", "schemas"}
+    Path("a folder/mixed.jsonl").unlink()
+    for picked in zip(*(choices[name].split(", or ") for name in choices), strict=True):
+        again = run("analyze", "a folder", *MAPPING, *(word for line in picked for word in _in_shell(line)))
+        assert again.code == 0, again.err
+    skipped = run("analyze", "a folder", *MAPPING, "--on-error", "skip").err
+    assert [f"hint: a folder/{name}.jsonl: say which: {choices[name]}" in skipped for name in choices] == [True, True]
+    write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
+    (Path("a folder") / "two.jsonl").unlink()
+    (Path("a folder") / "schemas.jsonl").unlink()
+    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
+    assert "with --format mixed.jsonl=NAME, or name the keys with --column mixed.jsonl:ROLE=KEY" in hint
+
+
+def test_one_sequence_is_one(run: Run) -> None:
+    write("one.jsonl", {"text": "a b"}, {"text": " "})
+    assert "2 records = 1 sequence + 1 rejected" in run("analyze", "one.jsonl", "--tokenizer", TOKENIZER).err
+    assert "(replaced the analysis of one.jsonl, 1 sequence)" in run("analyze", "one.jsonl").err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,7 +194,7 @@ def test_a_mapping_may_be_for_one_source(run: Run) -> None:
         (("*.jsonl:completion=x", "qa.jsonl:completion=y"), "are both for a folder/qa.jsonl"),
         (("qa.jsonl:completion=x", "qa.jsonl:completion=y"), "two columns for the role completion of qa.jsonl"),
         ((":completion=x",), "--column is ':completion=x', expected ROLE=KEY or SOURCE:ROLE=KEY"),
-        (("qa.jsonl:words=x",), "--column words=...: no schema has such a role"),
+        (("qa.jsonl:words=x",), "--column qa.jsonl:words=x: no schema has such a role"),
     ],
 )
 def test_a_mapping_that_makes_no_sense_is_refused(run: Run, words: tuple[str, ...], message: str) -> None:

@@ -38,10 +38,10 @@ def run(command: Run) -> Run:
         (
             ("dataset.jsonl", "--format", "messages"),
             3,
-            "--format messages expects: messages (`messages` or `contents`)",
+            "--format messages expects `messages` or `contents`",
         ),
         (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
-        (("dataset.jsonl", "--column", "words=text"), 2, "--column words=...: no schema has such a role"),
+        (("dataset.jsonl", "--column", "words=text"), 2, "--column words=text: no schema has such a role"),
         (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
         (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
         (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),

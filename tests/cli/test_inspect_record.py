@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[tuple[object, ...], int, str, str]] = {
     "a blank line": (("data.jsonl:2",), 2, "data.jsonl:2 is blank, which is no record", "not blank"),
     "no tokenizer": (("data.jsonl:1",), 2, "data.jsonl:1: no tokenizer is known", "give --tokenizer"),
     "no schema": (("odd.jsonl:1", "--tokenizer", TOKENIZER), 3, "odd.jsonl: no schema fits", "--format"),
-    "no such key": (("data.jsonl:1", "--column", "text=body"), 3, "no record has the key `body`", "name a key"),
+    "no such key": (("data.jsonl:1", "--column", "text=body"), 3, "no record has the key `body`", "--column text=text"),
     "no template": (("chat.jsonl:1", "--tokenizer", "bare"), 2, "bare has no chat template", "--chat-template"),
     "a template alone": (("data.jsonl:1", "--chat-template", "x"), 2, "a chat template without a", "--tokenizer"),
     "a step": (("data.jsonl:1", "--step", 1), 2, "--step and --record exclude", "leave one"),

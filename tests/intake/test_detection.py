@@ -61,15 +61,13 @@ def test_the_evidence_says_what_was_found() -> None:
     assert detect([{"text": "a"}], schema="text").evidence == "--format text: `text` in the first record"
 
 
-def test_an_unknown_schema_shows_the_keys_found_with_counts_and_those_known() -> None:
+def test_an_unknown_schema_shows_the_keys_found_with_counts_and_the_closest_schema() -> None:
     with pytest.raises(DataError) as caught:
         detect([{"body": "a"}, {"body": "b", "id": 1}])
     for word in (
         "`body` in 2 of 2",
         "`id` in 1 of 2",
-        "`messages`",
-        "`prompt` and `completion`",
-        "`output` or `response`",
+        "closest is text (`text`)",
     ):
         assert word in caught.value.message
     assert caught.value.hint == "try this: --column text=body"
@@ -117,7 +115,7 @@ def test_a_named_schema_takes_the_keys_that_are_there() -> None:
     records = [{"text": "a", "question": "b", "answer": "c"}]
     assert detect(records).schema == "question+answer"
     assert detect(records, schema="text").columns == {"text": "text"}
-    with pytest.raises(DataError, match="--format messages expects: messages"):
+    with pytest.raises(DataError, match="--format messages expects `messages` or `contents`"):
         detect(records, schema="messages")
 
 

@@ -107,7 +107,7 @@ def test_one_is_reported_as_it_is_with_a_way_on_if_there_is_another(data: Path, 
     with pytest.raises(DataError, match="no schema fits") as caught:
         analyze([data / "a.jsonl", data / "c.json"], tmp_path / "out", tokenizer=TOKENIZER)
     assert caught.value.where == str(data / "c.json")
-    assert "--format NAME" in caught.value.hint and "--on-error skip" in caught.value.hint
+    assert "--format c.json=NAME" in caught.value.hint and "--on-error skip" in caught.value.hint
     with pytest.raises(DataError, match="no schema fits") as caught:
         analyze(data / "c.json", tmp_path / "out", SKIP, tokenizer=TOKENIZER)
     assert "--on-error skip" not in caught.value.hint
@@ -175,8 +175,8 @@ def test_no_large_file_is_read_whole_to_look_at_it_and_no_stream_at_all(tmp_path
     os.close(pipe)
 
 
-def test_the_keys_to_give_for_each_of_several_sources_work_as_they_are_printed(tmp_path: Path) -> None:
-    """Each for its own source: what is said of one is nothing for the others."""
+def test_the_keys_to_give_for_several_sources_are_one_line_that_works_as_it_is_printed(tmp_path: Path) -> None:
+    """Each for its own source: what is said of one is nothing for the others. Those of the same keys are a pattern."""
     write_lines(
         tmp_path / "data" / "a.jsonl", [{"the_prompt": "Add.", "my_solution": f"{number}"} for number in range(9)]
     )
@@ -184,10 +184,42 @@ def test_the_keys_to_give_for_each_of_several_sources_work_as_they_are_printed(t
     write_lines(tmp_path / "data" / "c.jsonl", [{"text": "as it should be"}])
     with pytest.raises(DataError) as caught:
         analyze([tmp_path / "data"], tmp_path / "out")
-    flags = [shlex.split(line.partition("no schema fits; try this: ")[2]) for line in caught.value.lines]
-    assert len(flags) == 2 and all(words[::2] == ["--column"] * (len(words) // 2) for words in flags)
-    columns = dict(word.split("=") for words in flags for word in words[1::2])
+    words = shlex.split(caught.value.hint.partition("; try this: ")[2])
+    assert words[::2] == ["--column"] * 3
+    columns = dict(word.split("=") for word in words[1::2])
+    assert list(columns) == ["a.jsonl:prompt", "a.jsonl:completion", "b.jsonl:text"]
     assert analyze([tmp_path / "data"], tmp_path / "out", IntakeOptions(columns=columns)).num_sequences == 19
+    for name in ("1", "2", "3"):
+        write_lines(tmp_path / "data" / "parts" / f"{name}.json", [{"Body": "some words"}])
+    (tmp_path / "data" / "b.jsonl").unlink()
+    with pytest.raises(DataError) as caught:
+        analyze([tmp_path / "data"], tmp_path / "out", IntakeOptions(columns={"a.jsonl:text": "my_solution"}))
+    assert caught.value.hint.endswith("; try this: --column '*.json:text=Body'")
+    with pytest.raises(DataError) as caught:
+        analyze([tmp_path / "data" / "parts"], tmp_path / "out")
+    assert caught.value.hint == "try this: --column text=Body"
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
+@pytest.mark.parametrize("bad", ["\n", "no record\n"])
+def test_the_first_record_is_looked_for_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bad: str
+) -> None:
+    """However many pieces without one are before it: nothing is guessed of how it is laid out."""
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 200)
+    text = bad * 10_000 + "".join(json.dumps(row) + "\n" for row in GOOD)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode())
+    analysis = analyze(tmp_path / name, tmp_path / "out", SKIP, tokenizer=TOKENIZER, workers=1)
+    [source] = analysis.manifest["sources"]
+    assert (source["schema"], source["num_sequences"]) == ("messages", 50)
+    assert source["reasons"] == ({} if bad == "\n" else {"not-json": 10_000})
+    assert find_record(read_place(f"{tmp_path / name}:10001"), IntakeOptions()).layout.schema == "messages"
+    if bad == "\n":
+        assert analyze(tmp_path / name, tmp_path / "out", tokenizer=TOKENIZER, workers=1).num_sequences == 50
+        return
+    with pytest.raises(DataError, match="not JSON") as caught:
+        analyze(tmp_path / name, tmp_path / "out", tokenizer=TOKENIZER, workers=1)
+    assert caught.value.where == f"{tmp_path / name}:1"
 
 
 @pytest.mark.parametrize("name", LATE)

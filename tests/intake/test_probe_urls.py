@@ -1,15 +1,13 @@
 """Sources behind URLs are looked at before any is read, and only their beginnings are fetched for that.
 
-The server is one of HTTP on this machine, that answers ranges: to `http://` as web servers do, and to `webhdfs://` as
-Hadoop's does, for which no more is needed than what the tests install.
+The server is one of HTTP on this machine, that answers ranges to `webhdfs://` as Hadoop's does: no more is needed for
+that than what the tests install.
 """
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,10 +27,6 @@ TOKENIZER = ROOT / "sample_data" / "tokenizer"
 RECORDS = [{"text": f"number {number} of many " + "word " * 50} for number in range(12_000)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 
-NEEDS_AIOHTTP = pytest.mark.skipif(
-    importlib.util.find_spec("aiohttp") is None, reason="http:// of fsspec needs aiohttp, which is not installed"
-)
-
 
 class Server(ThreadingHTTPServer):
     """Serves `files` by name, and counts in `sent` the bytes of each that were sent."""
@@ -48,9 +42,6 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         address = urlsplit(self.path)
         name, query = address.path.rpartition("/")[2], parse_qs(address.query)
@@ -60,25 +51,17 @@ class Handler(BaseHTTPRequestHandler):
         elif query.get("op") == ["GETFILESTATUS"]:
             status = {"FileStatus": {"type": "FILE", "length": len(content), "pathSuffix": name}}
             self._send(200, json.dumps(status).encode())
-        elif "op" in query:
+        else:
             start = int(query.get("offset", ["0"])[0])
             self._send(200, content[start : start + int(query["length"][0])], name)
-        else:
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, len(content))
-            self._send(206 if wanted else 200, content[start:stop], name, f"bytes {start}-{stop - 1}/{len(content)}")
 
-    def _send(self, status: int, body: bytes, name: str | None = None, content_range: str | None = None) -> None:
+    def _send(self, status: int, body: bytes, name: str | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        if status == 206 and content_range is not None:
-            self.send_header("Content-Range", content_range)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-            if name is not None:
-                self.server.sent[name] += len(body)
+        self.wfile.write(body)
+        if name is not None:
+            self.server.sent[name] += len(body)
 
     def log_message(self, *_: object) -> None:
         """Nothing is written to the screen."""
@@ -94,17 +77,11 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-PROTOCOLS = ["webhdfs", pytest.param("http", marks=NEEDS_AIOHTTP)]
+def _urls(server: Server) -> list[str]:
+    return [f"webhdfs://127.0.0.1:{server.server_port}/data/{name}" for name in server.files]
 
 
-def _urls(server: Server, protocol: str) -> list[str]:
-    return [f"{protocol}://127.0.0.1:{server.server_port}/data/{name}" for name in server.files]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_is_wrong_with_one_is_reported_before_the_others_are_fetched(
-    server: Server, protocol: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_one_is_reported_before_the_others_are_fetched(server: Server, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(RECORDS * 3), tmp_path / "e.parquet", compression="none", row_group_size=2000)
     server.files = {
         "a.jsonl": LINES,
@@ -118,7 +95,7 @@ def test_what_is_wrong_with_one_is_reported_before_the_others_are_fetched(
         "i.jsonl": b'{"text": 5}\n' * 100,
     }
     with pytest.raises(DataError, match="4 of 9 sources cannot be read, and nothing was tokenised") as caught:
-        analyze(_urls(server, protocol), tmp_path / "out", tokenizer=TOKENIZER)
+        analyze(_urls(server), tmp_path / "out", tokenizer=TOKENIZER)
     found = [line.rpartition("/data/")[2] for line in caught.value.lines]
     for line, said in zip(
         found,
@@ -132,16 +109,15 @@ def test_what_is_wrong_with_one_is_reported_before_the_others_are_fetched(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "pieces" in path.parts]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_they_are_read_as_they_are_where_all_is_well_and_left_out_where_it_is_not(
-    server: Server, protocol: str, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
     server.files = {
         "a.jsonl": LINES[:100_000].rpartition(b"\n")[0],
         "b.jsonl": b'{"foo": 1}\n',
         "c.jsonl": b'{"text": "a b"}',
     }
-    analysis = analyze(_urls(server, protocol), tmp_path / "out", IntakeOptions(on_error="skip"), tokenizer=TOKENIZER)
+    analysis = analyze(_urls(server), tmp_path / "out", IntakeOptions(on_error="skip"), tokenizer=TOKENIZER)
     sources = analysis.manifest["sources"]
     assert [source["records"] - source["rejected"] for source in sources] == [
         server.files["a.jsonl"].count(b"\n") + 1,

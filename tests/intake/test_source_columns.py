@@ -10,7 +10,7 @@ from chunkplan import IntakeOptions, analyze, load_analysis
 from chunkplan.errors import UsageError
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
-from chunkplan.intake.source_columns import columns_of_sources
+from chunkplan.intake.source_columns import columns_of_sources, name_of_source
 from tests.support.intake_checks import write_lines
 from tests.support.places import ROOT
 
@@ -26,6 +26,7 @@ PATHS = ["d/code/humaneval.jsonl", "d/qa.jsonl", "s3://bucket/x/[1].parquet"]
         ("code/humaneval.jsonl", [0]),
         ("d/code/humaneval.jsonl", [0]),
         ("./d/qa.jsonl", [1]),
+        ("./*/*.jsonl", [1]),
         ("*.jsonl", [0, 1]),
         ("d/*.jsonl", [1]),
         ("code/*", [0]),
@@ -40,7 +41,9 @@ def test_a_source_is_named_by_the_end_of_its_path_or_a_pattern_of_it(source: str
     assert all(columns == {"text": "body"} for index, columns in enumerate(found) if index not in matched)
 
 
-@pytest.mark.parametrize("source", ["eval.jsonl", "code", "d", "Humaneval.jsonl", "*.json", "x/code/humaneval.jsonl"])
+@pytest.mark.parametrize(
+    "source", ["eval.jsonl", "code", "d", "Humaneval.jsonl", "*.json", "x/code/humaneval.jsonl", "./qa.jsonl"]
+)
 def test_a_mapping_for_no_source_is_refused_with_those_there_are(source: str) -> None:
     with pytest.raises(UsageError, match="no source is") as caught:
         columns_of_sources({f"{source}:text": "code"}, PATHS)
@@ -54,6 +57,36 @@ def test_two_mappings_that_contradict_for_one_source_are_refused() -> None:
         columns_of_sources({"*.jsonl:text": "a", "qa.jsonl:text": "b"}, PATHS)
     found = columns_of_sources({"*.jsonl:text": "a", "qa.jsonl:text": "a", "qa.jsonl:tools": "b"}, PATHS)
     assert found == [{"text": "a"}, {"text": "a", "tools": "b"}, {}]
+
+
+@pytest.mark.parametrize(
+    ("path", "paths", "name"),
+    [
+        ("d/a.jsonl", ["d/a.jsonl", "d/b.jsonl"], "a.jsonl"),
+        ("d/a.jsonl", ["d/a.jsonl", "e/a.jsonl"], "d/a.jsonl"),
+        ("x/d/a.jsonl", ["x/d/a.jsonl", "y/d/a.jsonl", "a.jsonl"], "x/d/a.jsonl"),
+        ("a.jsonl", ["x/d/a.jsonl", "a.jsonl"], "./a.jsonl"),
+        ("a=b.jsonl", ["x/d/a=b.jsonl", "a=b.jsonl"], "./a[<->]b.jsonl"),
+        ("./a.jsonl", ["./a.jsonl", "x/a.jsonl"], "./a.jsonl"),
+        ("/t/a.jsonl", ["/t/a.jsonl", "/t/t/a.jsonl"], "/t/a.jsonl"),
+        ("a=b", ["a=b", "a<b"], None),
+        ("d/[1].jsonl", ["d/[1].jsonl", "d/2.jsonl"], "[1].jsonl"),
+        ("d/[1].jsonl", ["d/[1].jsonl", "d/1.jsonl"], "[[]1].jsonl"),
+        ("d/*.jsonl", ["d/*.jsonl", "d/1.jsonl"], "[*].jsonl"),
+        ("d/a=b.jsonl", ["d/a=b.jsonl", "d/a-b.jsonl"], "a[<->]b.jsonl"),
+        ("d/a\n.jsonl", ["d/a\n.jsonl", "d/b.jsonl"], "a?.jsonl"),
+        ("s3://b/x/1.jsonl", ["s3://b/x/1.jsonl", "s3://b/y/1.jsonl"], "x/1.jsonl"),
+        ("-", ["-", "d/b.jsonl"], "-"),
+        ("a.jsonl", ["a.jsonl", "a.jsonl", "b.jsonl"], "a.jsonl"),
+    ],
+)
+def test_the_name_of_a_source_is_the_shortest_that_is_of_no_other(
+    path: str, paths: list[str], name: str | None
+) -> None:
+    assert name_of_source(path, paths) == name
+    if name is not None:
+        found = columns_of_sources(IntakeOptions(columns={f"{name}:text": "body"}).columns, paths)
+        assert [columns == {"text": "body"} for columns in found] == [other == path for other in paths]
 
 
 @pytest.fixture

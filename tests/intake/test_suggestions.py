@@ -31,21 +31,39 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
     [
         (
             {"instruction_text": "a", "answer_text": "b"},
-            "--column prompt=instruction_text --column completion=answer_text",
+            "--column question=instruction_text --column answer=answer_text",
         ),
         (
             {"question": "a", "response": "b", "system_prompt": "S", "id": "niv.1"},
             "--column system=system_prompt --column question=question --column answer=response",
         ),
-        ({"Problem": "a", "gold_answer": "b"}, "--column prompt=Problem --column completion=gold_answer"),
+        ({"Problem": "a", "gold_answer": "b"}, "--column question=Problem --column answer=gold_answer"),
         (
             {"task": "some task", "request": "a", "model_response": "b"},
-            "--column prompt=request --column completion=model_response",
+            "--column question=request --column answer=model_response",
         ),
-        ({"userQuery": "a", "botReply": "b"}, "--column prompt=userQuery --column completion=botReply"),
+        ({"userQuery": "a", "botReply": "b"}, "--column question=userQuery --column answer=botReply"),
         (
             {"question": "a", "question_id": "q7", "question_type": "x", "final_answer": "b", "answers": "c"},
-            "--column prompt=question --column completion=answers",
+            "--column question=question --column answer=answers",
+        ),
+        ({"question": "a", "response": "b"}, "--column question=question --column answer=response"),
+        ({"User": "a", "Bot": "b"}, "--column question=User --column answer=Bot"),
+        ({"Question Text": "a", "Best Answer": "b"}, "--column 'question=Question Text' --column 'answer=Best Answer'"),
+        ({"inputs": "a", "targets": "b"}, "--column question=inputs --column answer=targets"),
+        ({"q_text": "a b", "a_answer": "b c"}, "--column question=q_text --column answer=a_answer"),
+        ({"Q": "a b", "A": "b c"}, "--column question=Q --column answer=A"),
+        ({"the_prompt": "a", "model_answer": "b"}, "--column question=the_prompt --column answer=model_answer"),
+        ({"prompt": "a", "canonical_solution": "b"}, "--column prompt=prompt --column completion=canonical_solution"),
+        ({"Prompt": "a", "Completion": "b"}, "--column prompt=Prompt --column completion=Completion"),
+        ({"input": "a", "completion": "b"}, "--column prompt=input --column completion=completion"),
+        (
+            {"Instruction": "a", "Input": "b", "Output": "c"},
+            "--column instruction=Instruction --column input=Input --column output=Output",
+        ),
+        (
+            {"Instruction": "a", "Context": "", "Response": "c", "System": "S"},
+            "--column system=System --column instruction=Instruction --column input=Context --column output=Response",
         ),
         ({"prompt": MESSAGES[:1], "response": MESSAGES[1:]}, "--column prompt=prompt --column completion=response"),
         ({"my chat": MESSAGES, "id": "3"}, "--column 'messages=my chat'"),
@@ -89,6 +107,8 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
         {"input_en": "a", "input_fr": "b", "output_en": "c"},
         {"answer_id": "x", "prompt_id": "y"},
         {"question": "a"},
+        {"q": "a b", "note": "some words"},
+        {"body": "some words", "reply": "other words"},
         {"score": 3, "meta": {}},
         {"article": "some words", "summary": "few words"},
         {"user": "ann", "title": "some words"},
@@ -98,19 +118,55 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
         {"answer": 3, "question_text": "b"},
     ],
 )
-def test_without_a_good_suggestion_what_the_schemas_need_is_said(record: dict[str, Any]) -> None:
+def test_without_a_good_suggestion_the_hint_says_how_to_name_a_schema_and_where_they_are(
+    record: dict[str, Any],
+) -> None:
     with pytest.raises(DataError) as caught:
         detect([record, record])
-    assert "question+answer (`question` and `answer` or `problem` and `solution` or" in caught.value.message
+    assert len(caught.value.message) < 250
     assert "try this" not in caught.value.hint
     assert "--format NAME" in caught.value.hint
     assert "--column ROLE=KEY" in caught.value.hint
+    assert caught.value.hint.endswith("`chunkplan analyze --help` lists the schemas")
 
 
 def test_what_is_suggested_fits_most_of_the_records() -> None:
     good, bad = {"ask_text": "a", "user_text": "a", "reply_text": "b"}, {"user_text": 1, "reply_text": 2}
-    assert _hint(good, good, bad) == "try this: --column prompt=user_text --column completion=reply_text"
+    assert _hint(good, good, bad) == "try this: --column question=user_text --column answer=reply_text"
     assert "try this" not in _hint(good, bad, bad)
+
+
+def test_the_message_names_the_schema_that_is_closest_and_no_other() -> None:
+    """That of the line to type, else the one most of whose keys are there."""
+    counts = "no schema fits the keys of the records: `{}` in 1 of 1"
+    assert _found({"Body": "a b"}) == counts.format("Body") + "; closest is text (`text`)"
+    assert (
+        _found({"prompt": "a"})
+        == counts.format("prompt") + "; closest is prompt+completion (`prompt` and `completion`)"
+    )
+    assert (
+        _found({"solution": "a"})
+        == counts.format("solution") + "; closest is question+answer (`problem` and `solution`)"
+    )
+    assert _found({"foo": 3}) == counts.format("foo")
+
+
+def test_what_was_said_already_may_be_repeated(command: Run) -> None:
+    """A line that repeats it works beside it and in its place; two different keys of a role do not."""
+    Path("x.jsonl").write_text('{"q_text": "a", "gold_answer": "b"}\n')
+    said = ("analyze", "x.jsonl", "--tokenizer", TOKENIZER, "--column", "question=q_text")
+    pasted = shlex.split(command(*said).err.partition("try this: ")[2])
+    assert command(*said, *pasted).code == 0
+    assert command(*said[:4], *pasted).code == 0
+    assert "two columns for the role question" in command(*said, "--column", "question=gold_answer").err
+
+
+def test_a_key_that_is_not_there_is_replaced_by_one_that_is(command: Run) -> None:
+    Path("x.jsonl").write_text('{"prompt": "a", "canonical_solution": "b"}\n')
+    said = ("analyze", "x.jsonl", "--tokenizer", TOKENIZER, "--column", "completion=answer")
+    ran = command(*said)
+    assert "no record has the key `answer` of --column completion=answer; found: `prompt` in 1 of 1" in ran.err
+    assert command(*said[:4], *shlex.split(ran.err.partition("in place of it, try this: ")[2])).code == 0
 
 
 def test_records_that_are_no_records_are_named() -> None:
@@ -132,7 +188,7 @@ def test_records_of_many_keys_and_long_ones_do_not_fill_the_screen(command: Run)
     Path("x.jsonl").write_text('{"text": "a b"}\n' + json.dumps(keys) + "\n")
     assert len(command("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) < 600
     assert "`key 0`" in _found(keys)
-    assert " and 290 more; " in _found(keys)
+    assert _found(keys).endswith(" and 290 more")
 
 
 def _found(record: dict[str, Any]) -> str:

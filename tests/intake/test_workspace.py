@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkplan.errors import DataError
+from chunkplan.errors import UsageError
 from chunkplan.workspace import Workspace, find_tokenizer
 
 
@@ -44,14 +44,16 @@ def test_a_tokenizer_is_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.
     [
         (b"tokenizer = \n", "line 1"),
         (b"\xff", "not TOML"),
-        (b'tokeniser = "t"\n', "unknown key `tokeniser`, expected tokenizer"),
-        (b"tokenizer = 3\n", "`tokenizer` is 3, expected a path"),
-        (b'tokenizer = ""\n', "`tokenizer` is '', expected a path"),
+        (b'tokeniser = "t"\n', "unknown entry `tokeniser`"),
+        (b"tokenizer = 3\n", "`tokenizer` is 3, expected the path"),
+        (b'tokenizer = ""\n', '`tokenizer` is "", expected the path'),
+        (b'[columns."a.jsonl"]\ntext = true\n', '`columns."a.jsonl".text` is true, expected keys by role'),
+        (b"turns = 'last'\n", "unknown entry `turns`"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "workspace.toml").write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UsageError) as caught:
         Workspace(tmp_path).tokenizer()
     assert caught.value.where == str(tmp_path / "workspace.toml")
     assert message in caught.value.message

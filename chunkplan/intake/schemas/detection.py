@@ -7,18 +7,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from chunkplan.config.intake import Said
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.beside import is_label
 from chunkplan.intake.schemas.fields import MOST_LISTED, listed, messages_in, quoted, shortened
+from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, spaced
 from chunkplan.intake.schemas.layout import RecordLayout, has_all
 from chunkplan.intake.schemas.readings import Reading, choose_reading
 from chunkplan.intake.schemas.refused import refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.suggestion import suggest
+from chunkplan.intake.schemas.suggestion import are_messages_each, suggest, what_else
 
-_HINT = "say which with --format NAME, or name the keys with --column ROLE=KEY"
+#: How the user may say it.
+_SAY = (Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
+
+#: Where all schemas are.
+_LIST = "`chunkplan analyze --help` lists the schemas"
 
 
 def detect(
@@ -36,18 +42,16 @@ def detect(
 
     Raises:
         UsageError: there is no such schema or role.
-        DataError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
+        LayoutError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
             has a key that the user named.
+        DataError: there is no record.
     """
-    columns = columns or {}
+    columns = Said.of(columns or {})
     candidates = _candidates(schema, columns)
     readable = _readable(records)
-    for role, key in columns.items():
-        if readable and not any(key in record for record in readable):
-            raise DataError(
-                f"no record has the key `{key}` of --column {role}={key}; found: {_found(readable)}",
-                hint="name a key that the records have",
-            )
+    missing = [role for role, key in columns.items() if readable and not any(key in record for record in readable)]
+    if missing:
+        raise _no_key(missing, columns, candidates, readable)
     chosen = [choose_reading(record, candidates, columns, is_chosen=schema is not None) for record in readable]
     wanted = Counter(None if reading is None else reading.schema for reading in chosen)
     resolved = {name: _resolve(name, columns, readable, chosen) for name in candidates}
@@ -61,20 +65,45 @@ def detect(
         return RecordLayout(name, resolved[name], _evidence(name, resolved[name], readable).removeprefix(": "))
     if len(names) > 1:
         several = ", ".join(f"{wanted[name]} {name}" for name in names)
-        raise DataError(
+        raise LayoutError(
             f"the records are of different schemas: {several}; found: {_found(readable)}",
-            hint=f"put them into different files, or {_HINT}",
+            ["put them into different files, or say which with ", *_SAY],
         )
     if not readable:
         raise DataError("no record can be read", hint="give files with at least one record")
-    expected = f"--format {schema} expects" if schema else "known are"
-    raise DataError(
-        f"no schema fits the keys of the records: {_found(readable)}; {expected}: {_known(candidates)}",
-        hint=suggest(readable, candidates, columns) or _HINT,
-    )
+    raise _no_schema(schema, columns, candidates, readable)
 
 
-def _candidates(schema: str | None, columns: Mapping[str, str]) -> list[str]:
+def _no_key(missing: list[str], columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+    """The error of keys that the user has named for the roles `missing`, and that no record has."""
+    found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
+    role, place = missing[0], columns.place(missing[0], "--column")
+    words: Sequence[str | Flag] = ["name a key that the records have"]
+    if found and set(missing) <= found[1].keys():
+        is_typed = place.startswith("--column")
+        words = (
+            ["in place of it, ", TRY, *spaced(column_flags(found[1]))] if is_typed else [f"is it `{found[1][role]}`?"]
+        )
+    return LayoutError(f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}", words)
+
+
+def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+    """The error of records that no schema fits, or not the one that the user has named."""
+    found = None if not columns and are_messages_each(records) else suggest(records, candidates, columns)
+    closest = _closest(candidates, columns, records) if found is None else (found[0], SCHEMAS[found[0]].choices({})[0])
+    message = f"no schema fits the keys of the records: {_found(records)}"
+    if schema is not None:
+        message += f"; --format {schema} expects {_needs(schema)}"
+    elif closest is not None:
+        message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
+    if found is not None:
+        return LayoutError(message, [TRY, *spaced(column_flags(found[1]))])
+    other = what_else(records)
+    words: Sequence[str | Flag] = ["say which with ", *_SAY, f"; {_LIST}"] if other is None else [other]
+    return LayoutError(message, words)
+
+
+def _candidates(schema: str | None, columns: Said) -> list[str]:
     """The schemas that fit what the user says, by name."""
     if schema is not None and schema not in SCHEMAS:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
@@ -82,8 +111,9 @@ def _candidates(schema: str | None, columns: Mapping[str, str]) -> list[str]:
     for role in columns:
         if not any(role in SCHEMAS[name].roles for name in names):
             roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
+            none = f"{schema} has no such role" if schema else "no schema has such a role"
             raise UsageError(
-                f"--column {role}=...: {schema or 'no schema'} has {'no such' if schema else 'such a'} role",
+                f"{columns.place(role, '--column')}: {none}",
                 hint=f"roles are {', '.join(roles)}",
             )
     fitting = [name for name in names if columns.keys() <= SCHEMAS[name].roles.keys()]
@@ -181,13 +211,23 @@ def _found(records: list[JsonObject]) -> str:
     return listed(most, len(counts)) or "no keys"
 
 
-def _known(names: list[str]) -> str:
-    return "; ".join(f"{name} ({_needs(name)})" for name in names)
+def _closest(names: list[str], columns: Said, records: list[JsonObject]) -> tuple[str, dict[str, str]] | None:
+    """The schema most of whose keys the records have, the first of equals, and these keys; None for none."""
+    found = Counter(key for record in records for key, value in record.items() if value is not None)
+    choices = [(name, keys) for name in names for keys in SCHEMAS[name].choices(columns)]
+    share, index = max(
+        (sum(map(found.__getitem__, keys.values())) / len(keys), -index) for index, (_, keys) in enumerate(choices)
+    )
+    return choices[-index] if share else None
 
 
 def _needs(name: str) -> str:
     """The keys that a schema requires: "`prompt` and `completion`"; one of several has "or" between."""
     schema = SCHEMAS[name]
     if schema.is_paired:
-        return " or ".join(" and ".join(f"`{key}`" for key in keys.values()) for keys in schema.choices({}))
+        return " or ".join(map(_all_of, schema.choices({})))
     return " and ".join(" or ".join(f"`{key}`" for key in keys) for keys in schema.required.values())
+
+
+def _all_of(keys: Mapping[str, str]) -> str:
+    return " and ".join(f"`{key}`" for key in keys.values())

@@ -7,6 +7,7 @@ from typing import NoReturn
 from chunkplan.intake.records import Conversation, JsonObject, PromptRecord
 from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
+from chunkplan.intake.schemas.flags import column_flags, line_of
 from chunkplan.intake.schemas.layout import Schema
 from chunkplan.intake.schemas.message_list import make_conversation, parse_messages
 
@@ -26,7 +27,8 @@ def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Convers
     if is_blank(prompt) and is_blank(completion):
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
     if optional_text(record, columns["system"]) is not None:
-        hint = f"--column question={prompt_key} --column answer={completion_key} reads all three as a conversation"
+        flags = line_of(column_flags({"question": prompt_key, "answer": completion_key}))
+        hint = f"{flags} reads all three as a conversation"
         _misplaced(columns["system"], hint)
     if tools(record, columns):
         key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chunkplan.errors import DataError
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import quoted
+from chunkplan.intake.schemas.flags import CHOOSE, Flag, LayoutError, column_flags, spaced
 from chunkplan.intake.schemas.layout import has_all
 from chunkplan.intake.schemas.registry import GROUPS, SCHEMAS
 
@@ -36,7 +35,7 @@ def choose_reading(
     same of it, or to read only a part of what the first reads. `is_chosen` says that the user has named the schema.
 
     Raises:
-        DataError: two schemas, or two keys, make different things of it.
+        LayoutError: two schemas, or two keys, make different things of it.
     """
     for group in GROUPS:
         found = [
@@ -77,7 +76,7 @@ def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
 
 
 def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) -> Reading:
-    """The first of these readings of `record` that can be parsed; raises DataError where another differs from it."""
+    """The first of these readings of `record` that can be parsed; raises LayoutError where another differs from it."""
     first: tuple[Reading, Record, set[str]] | None = None
     for reading in found:
         schema = SCHEMAS[reading.schema]
@@ -89,20 +88,15 @@ def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) ->
         if first is None:
             first = reading, parsed, set(schema.keys_of(record, columns).values())
         elif parsed != first[1] and not first[2].issuperset(reading.keys.values()):
-            raise DataError(
+            raise LayoutError(
                 f"a record can be read in two ways that differ: {first[0].words}, or {reading.words}",
-                hint=f"say which: {_flags(first[0], reading)}, or {_flags(reading, first[0])}",
+                [CHOOSE, *_flags(first[0], reading), ", or ", *_flags(reading, first[0])],
             )
     return found[0] if first is None else first[0]
 
 
-def _flags(reading: Reading, other: Reading) -> str:
-    """What the user has to say for `reading`, and not for the `other`."""
+def _flags(reading: Reading, other: Reading) -> list[str | Flag]:
+    """What the user has to say for `reading`, and not for the `other`, as parts of a hint."""
     if reading.schema != other.schema:
-        return f"--format {reading.schema}"
-    return column_flags(reading.keys)
-
-
-def column_flags(keys: Mapping[str, str]) -> str:
-    """The options that name the keys of these roles, to be pasted into a shell."""
-    return " ".join(f"--column {shlex.quote(f'{role}={key}')}" for role, key in keys.items())
+        return [Flag("--format", reading.schema)]
+    return spaced(column_flags(reading.keys))

@@ -1,6 +1,6 @@
-"""What to type where no schema fits: the `--column` line that reads the records, from the keys that they have.
+"""Where no schema fits: the keys to name so that one reads the records, from those that they have.
 
-A line is only suggested if most of the records can be read with it.
+Keys are only suggested if most of the records can be read with them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,29 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import messages_in
 from chunkplan.intake.schemas.message_list import exchange_of
-from chunkplan.intake.schemas.readings import choose_reading, column_flags
+from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
 
 #: Words in the names of keys, and what has such names.
-_ASKS = {"instruction", "question", "prompt", "query", "problem", "input", "user", "human", "request"}
+_ASKS = {
+    *("instruction", "question", "prompt", "query", "problem", "input", "user", "human", "request"),
+    *("q", "inquiry"),
+}
 _ANSWERS = {
     *("answer", "response", "output", "completion", "solution", "reply", "generation"),
-    *("assistant", "target", "gpt", "bot"),
+    *("assistant", "target", "gpt", "bot", "a"),
 }
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
+_INSTRUCTIONS, _INPUTS = {"instruction"}, {"input", "context"}
 _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
+
+#: A text that goes on, with nothing between, has one of the first in its names, and none of the others: these are of
+#: somebody who asks and somebody who answers, each of which a chat template marks.
+_GOES_ON = {"prompt", "completion", "generation"}
+_IS_SAID = {
+    *("instruction", "question", "query", "problem", "user", "human", "request", "q", "inquiry"),
+    *("answer", "response", "reply", "assistant", "gpt", "bot", "a"),
+}
 
 #: What has one of these in its name says something about a text.
 _ABOUT = {
@@ -34,10 +46,10 @@ _ABOUT = {
 }
 
 #: Words that say that a key is something else.
-_BARRED = {"ask": _ABOUT | _SYSTEM, "answer": _ABOUT | _SYSTEM, "text": _ABOUT | _ASKS | _ANSWERS | _SYSTEM}
-
-#: What a suggested line begins with.
-TRY = "try this: "
+_BARRED = {
+    **dict.fromkeys(("ask", "answer", "instruction", "input"), _ABOUT | _SYSTEM),
+    "text": _ABOUT | _ASKS | _ANSWERS | _SYSTEM,
+}
 
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
@@ -46,30 +58,50 @@ _LONGEST = 100
 _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("messages", {"messages": "messages"}),
     ("conversations", {"conversations": "messages"}),
+    ("instruction", {"system": "system", "instruction": "instruction", "input": "input", "output": "answer"}),
+    ("instruction", {"instruction": "instruction", "input": "input", "output": "answer"}),
     ("question+answer", {"system": "system", "question": "ask", "answer": "answer"}),
-    ("prompt+completion", {"prompt": "ask", "completion": "answer"}),
+    ("prompt+completion", {"prompt": "begin", "completion": "answer"}),
     ("question+answer", {"question": "ask", "answer": "answer"}),
     ("instruction", {"instruction": "ask", "output": "answer"}),
+    ("prompt+completion", {"prompt": "ask", "completion": "answer"}),
     ("text", {"text": "text"}),
     ("input_ids", {"input_ids": "tokens"}),
     ("length", {"length": "length"}),
 )
 
 
-def suggest(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> str | None:
-    """What to do to have `records` read by one of the schemas `names`, or None where there is nothing good to say.
+def suggest(
+    records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    """The schema of `names` that reads `records`, and the keys to name for it, role -> key; None where none is good.
 
-    It ends with a line to be pasted, which repeats the keys that the user has `named`.
+    Those that the user has `named` are among them.
     """
-    if not named and all("role" in record and "content" in record for record in records):
-        return "a record is one message: write all messages of a conversation as one record with `messages`"
     found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
+    ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
+    said = {*_words(ask or ""), *_words(answer or "")}
+    found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
+    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(_words(found["text"] or ""))):
+        found["text"] = None  # it may be half of what is trained
     for name, needs in _NEEDS:
         columns = {**named, **{role: named.get(role) or found[kind] for role, kind in needs.items()}}
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
             keys = {role: key for role, key in columns.items() if key is not None}
-            if _can_be_read(records, name, keys):
-                return f"{TRY}{column_flags(keys)}"
+            if len({*keys.values()}) == len(keys) and _can_be_read(records, name, keys):
+                return name, keys
+    return None
+
+
+def are_messages_each(records: Sequence[JsonObject]) -> bool:
+    """Whether each record is one message of a conversation."""
+    return all("role" in record and "content" in record for record in records)
+
+
+def what_else(records: Sequence[JsonObject]) -> str | None:
+    """What to do with records that no keys would make records of any schema, where it is seen."""
+    if are_messages_each(records):
+        return "a record is one message: write all messages of a conversation as one record with `messages`"
     for key, value in records[0].items() if len(records) == 1 else ():
         if type(value) is list and value and type(value[0]) is dict and _is_plain(key):
             return f"`{key}` is a list of {len(value):,} objects: write these as the records"
@@ -139,6 +171,8 @@ _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
     "messages": (set(), _are_messages),
     "ask": (_ASKS, _is_said),
     "answer": (_ANSWERS, _is_said),
+    "instruction": (_INSTRUCTIONS, _is_said),
+    "input": (_INPUTS, lambda value: type(value) is str),  # most may be blank
     "system": (_SYSTEM, lambda value: type(value) is str and bool(value.strip())),
     "text": (_TEXTS, lambda value: type(value) is str and bool(value.strip())),
     "tokens": (_TOKENS, _are_tokens),

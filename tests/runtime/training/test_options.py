@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.config import TrainConfig
@@ -130,14 +130,14 @@ def test_the_old_name_of_an_option_is_in_no_help_and_checked_like_the_new_one(ca
 def test_a_wrong_entry_of_a_file_is_named_with_the_file(tmp_path, line, message, hint):
     file = tmp_path / "run.toml"
     file.write_text(line)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(UsageError) as raised:
         read(*NEEDED, "--config", file)
     assert message in str(raised.value) and str(file) in str(raised.value)
     assert hint in raised.value.hint
 
 
 def test_a_file_that_is_not_there_and_options_that_are_missing_are_named(tmp_path):
-    with pytest.raises(UsageError, match="toml cannot be read"):
+    with pytest.raises(UsageError, match="toml: cannot be read"):
         read(*NEEDED, "--config", tmp_path / "no.toml")
     with pytest.raises(UsageError, match="--plan is missing"):
         read("--output", "o", "--model", "m")
@@ -191,7 +191,7 @@ def test_options_that_do_not_parse_exit_2_with_a_hint(more, capsys):
 
 def test_choices_hold_for_files_too(tmp_path):
     (tmp_path / "run.toml").write_text('precision = "int8"')
-    with pytest.raises(DataError, match="precision: found 'int8', expected fp32 or fp64"):
+    with pytest.raises(UsageError, match='`precision` is "int8", expected fp32 or fp64'):
         read(*NEEDED, "--config", tmp_path / "run.toml")
 
 

@@ -1,0 +1,93 @@
+"""The error of sources that cannot be read, all of them at once, with what to type to have them read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import shorten
+
+from chunkplan.errors import DataError
+from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, line_of
+from chunkplan.intake.source import Source
+from chunkplan.intake.source_columns import name_of_source, name_of_sources
+from chunkplan.quantities import counted
+
+#: Sources that an error names, and letters of what it says of each: a screenful in all.
+_NAMED, _LETTERS = 8, 120
+
+#: Letters of a line to be pasted, unless the first source alone needs more.
+_LONGEST_LINE = 1000
+
+#: A source that cannot be read, and why.
+Problem = tuple[Source, DataError]
+
+
+class UnreadableSourcesError(DataError):
+    """Sources that cannot be read at all; the hint says of --on-error skip where there are others, which could be."""
+
+
+def unreadable_sources(problems: Sequence[Problem], paths: Sequence[str]) -> UnreadableSourcesError:
+    """The error of sources that cannot be read, `paths` being those of all there are; `problems` has them in order.
+
+    One is reported as it is, several in a line each. The hint ends with the line to type where one would do.
+    """
+    is_rest = len(problems) < len(paths)
+    [(source, error), *others] = problems
+    if not others:
+        skip = "--on-error skip leaves this source out and lists it; " if is_rest else ""
+        hint = skip + hint_for(source, error, paths)
+        return UnreadableSourcesError(error.message, where=error.where or source.name, hint=hint)
+    lines = [f"{error.where or source.name}: {_in_a_line(source, error, paths)}" for source, error in problems[:_NAMED]]
+    if len(problems) > _NAMED:
+        lines.append(f"and {len(problems) - _NAMED:,} more")
+    hints = ["--on-error skip leaves these sources out and lists them"] if is_rest else []
+    hints += _lines_to_paste(problems, paths) or ([] if is_rest else [f"for the first: {error.hint}"])
+    message = f"{len(problems):,} of {counted(len(paths), 'source')} cannot be read, and nothing was tokenised"
+    return UnreadableSourcesError(message, hint="; ".join(hints), lines=lines)
+
+
+def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
+    """The hint of `error`, whose flags are for this source alone where `paths` has others."""
+    if not isinstance(error, LayoutError) or {*paths} == {source.file.path}:
+        return error.hint
+    name = name_of_source(source.file.path, paths)
+    return error.hint if name is None else error.hint_for(name)
+
+
+def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:
+    """What is wrong with a source of several, and what there is to choose from."""
+    message = shorten(error.message, _LETTERS, placeholder=" ...")
+    is_choice = isinstance(error, LayoutError) and error.is_definite and not error.line
+    return f"{message}; {hint_for(source, error, paths)}" if is_choice else message
+
+
+def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[str]:
+    """The line that has those sources read of which the keys are known, as a part of a hint; nothing for none.
+
+    Sources of the same keys are named by a pattern where there is one.
+    """
+    groups: dict[tuple[Flag, ...], list[str]] = {}
+    for source, error in problems:
+        if isinstance(error, LayoutError) and error.line:
+            groups.setdefault(error.line, []).append(source.file.path)
+    flags: list[str] = []
+    num_read = 0
+    for line, group in groups.items():
+        names = _names(group, paths)
+        typed = " ".join(line_of(line, name) for name in names)
+        if names and (not flags or len(" ".join(flags)) + len(typed) < _LONGEST_LINE):
+            flags.append(typed)
+            num_read += len(group)
+    if not flags:
+        return []
+    of_them = "" if num_read == len(problems) else f"for {num_read:,} of them "
+    return [f"{of_them}{TRY}{' '.join(flags)}"]
+
+
+def _names(group: Sequence[str], paths: Sequence[str]) -> list[str | None]:
+    """What names the sources of a group in a flag: None alone for all that there are."""
+    if {*group} == {*paths}:
+        return [None]
+    pattern = name_of_sources(group, paths) if len({*group}) > 1 else None
+    if pattern is not None:
+        return [pattern]
+    return [name for path in dict.fromkeys(group) if (name := name_of_source(path, paths)) is not None]
