@@ -80,7 +80,7 @@ def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[s
     if not flags:
         return []
     of_them = "" if num_read == len(problems) else f"for {num_read:,} of them "
-    return [f"{of_them}{TRY}{' '.join(flags)}"]
+    return [of_them + TRY + " ".join(flags)]
 
 
 def _names(group: Sequence[str], paths: Sequence[str]) -> list[str | None]:

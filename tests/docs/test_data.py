@@ -119,7 +119,7 @@ def test_its_python_runs_as_written(here: Path) -> None:
 
 
 def test_its_toml_is_read_as_written(here: Path) -> None:
-    [block] = re.findall(r"```toml\n(.*?)```", DATA, re.S)
+    block, settings = re.findall(r"```toml\n(.*?)```", DATA, re.S)
     (here / "data.toml").write_text(block, encoding="utf-8")
     (here / "mine").mkdir()
     (here / "mine" / "data.log").write_text('{"prompt": "a", "answer": "b"}\n')
@@ -129,3 +129,9 @@ def test_its_toml_is_read_as_written(here: Path) -> None:
     assert ran.stderr.startswith("options from data.toml: max-length, on-error, formats, columns\n")
     read = {Path(source["path"]).name: source["columns"]["completion"] for source in json.loads(ran.stdout)["sources"]}
     assert read == {"data.log": "answer", "humaneval.jsonl": "canonical_solution"}
+    (here / "chunkplan-out" / "workspace.toml").write_text(settings, encoding="utf-8")
+    command = ["analyze", "mine/humaneval.jsonl", "--json"]
+    ran = subprocess.run([SCRIPTS / "chunkplan", *command], capture_output=True, text=True, check=True)
+    assert ran.stderr.startswith("options from chunkplan-out/workspace.toml: columns\n")
+    document = json.loads(ran.stdout)
+    assert (document["exact"], document["sources"][0]["columns"]["completion"]) == (True, "canonical_solution")
