@@ -14,7 +14,7 @@ from chunkplan.quantities import counted
 #: Sources that an error names, and letters of what it says of each: a screenful in all.
 _NAMED, _LETTERS = 8, 120
 
-#: Letters of a line to be pasted, unless the first source alone needs more.
+#: Letters of a line to be pasted, unless the flags of the first source alone have more.
 _LONGEST_LINE = 1000
 
 #: A source that cannot be read, and why.
@@ -40,7 +40,9 @@ def unreadable_sources(problems: Sequence[Problem], paths: Sequence[str]) -> Unr
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
     hints = ["--on-error skip leaves these sources out and lists them"] if is_rest else []
-    hints += _lines_to_paste(problems, paths) or ([] if is_rest else [f"for the first: {error.hint}"])
+    hints += _lines_to_paste(problems, paths) or (
+        [] if is_rest else [f"for the first: {hint_for(source, error, paths)}"]
+    )
     message = f"{len(problems):,} of {counted(len(paths), 'source')} cannot be read, and nothing was tokenised"
     return UnreadableSourcesError(message, hint="; ".join(hints), lines=lines)
 
@@ -50,7 +52,9 @@ def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
     if not isinstance(error, LayoutError) or {*paths} == {source.file.path}:
         return error.hint
     name = name_of_source(source.file.path, paths)
-    return error.hint if name is None else error.hint_for(name)
+    if name is None:
+        return "rename this file, which no flag can name without naming another"
+    return error.hint_for(name)
 
 
 def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:
@@ -72,22 +76,26 @@ def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[s
     flags: list[str] = []
     num_read = 0
     for line, group in groups.items():
-        names = _names(group, paths)
-        typed = " ".join(line_of(line, name) for name in names)
-        if names and (not flags or len(" ".join(flags)) + len(typed) < _LONGEST_LINE):
-            flags.append(typed)
-            num_read += len(group)
+        for name, number in _names(group, paths).items():
+            typed = line_of(line, name)
+            if not flags or len(" ".join([*flags, typed])) <= _LONGEST_LINE:
+                flags.append(typed)
+                num_read += number
     if not flags:
         return []
     of_them = "" if num_read == len(problems) else f"for {num_read:,} of them "
     return [of_them + TRY + " ".join(flags)]
 
 
-def _names(group: Sequence[str], paths: Sequence[str]) -> list[str | None]:
-    """What names the sources of a group in a flag: None alone for all that there are."""
+def _names(group: Sequence[str], paths: Sequence[str]) -> dict[str | None, int]:
+    """What names the sources of a group in a flag, each with their number: None alone for all that there are.
+
+    Sources that no flag can name are left out.
+    """
     if {*group} == {*paths}:
-        return [None]
+        return {None: len(group)}
     pattern = name_of_sources(group, paths) if len({*group}) > 1 else None
     if pattern is not None:
-        return [pattern]
-    return [name for path in dict.fromkeys(group) if (name := name_of_source(path, paths)) is not None]
+        return {pattern: len(group)}
+    named = {path: name_of_source(path, paths) for path in group}
+    return {name: group.count(path) for path, name in named.items() if name is not None}

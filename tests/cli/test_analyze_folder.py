@@ -178,6 +178,37 @@ def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run
     assert "with --format mixed.jsonl=NAME, or name the keys with --column mixed.jsonl:ROLE=KEY" in hint
 
 
+def test_a_source_that_no_flag_can_name_alone_is_to_be_renamed(run: Run) -> None:
+    for name in ("a=b.jsonl", "a<b.jsonl"):
+        write(f"a folder/{name}", {"body": "some words"})
+    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
+    assert hint.endswith("; for 1 of them try this: --column 'a<b.jsonl:text=body'\n")
+    write("a folder/a<b.jsonl", {"text": "some words"})
+    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
+    assert hint.endswith("; rename this file, which no flag can name without naming another\n")
+
+
+def test_the_line_for_many_sources_is_as_long_as_can_be_pasted(run: Run) -> None:
+    """Those it has no room for come next, when it has been pasted."""
+    for number in range(60):
+        write(f"a folder/{number:02}.jsonl", {f"body_{number}": "some words"})
+    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
+    number, line = re.findall(r"; for (\d+) of them try this: (.*)", hint)[0]
+    assert line.count("--column") == int(number) > 20
+    assert 900 < len(line) <= 1000
+    again = run("analyze", "a folder", *MAPPING, *_in_shell(line)).err
+    assert again.startswith(f"error: {60 - int(number)} of 62 sources cannot be read")
+
+
+def test_without_a_line_to_paste_the_hint_of_several_names_the_first(run: Run) -> None:
+    for name in ("1.jsonl", "2.jsonl"):
+        write(name, {"foo": 1})
+    hint = run("analyze", "1.jsonl", "2.jsonl").err.partition("\nhint: ")[2]
+    assert hint.startswith(
+        "for the first: say which with --format 1.jsonl=NAME, or name the keys with --column 1.jsonl:"
+    )
+
+
 def test_one_sequence_is_one(run: Run) -> None:
     write("one.jsonl", {"text": "a b"}, {"text": " "})
     assert "2 records = 1 sequence + 1 rejected" in run("analyze", "one.jsonl", "--tokenizer", TOKENIZER).err

@@ -108,7 +108,7 @@ def test_turns_that_are_too_long_are_rejected_one_by_one(command: Run, tmp_path:
     (tmp_path / "t.jinja").write_text(source_of("qwen3"))
     options = ("--chat-template", "t.jinja", "--turns", "each", "--max-length", "38", "--long", "drop")
     ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
-    assert "1 record + 1 more turns = 1 sequences + 1 rejected" in ran.err, ran.err
+    assert "1 record + 1 more turns = 1 sequence + 1 rejected" in ran.err, ran.err
     assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
 
 
