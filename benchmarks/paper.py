@@ -106,7 +106,6 @@ def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
         dp=1,
         pp=PP,
         layers=layers,
-        sharding="none",
         retained_tokens=no_tokens,
         stage_input_tokens=held,
         kv_tokens=held,

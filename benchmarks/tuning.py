@@ -78,7 +78,7 @@ def measure_choice(name: str, num_tokens: Int32Array, folder: Path) -> list[Row]
                 if rung.kv_offload and chunk_size < cost.offload_chunk_size:
                     continue
                 outcome = try_out(everything, config, cost)
-                if outcome.memory(cost, options.sharding).total <= gpu_memory:
+                if outcome.memory(cost).total <= gpu_memory:
                     times.append(outcome.step_ns)
                     break
         on_all_steps = try_out(everything, chosen.config, chosen.cost)
@@ -90,7 +90,7 @@ def measure_choice(name: str, num_tokens: Int32Array, folder: Path) -> list[Row]
                 "chosen": [chosen.config.chunk_size, chosen.config.k, chosen.config.schedule],
                 "over the best": round(on_all_steps.step_ns / min(times) - 1, 4),
                 "sampled over all steps": round(chosen.step_ns / on_all_steps.step_ns - 1, 4),
-                "GiB needed": round(on_all_steps.memory(chosen.cost, options.sharding).total / 2**30, 1),
+                "GiB needed": round(on_all_steps.memory(chosen.cost).total / 2**30, 1),
             }
         )
     return rows

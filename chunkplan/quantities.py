@@ -39,6 +39,19 @@ def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
     return ", ".join([str(k), *(f"{longer} over {tokens:,}" for tokens, longer in k_by_length or ())])
 
 
+#: What data-parallel ranks share, by `CostModel.sharding`, as it is called in short and said in full.
+ZERO = {"none": "no sharding", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
+_SHARDED = {"optimizer": "optimizer states", "gradients": "gradients and optimizer states"}
+_SHARDED["weights"] = f"weights, {_SHARDED['gradients']}"
+
+
+def sharding_words(sharding: str, dp: int) -> str:
+    """Say what `dp` data-parallel ranks share."""
+    if dp == 1 or sharding not in _SHARDED:
+        return "nothing sharded"
+    return f"{_SHARDED[sharding]} sharded over {dp:,} ranks ({ZERO[sharding]})"
+
+
 def gibibytes(num_bytes: int) -> str:
     """Print a size of memory, given in bytes."""
     return f"{num_bytes / 2**30:,.1f} GiB"

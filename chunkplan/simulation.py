@@ -53,14 +53,13 @@ def simulate_plan(
         DataError: the plan is damaged.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    config = plan.config
     described = find_step(plan, step)
     if rank is not None:
         check_rank(plan, rank)
     found = simulate_step(plan, described, _last_rank(described) if rank is None else rank)
     if schedule is None and virtual_stages is None and memory_tokens is None:
         return found
-    return reschedule(found, schedule or config.schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens)
+    return reschedule(found, schedule or found.schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens)
 
 
 def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
@@ -104,6 +103,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
             ends,
             rank=rank,
             stage_layers=config.stage_layers,
+            dp=config.dp,
         )
     return found
 
@@ -174,6 +174,7 @@ def _of_rank(
         rank,
         times.durations - _times(chunks, cost, config, with_exchange=False).durations,
         config.stage_layers,
+        config.dp,
     )
 
 
@@ -210,11 +211,11 @@ def simulate_lengths(
         pp=pp,
         **given(schedule=schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
-    num_model_stages = pp * config.virtual_stages
+    num_stages = pp * config.virtual_stages
     most_chunks = sum(-(-length // config.chunk_size) for length in lengths)
-    if most_chunks * num_model_stages > _MOST:
+    if most_chunks * num_stages > _MOST:
         raise UsageError(
-            f"up to {most_chunks:,} chunks on {num_model_stages:,} model stages are too many to simulate",
+            f"up to {most_chunks:,} chunks on {num_stages:,} model stages are too many to simulate",
             hint="use a larger chunk-size, or fewer sequences",
         )
     model = CostModel() if cost is None or cost == "unit" else cost
@@ -242,6 +243,7 @@ def reschedule(
     config = PlanConfig(
         chunk_size=max(int(simulation.table.num_tokens.max()), 1),
         k=1,
+        dp=simulation.dp,
         pp=simulation.pp,
         schedule=schedule,
         stage_layers=None if schedule == "interleaved" else simulation.stage_layers,
@@ -296,9 +298,8 @@ def _scheduled(
     """
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
-    times = _times(chunks, cost, config)
-    dp = chunks.rank_chunks.size - 1
-    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, dp)
+    times, num_ranks = _times(chunks, cost, config), chunks.rank_chunks.size - 1
+    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks)
     if rank is not None:
         step = StepRanks(chunks, times, found.actions, found.ends)
         return _of_rank(step, rank, title, config, cost, int(found.lower_bound[rank]))
@@ -314,12 +315,13 @@ def _scheduled(
         found.ends,
         int(found.lower_bound[0]),
         stage_layers=config.stage_layers,
+        dp=config.dp,
     )
 
 
 def _times(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:
     """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
-    rates = UNIT if cost is None else cost.rates
+    rates = UNIT if cost is None else cost.rates_on(config.dp)
     layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
     exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
     return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange)

@@ -15,7 +15,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import config_of
+from chunkplan.planfile.manifest import config_of, reduction_us_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,9 @@ class PlanSummary:
     `recompute_share`: of the predicted cost. `shared` are the sequences that ranks share, and what they are of the
     predicted cost; `unshared_lower_bound_us`: what the steps take at least where none is, with the same ChunkSize and
     K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
-    way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are.
+    way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are. `predicted_us` and
+    `lower_bound_us` are those of the stages. `reduction_us`: what ranks take after them, at the end of all steps
+    together, to sum gradients and share what was updated; None as above. `total_us`: `predicted_us` with it.
     """
 
     num_steps: int
@@ -68,6 +70,8 @@ class PlanSummary:
     packing_over_bound: float
     predicted_us: float
     lower_bound_us: float
+    reduction_us: float | None
+    total_us: float
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document."""
@@ -94,6 +98,8 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
     cost = _cost_model(manifest["predictions"]["cost_model"])
+    of_a_step = reduction_us_of(manifest)
+    reduction = None if of_a_step is None else of_a_step * totals["num_steps"]
     work = None if cost is None else _work_us(chunks, cost)
     is_first = pl.col("dp_rank") == pl.col("cp_first_rank")
     of_shared = chunks.filter(pl.col("cp_size") > 1)
@@ -134,6 +140,8 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         packing_over_bound=chunks.height / _total(steps["packing_lower_bound"]),
         predicted_us=manifest["predictions"]["predicted_us"],
         lower_bound_us=manifest["predictions"]["lower_bound_us"],
+        reduction_us=reduction,
+        total_us=manifest["predictions"]["predicted_us"] + (reduction or 0.0),
     )
 
 

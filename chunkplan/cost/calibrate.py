@@ -167,7 +167,6 @@ def layers_that_fit(
             dp=1,
             pp=1,
             layers=(num_layers,),
-            sharding="none",
             retained_tokens=(chunk_size,),
             stage_input_tokens=(0,),
             kv_tokens=(kv_tokens,),

@@ -82,7 +82,8 @@ def durations(
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
-    of weights.
+    of weights. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them reduces
+    them: both over one link, one after another.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
@@ -101,9 +102,10 @@ def durations(
             "backward_input": backward - linear - head,
             "backward_weight": linear + head,
         }
+        least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
         for op, nanoseconds in by_op.items():
-            least = 0.0 if op == "backward_weight" else num_layers * rates.gather
-            times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, least))
+            sent = num_layers * least.get(op, rates.gather)
+            times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, sent))
     return times
 
 

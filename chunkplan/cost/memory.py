@@ -13,18 +13,19 @@ from math import ceil
 import numpy as np
 
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import GRADIENT_BYTES, CostModel, Sharding
+from chunkplan.cost.reduction import stage_parameters
 
-_SHARDED: dict[Sharding, int] = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3}
-
-#: Of a weight: its gradient, summed over chunks in float32, and Adam's two moments.
-_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8
+#: Of a weight: Adam's two moments.
+_MOMENT_BYTES = 8
 
 #: Gradients of keys and values are sums over all later chunks, kept in float32.
 KV_GRADIENT_BYTES = 4
 
-#: Where weights are sharded, the layer at work and the next one are whole on every GPU.
-_GATHERED_LAYERS = 2
+#: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
+#: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step.
+_WHOLE_LAYERS = 2
+_IN_LAYERS: tuple[Sharding, Sharding] = ("gradients", "weights")
 
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
@@ -87,7 +88,6 @@ def stage_memory(
     dp: int,
     pp: int,
     layers: Sequence[int],
-    sharding: Sharding,
     retained_tokens: Sequence[int],
     stage_input_tokens: Sequence[int],
     kv_tokens: Sequence[int],
@@ -97,8 +97,7 @@ def stage_memory(
     """What a GPU of each of the `pp` stages holds at most.
 
     Args:
-        layers: of each model stage (virtual stage x pp + stage). The first one has the embeddings, the last one the
-            vocabulary head; tied ones are on both unless there is one stage.
+        layers: of each model stage, see `stage_parameters`.
         retained_tokens: of each stage, the most tokens whose activations are held at once, counted once for each
             virtual stage that holds them.
         stage_input_tokens: of each stage, the most tokens at once of chunks whose KV and input alone are held, counted
@@ -109,13 +108,14 @@ def stage_memory(
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
-    num_shards = [dp if _SHARDED[sharding] >= level else 1 for level in (1, 2, 3)]
-    gathered = max(_GATHERED_LAYERS * shape.layer_parameters, shape.embedding_parameters) if num_shards[2] > 1 else 0
     stages = []
-    for stage in range(pp):
+    for stage, (of_layers, of_ends) in enumerate(stage_parameters(cost, pp, layers)):
         own = layers[stage::pp]
-        ends = (stage == 0) + (stage == pp - 1) - (pp == 1 and shape.tied_embeddings)
-        parameters = (sum(own) * shape.layer_parameters + ends * shape.embedding_parameters) / tp
+        parameters = of_layers + of_ends
+        whole = of_ends + min(_WHOLE_LAYERS, sum(own)) * shape.layer_parameters / tp
+        held_gradients, held_weights = (
+            parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
+        )
         held = kv_tokens[stage]
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
@@ -123,9 +123,9 @@ def stage_memory(
         retained_bytes, input_bytes, _ = token_bytes(cost, own)
         stages.append(
             StageMemory(
-                weights=ceil(parameters * num_bytes / num_shards[2] + gathered / tp * num_bytes),
-                gradients=ceil(parameters * _GRADIENT_BYTES / num_shards[1]),
-                optimizer=ceil(parameters * optimizer_bytes / num_shards[0]),
+                weights=ceil(held_weights * num_bytes),
+                gradients=ceil(held_gradients * GRADIENT_BYTES),
+                optimizer=ceil(parameters * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
                 activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * _working_bytes_per_token(cost)),
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
                 kv=ceil(kv_elements * num_bytes),

@@ -24,9 +24,13 @@ Precision = Literal["bf16", "fp32"]
 #: Which of optimizer states, gradients and weights are sharded over data-parallel ranks, each with those before it
 #: (ZeRO 1, 2 and 3; Rajbhandari et al., arXiv 1910.02054).
 Sharding = Literal["none", "optimizer", "gradients", "weights"]
+SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "weights")
 
 #: Bytes of a weight, an activation, a key or a value.
 NUM_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
+
+#: Bytes of a weight's gradient, a sum in float32.
+GRADIENT_BYTES = 4
 
 #: Kernels of a layer's forward, as Hugging Face models run them one by one: two norms of 8, seven projections, 10 of
 #: rotary embedding, attention, activation, its product, two residuals.
@@ -85,8 +89,7 @@ class CostModel(Options):
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
     "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
-    which `offload_chunk_size` gives. `weight_shards`: data-parallel ranks that share the weights (ZeRO-3) and fetch
-    those of a layer while the layer before is at work.
+    which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
 
     Raises:
         UsageError: `tp` does not divide the attention heads.
@@ -118,8 +121,12 @@ class CostModel(Options):
     kv_offload: bool = option(
         FLAG, "Keep keys and values of split sequences in host memory.", group=MACHINE, default=False, flag=""
     )
-    weight_shards: int = option(
-        whole(1, MOST), "Data-parallel ranks that share the weights.", group=MACHINE, default=1, flag=""
+    sharding: Sharding = option(
+        one_of(*SHARDINGS, metavar="WHAT"),
+        "What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3).",
+        group=MACHINE,
+        default="optimizer",
+        default_words="optimizer; with --auto no more than memory asks for",
     )
 
     def check_together(self) -> None:
@@ -164,14 +171,24 @@ class CostModel(Options):
             layer_passes=3 if self.checkpointing == "full" else 2,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
-            gather=0.0 if self.weight_shards == 1 else self._gather_ns(),
         )
 
-    def _gather_ns(self) -> float:
-        """Of the weights of a layer, a ring."""
-        num_bytes = self.shape.layer_parameters * self.num_bytes / self.tp
-        ring = self.ring_bytes(self.weight_shards)
-        return num_bytes * (self.weight_shards - 1) / self.weight_shards / ring * 1e9 + self.hardware.link_ns
+    def rates_on(self, dp: int) -> Rates:
+        """`rates` on `dp` data-parallel ranks, with what they send each other of a layer in every chunk: its gradients
+        where these are sharded, its weights too where those are."""
+        if dp == 1 or not self.shares("gradients"):
+            return self.rates
+        parameters, link_ns = self.shape.layer_parameters / self.tp, self.hardware.link_ns
+        gather = self.ring_ns(parameters * self.num_bytes, dp) + link_ns if self.shares("weights") else 0.0
+        return self.rates._replace(gather=gather, reduce=self.ring_ns(parameters * GRADIENT_BYTES, dp) + link_ns)
+
+    def shares(self, what: Sharding) -> bool:
+        """Whether data-parallel ranks share `what`; each of `SHARDINGS` shares those before it too."""
+        return SHARDINGS.index(self.sharding) >= SHARDINGS.index(what)
+
+    def ring_ns(self, num_bytes: float, dp: int) -> float:
+        """What `dp` data-parallel ranks take to gather, or to reduce and scatter, `num_bytes`: a ring."""
+        return num_bytes * (dp - 1) / dp / self.ring_bytes(dp) * 1e9
 
     def ring_bytes(self, dp: int) -> float:
         """Bytes a second of a ring of `dp` data-parallel ranks, whose GPUs lie `tp` apart."""
@@ -232,6 +249,10 @@ class CostModel(Options):
         """
         hint = "make the file again with this version"
         plain = {name: one.domain for name, one in options_of(cls).items() if name not in ("shape", "hardware")}
+        if isinstance(values, dict) and "weight_shards" in values:  # as earlier plans of versions 3 to 5 have it
+            shards = values["weight_shards"]
+            values = {name: value for name, value in values.items() if name != "weight_shards"}
+            values = {"sharding": "optimizer" if shards == 1 else "weights"} | values
         if found := find_mismatch(values, {"shape": {}, "hardware": {}, **plain}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
         shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it

@@ -12,8 +12,9 @@ class Rates(NamedTuple):
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
     model stage only. `layer_passes`: a backward takes as long as that many forwards of its layers (2, and 1 more where
     layers are recomputed inside it). `link_token` and `link` are a token's and a message's between two stages. `gather`
-    is what fetching the weights of a layer takes where they are sharded: it goes on beside the work of the layer
-    before, so nothing takes less.
+    is what fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
+    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
+    no less.
     """
 
     token: float
@@ -24,6 +25,7 @@ class Rates(NamedTuple):
     link_token: float = 0.0
     link: float = 0.0
     gather: float = 0.0
+    reduce: float = 0.0
 
 
 #: Forward 1 and backward 2 a token on every model stage, of one layer each, and nothing for links.

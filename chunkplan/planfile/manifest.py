@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.reduction import reduction_ns
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
@@ -22,9 +25,22 @@ _OLDEST = {"analysis": 4, "plan": 3}
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
 
-def config_of(manifest: dict[str, Any]) -> PlanConfig:
+def config_of(manifest: Mapping[str, Any]) -> PlanConfig:
     """The configuration that the manifest of a plan holds."""
     return PlanConfig.from_entries(manifest["config"])
+
+
+def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
+    """What the ranks of a plan take at the end of each step to sum gradients and share what was updated, microseconds.
+
+    `predicted_us` is without it. None where the plan does not describe the model and the GPU it was made for.
+    """
+    config = config_of(manifest)
+    try:
+        cost = CostModel.from_dict(manifest["predictions"]["cost_model"], where=MANIFEST)
+    except DataError:
+        return None
+    return reduction_ns(cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers)) / 1e3
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
-from chunkplan.planfile.manifest import config_of
+from chunkplan.planfile.manifest import config_of, reduction_us_of
 from chunkplan.quantities import counted, k_words, seconds, selection_words
 from chunkplan.visible import visible
 
@@ -33,6 +33,8 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     """A plan: what it was built with, what it comes to, and what of it is predicted."""
     config, totals, predictions = config_of(manifest), manifest["totals"], manifest["predictions"]
     cost_model, selection = predictions["cost_model"], manifest["selection"]
+    reduction = (reduction_us_of(manifest) or 0.0) * totals["num_steps"]
+    times = predictions["predicted_us"] + reduction, predictions["lower_bound_us"] + reduction
     part = " of held-out sequences" if config.part == "eval" else ""
     most = min(config.global_batch, totals["num_sequences"])
     return _html(
@@ -48,7 +50,7 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
             *([("epochs", f"{config.epochs:,}")] if config.epochs > 1 else []),
             *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
             ("chunks", f"{totals['num_chunks']:,}"),
-            ("predicted", f"{seconds(predictions['predicted_us'])}, at least {seconds(predictions['lower_bound_us'])}"),
+            ("predicted", f"{seconds(times[0])}, at least {seconds(times[1])}"),
             ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),
             ("analysis", manifest["analysis"]["path"]),
             ("content hash", manifest["content_hash"][:_SHOWN]),

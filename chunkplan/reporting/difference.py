@@ -43,6 +43,8 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "peak_retained_tokens": "count",
     "predicted_us": "us",
     "lower_bound_us": "us",
+    "reduction_us": "us",
+    "total_us": "us",
 }
 
 

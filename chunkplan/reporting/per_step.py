@@ -6,6 +6,7 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.errors import DataError
+from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
@@ -33,7 +34,8 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         recompute_share      float64, of the predicted cost
         exceeds_share, optimal   bool
         chunks_lower_bound, peak_retained_tokens
-        predicted_us, lower_bound_us   float64
+        predicted_us, lower_bound_us   float64, of the stages
+        reduction_us         float64, what ranks take then; null where the plan does not describe model and GPU
         slowest_rank         the dp_rank whose stages are done last
 
     Raises:
@@ -78,13 +80,14 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
             recompute_share=(pl.col("recompute_us") / pl.col("cost")).fill_nan(0.0),
             predicted_us=pl.col("predicted_us").cast(pl.Float64),
             lower_bound_us=pl.col("lower_bound_us").cast(pl.Float64),
+            reduction_us=pl.lit(reduction_us_of(plan.manifest), pl.Float64),
         )
         .with_columns(pl.col(whole).cast(pl.Int64))
         .select(
             *_COUNTS,
             *("fill", "heaviest_over_mean", "heaviest_rank", "recompute_share", "exceeds_share", "optimal"),
             *("chunks_lower_bound", "peak_retained_tokens", "predicted_us", "lower_bound_us"),
-            "slowest_rank",
+            *("reduction_us", "slowest_rank"),
         )
     )
 

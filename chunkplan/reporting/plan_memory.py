@@ -28,13 +28,14 @@ from chunkplan.validation.schedule_columns import ScheduleColumns
 class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
-    `sharding`: which of optimizer states, gradients and weights are sharded over data-parallel ranks. `gpu_bytes`: what
-    the GPU has.
+    `sharding`: which of optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
+    `gpu_bytes`: what the GPU has.
     """
 
     step: int
     dp_rank: int
     stage: int
+    dp: int
     sharding: Sharding
     memory: StageMemory
     gpu_bytes: int
@@ -76,22 +77,20 @@ def memory_at(
     config: PlanConfig,
     cost: CostModel,
     *,
-    sharding: Sharding | None = None,
     gpu_bytes: int | None = None,
 ) -> PlanMemory:
     """The memory of a plan whose stages hold `moments` int64 [pp, 3] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
 
-    Unless `sharding` says otherwise, optimizer states are taken to be sharded over data-parallel ranks, as the runtime
-    does, and weights where times are predicted so; unless `gpu_bytes` does, the GPU has what its profile says.
+    Unless `gpu_bytes` says otherwise, the GPU has what its profile says.
     """
-    sharding = sharding or ("weights" if cost.weight_shards > 1 else "optimizer")
-    memory = memory_of_stages(config, cost, sharding, moments)
+    memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
     return PlanMemory(
         step=int(ranks[stage]) // config.dp,
         dp_rank=int(ranks[stage]) % config.dp,
         stage=stage,
-        sharding=sharding,
+        dp=config.dp,
+        sharding=cost.sharding,
         memory=memory[stage],
         gpu_bytes=cost.hardware.memory_bytes if gpu_bytes is None else gpu_bytes,
     )

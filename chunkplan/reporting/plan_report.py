@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from chunkplan.cost.model import CostModel
@@ -15,7 +16,7 @@ from chunkplan.planfile.plan import KINDS, Plan
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_chunks import PlanChunks, plan_chunks
 from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
-from chunkplan.reporting.shared_sequences import SharedRow, shared_rows
+from chunkplan.reporting.shared_sequences import SharedRow, exchange_us, shared_rows
 from chunkplan.reporting.slow_steps import StepTimeSummary, step_times
 from chunkplan.summary import PlanSummary, summary_of
 
@@ -51,7 +52,12 @@ class KindRow:
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
     """What a data-parallel rank does over all steps: its work in predicted microseconds, that over the mean of the
-    ranks, and in how many steps it is the last to be done."""
+    ranks, and in how many steps it is the last to be done.
+
+    The time of all steps, on a mean of its stages: `busy_us` with its chunks but for `exchange_us` with ranks that
+    share them, `waiting_us` until all ranks are done, and then `reduction_us`, the same on all of them. Exchange and
+    reduction are None where the plan does not describe the model and the GPU that it was made for.
+    """
 
     dp_rank: int
     num_chunks: int
@@ -59,6 +65,10 @@ class RankRow:
     cost_us: float
     over_mean: float
     num_steps_slowest: int
+    busy_us: float
+    exchange_us: float | None
+    waiting_us: float
+    reduction_us: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +106,14 @@ def plan_report(plan: Plan | str | Path) -> PlanReport:
 
 def report_of(plan: Plan, chunks: PlanChunks, steps: pl.DataFrame) -> PlanReport:
     """Make the `plan_report` of a plan whose `chunk_frame` and `per_step` are there already."""
-    config = plan.config
+    config, cost = plan.config, _cost(plan)
+    summary = summary_of(plan.steps(), chunks.frame, plan.manifest)
     return PlanReport(
-        summary=summary_of(plan.steps(), chunks.frame, plan.manifest),
+        summary=summary,
         fill=_fill(chunks.frame, config.chunk_size),
         kinds=_kinds(chunks.frame, config.chunk_size),
-        shared=shared_rows(chunks.frame, chunks.table, _cost(plan)),
-        ranks=_ranks(chunks.frame, steps),
+        shared=shared_rows(chunks.frame, chunks.table, cost),
+        ranks=_ranks(chunks, steps, summary, cost),
         times=step_times(steps, chunks.frame, config.dp, config.pp),
         memory=plan_memory(plan, chunks.table),
     )
@@ -149,16 +160,32 @@ def _kinds(chunks: pl.DataFrame, chunk_size: int) -> tuple[KindRow, ...]:
     )
 
 
-def _ranks(chunks: pl.DataFrame, steps: pl.DataFrame) -> tuple[RankRow, ...]:
+def _ranks(
+    chunks: PlanChunks, steps: pl.DataFrame, summary: PlanSummary, cost: CostModel | None
+) -> tuple[RankRow, ...]:
     slowest = dict(steps.group_by("slowest_rank").len().iter_rows())
+    exchange = np.zeros(chunks.frame.height) if cost is None else exchange_us(chunks.table, cost)
     rows = (
-        chunks.group_by("dp_rank", maintain_order=True)
+        chunks.frame.with_columns(exchange=pl.Series(exchange))
+        .group_by("dp_rank", maintain_order=True)
         .agg(
             pl.len().alias("num_chunks"),
             pl.col("num_tokens").cast(pl.Int64).sum(),
             cost_us=pl.col("cost").cast(pl.Float64).sum(),
+            exchange=pl.col("exchange").sum() / summary.pp,
         )
         .with_columns(over_mean=(pl.col("cost_us") / pl.col("cost_us").mean()).fill_nan(1.0))
         .sort("dp_rank")
     )
-    return tuple(RankRow(**row, num_steps_slowest=slowest.get(row["dp_rank"], 0)) for row in rows.to_dicts())
+    return tuple(
+        RankRow(
+            **row,
+            num_steps_slowest=slowest.get(row["dp_rank"], 0),
+            busy_us=row["cost_us"] / summary.pp - of_exchange,
+            exchange_us=None if cost is None else of_exchange,
+            waiting_us=max(summary.predicted_us - row["cost_us"] / summary.pp, 0.0),
+            reduction_us=summary.reduction_us,
+        )
+        for row in rows.to_dicts()
+        for of_exchange in [row.pop("exchange")]
+    )

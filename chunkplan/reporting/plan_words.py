@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.memory import StageMemory
+from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.manifest_entries import Selection
-from chunkplan.quantities import seconds
+from chunkplan.quantities import percent, seconds
 from chunkplan.tuning.document_entries import CostModelEntry
+
+if TYPE_CHECKING:
+    from chunkplan.reporting.plan_report import RankRow
 
 _PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
 
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """What the manifest of a plan says of it: its configuration, its machine and its data."""
+    """What the manifest of a plan says of it: its configuration, its machine, its data, and the reduction of a step."""
 
     config: PlanConfig
     cost_model: CostModelEntry
@@ -25,6 +29,7 @@ class PlanHeader:
     exact: bool
     sample: float | None
     content_hash: str
+    reduction_us: float | None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> PlanHeader:
@@ -36,6 +41,7 @@ class PlanHeader:
             exact=manifest["analysis"]["exact"],
             sample=manifest["analysis"].get("sample"),
             content_hash=manifest["content_hash"],
+            reduction_us=reduction_us_of(manifest),
         )
 
 
@@ -73,6 +79,22 @@ def unshared_words(predicted_us: float, unshared_lower_bound_us: float | None) -
         return ""
     times = unshared_lower_bound_us / max(predicted_us, 1e-30)
     return f"; if none were shared, at least {seconds(unshared_lower_bound_us)}, {times:.2f} times as long"
+
+
+def rank_time_words(row: RankRow) -> list[str]:
+    """Say which shares of its time a rank is busy, in exchange with others, waiting, and in the reduction."""
+    times = (row.busy_us, row.exchange_us, row.waiting_us, row.reduction_us)
+    whole = max(sum(each or 0.0 for each in times), 1e-30)
+    return ["?" if each is None else percent(each / whole) for each in times]
+
+
+def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:
+    """Say what stages take with the reduction after them, at least that, and which share of it the bound is."""
+    after = reduction_us or 0.0
+    words = seconds(predicted_us + after)
+    words += f" ({seconds(after)} of it reduction)" if after else ""
+    least = lower_bound_us + after
+    return f"{words}, at least {seconds(least)} ({percent(least / max(predicted_us + after, 1e-30))})"
 
 
 def machine_words(cost_model: CostModelEntry) -> str:

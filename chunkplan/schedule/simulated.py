@@ -11,6 +11,8 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.reduction import reduction_ns
+from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
@@ -35,8 +37,8 @@ class Simulation:
     a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
 
     Where the rank shares chunks, `step` is what all ranks of its step do, and `rank` its place among them. `exchange`
-    is what of `times.durations` is exchange with other ranks; None where there is none. `stage_layers`: as in
-    `PlanConfig`.
+    is what of `times.durations` is exchange with other ranks; None where there is none. `stage_layers` and
+    `dp`: as in `PlanConfig`.
     """
 
     title: str
@@ -53,10 +55,11 @@ class Simulation:
     rank: int = 0
     exchange: Int64Array | None = field(default=None, repr=False)
     stage_layers: tuple[int, ...] | None = None
+    dp: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document; `actions` in order of stage, then time."""
-        names = ("title", "schedule", "pp", "virtual_stages", "unit", "makespan", "lower_bound", "bubble")
+        names = ("title", "schedule", "pp", "virtual_stages", "unit", "makespan", "reduction", "lower_bound", "bubble")
         lists = (
             *("bubble_per_stage", "busy_per_stage", "waiting_per_stage", "waiting_for_ranks_per_stage"),
             *("exchange_per_stage", "peak_retained_tokens", "peak_kv_tokens"),
@@ -107,6 +110,14 @@ class Simulation:
     def makespan(self) -> float:
         """When the last stage is done."""
         return self.in_unit(self._makespan)
+
+    @property
+    def reduction(self) -> float:
+        """What all ranks take when the last of them is done, to sum gradients and share what was updated."""
+        if self.cost is None:
+            return 0
+        layers = self.stage_layers or split_layers(self.cost.shape.num_layers, self.pp * self.virtual_stages)
+        return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers))
 
     @property
     def lower_bound(self) -> float:

@@ -14,13 +14,14 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.reduction import reduction_ns
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import memory_of_stages, reduction_ns
+from chunkplan.tuning.trial import memory_of_stages
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -45,7 +46,7 @@ class Baseline:
     """A way to train, on the layout that it is fastest on.
 
     `largest`: tokens of its largest micro-batch; `lost`: the share of tokens that it cuts off; `cp`: how many ranks
-    share every micro-batch.
+    share every micro-batch; `sharding`: what data-parallel ranks share besides.
     """
 
     name: str
@@ -57,13 +58,14 @@ class Baseline:
     largest: int
     lost: float = 0.0
     cp: int = 1
+    sharding: Sharding = "optimizer"
 
 
 def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]) -> list[Baseline]:
     """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
 
-    Each runs with full activation checkpointing where it does not fit without; where it does not fit with it either,
-    its time is what it would take on larger GPUs.
+    Each runs with full activation checkpointing where it does not fit without, and shares more where it does not fit
+    even so; where nothing helps, its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
 
@@ -142,16 +144,14 @@ def _run(
     steps = [make(sample.num_tokens[start:stop].astype(np.int64)) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
-    for memory in LADDER:
-        if memory.kv_offload:
-            continue
-        cost = options.cost(layout, memory)
+    layers = config.layers(options.shape.num_layers)
+    for sharding, memory in itertools.product(options.shardings_of(layout), LADDER[::2]):
+        cost = options.cost(layout, memory, sharding)
         step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
-        stages = memory_of_stages(config, cost, options.sharding, moments)
-        needed = max(stages, key=lambda stage: stage.total)
-        step_ns += reduction_ns(cost, config, options.sharding)
+        step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
+        needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
         fits = needed.total <= options.gpu_memory
-        row = Baseline(name, layout, step_ns, needed, memory.checkpointing, fits, largest, cp=cp)
+        row = Baseline(name, layout, step_ns, needed, memory.checkpointing, fits, largest, cp=cp, sharding=sharding)
         if row.fits:
             break
     return row
@@ -174,7 +174,9 @@ def _simulate(
     exchange = None if cp == 1 else _exchange(tokens, cp, cost)
     tokens, attention_pairs = -(-tokens // cp), attention_pairs / cp
     chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
-    times = chunk_times(tokens, attention_pairs, cost.rates, config.layers(cost.shape.num_layers), exchange)
+    times = chunk_times(
+        tokens, attention_pairs, cost.rates_on(config.dp), config.layers(cost.shape.num_layers), exchange
+    )
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)

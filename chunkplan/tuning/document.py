@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import CostModel
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json, write_json
@@ -38,7 +38,6 @@ class Tuned:
 
     config: PlanConfig
     cost: CostModel
-    sharding: Sharding
     gpu_memory: int
     token_histogram: dict[int, float]
     longest_sequence: int
@@ -49,7 +48,6 @@ def tuned(tuning: Tuning) -> Tuned:
     return Tuned(
         config=tuning.best.config,
         cost=tuning.best.cost,
-        sharding=tuning.options.sharding,
         gpu_memory=tuning.options.gpu_memory,
         token_histogram=tuning.token_histogram,
         longest_sequence=tuning.longest_sequence,
@@ -111,6 +109,7 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         "tp": choice.cost.tp,
         "checkpointing": choice.cost.checkpointing,
         "kv_offload": choice.cost.kv_offload,
+        "sharding": choice.cost.sharding,
         "step_seconds": choice.step_ns / 1e9,
         "tokens_per_second": choice.tokens_per_second,
         "mfu": choice.mfu,
@@ -185,6 +184,9 @@ def read_tuning(path: Path) -> Tuned:
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
     by_length = chosen["k_by_length"]
+    cost = CostModel.from_dict(document["cost_model"], where=str(path))
+    if "sharding" not in document["cost_model"] and options["sharding"] != "auto":  # one for all, in older documents
+        cost = replace(cost, sharding=options["sharding"])
     try:
         config = PlanConfig(
             chunk_size=chosen["chunk_size"],
@@ -204,8 +206,7 @@ def read_tuning(path: Path) -> Tuned:
         raise DataError(error.message, where=str(path), hint=_HINT) from error
     return Tuned(
         config=config,
-        cost=CostModel.from_dict(document["cost_model"], where=str(path)),
-        sharding=options["sharding"],
+        cost=cost,
         gpu_memory=options["gpu_memory"],
         token_histogram={int(length): share for length, share in data["token_histogram"].items()},
         longest_sequence=data["longest_sequence"],

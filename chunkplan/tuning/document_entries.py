@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict, final
+from typing import Literal, NotRequired, TypedDict, final
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import Sharding
+from chunkplan.cost.model import SHARDINGS, Sharding
 from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, Expected, one_of, or_null, whole
 from chunkplan.options import entries_of
 
@@ -44,6 +44,7 @@ class ChoiceEntry(PlanEntries):
     tp: int
     checkpointing: str
     kv_offload: bool
+    sharding: NotRequired[str]  # missing in documents that have one for all, in `options`
     step_seconds: float
     tokens_per_second: NotRequired[float]
     mfu: float
@@ -87,7 +88,7 @@ class OptionsEntry(TypedDict):
     gpus: NotRequired[int | None]
     gpu_memory: int
     precision: NotRequired[str]
-    sharding: Sharding
+    sharding: Sharding | Literal["auto"]
     global_batch: int
     seed: int
     chunk_sizes: NotRequired[list[int]]
@@ -129,6 +130,7 @@ class CostModelEntry(TypedDict):
     precision: NotRequired[str]
     checkpointing: str
     kv_offload: bool
+    sharding: NotRequired[str]  # missing in plans that have `weight_shards`
 
 
 class TuningDocument(TypedDict):
@@ -178,6 +180,7 @@ _CHOICE = {
     "schedule": TEXT,
     "tp": whole(1),
     "kv_offload": FLAG,
+    "sharding?": one_of(*SHARDINGS),
     "mfu": _RATIO,
     "bubble": _RATIO,
     "recompute_share": _RATIO,
@@ -191,7 +194,7 @@ EXPECTED: Expected = {
     "schema_version": whole(VERSION, VERSION),
     "options": {
         "gpu_memory": whole(1),
-        "sharding": one_of("none", "optimizer", "gradients", "weights"),
+        "sharding": one_of("auto", *SHARDINGS),
         "global_batch": whole(1),
         "seed": whole(),
     },

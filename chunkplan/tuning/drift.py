@@ -55,7 +55,7 @@ def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drif
     outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost), config, tuned.cost)
     return Drift(
         **asdict(lengths),
-        memory=outcome.memory(tuned.cost, tuned.sharding),
+        memory=outcome.memory(tuned.cost),
         gpu_memory=tuned.gpu_memory,
     )
 

@@ -14,13 +14,13 @@ import numpy as np
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, reduction_ns, try_out
+from chunkplan.tuning.trial import Outcome, try_out
 
 #: Winners of the integer program that are simulated.
 _WINNERS = 4
@@ -37,10 +37,16 @@ class Way(NamedTuple):
     stage_layers: tuple[int, ...] | None
     chunk_size: int
 
-    def config(self, options: TuneOptions, layout: GpuLayout, k: int) -> PlanConfig:
+    def config(self, options: TuneOptions, layout: GpuLayout, k: int, sharding: Sharding) -> PlanConfig:
         """Return the configuration of a plan."""
-        config = options.plan_config(layout, self.chunk_size, k, self.schedule, cp=self.cp)
+        config = options.plan_config(layout, self.chunk_size, k, self.schedule, self.cp, sharding)
         return replace(config, stage_layers=self.stage_layers)
+
+
+#: Ks of ways that are to be tried; what came of those that were; the rungs that a way may take, with that.
+Wanted = dict[Way, list[int]]
+Tried = dict[Way, list[Outcome]]
+Ladder = list[tuple[MemorySaving, list[Outcome]]]
 
 
 @dataclass(frozen=True)
@@ -73,49 +79,98 @@ def try_grid(
 ) -> list[Choice]:
     """Try one choice for each ChunkSize, K, schedule and `cp`; and winners of the integer program, which mix Ks.
 
-    A choice is of the first rung of the ladder that fits; where none does, of the last.
+    A choice is of the first rung of the ladder that fits; where none does, of the last. Where data-parallel ranks may
+    share more than one thing, each that spares recomputing, or fits what otherwise does not, makes a choice of its own.
     """
-    runs = ways_to_try(sample, options, layout, chunk_sizes)
+    ways = ways_to_try(sample, options, layout, chunk_sizes)
+    first, *others = options.shardings_of(layout)
+    choices: list[Choice] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def tries(memory: MemorySaving, wanted: list[Way]) -> dict[Way, list[Outcome]]:
-            cost = options.cost(layout, memory)
+        def tries(memory: MemorySaving, wanted: Wanted, sharding: Sharding) -> Tried:
+            cost = options.cost(layout, memory, sharding)
             started = {
-                run: [
-                    pool.submit(try_out, sample, run.config(options, layout, k), cost)
-                    for k in _sensible_ks(ks, run.chunk_size, sample)
-                ]
-                for run in wanted
+                way: [pool.submit(try_out, sample, way.config(options, layout, k, sharding), cost) for k in of_way]
+                for way, of_way in wanted.items()
             }
             outcomes = {}
-            for run, futures in started.items():
-                outcomes[run] = [future.result() for future in futures]
+            for way, futures in started.items():
+                outcomes[way] = [future.result() for future in futures]
                 tick()
             return outcomes
 
-        plain = tries(LADDER[0], runs)
-        tight = [run for run in runs if not any(_fits(each, LADDER[0], options, layout) for each in plain[run])]
-        checkpointed = tries(LADDER[2], tight)
-    rungs: dict[Way, list[tuple[MemorySaving, list[Outcome]]]] = {}
-    for run in runs:
-        rungs[run] = [(memory, plain[run]) for memory in _usable(LADDER[:2], run.chunk_size, options, layout)]
-        if run in checkpointed:
-            rungs[run] += [
-                (memory, checkpointed[run]) for memory in _usable(LADDER[2:], run.chunk_size, options, layout)
-            ]
-    choices = []
-    for run in runs:
-        for index in range(len(plain[run])):
-            ladder = [_choice(outcomes[index], memory, options, sample) for memory, outcomes in rungs[run]]
-            choices.append(next((choice for choice in ladder if choice.fits), ladder[-1]))
-    return choices + _mixed(sample, options, layout, list(rungs.values()))
+        plain = tries(LADDER[0], {way: _sensible_ks(ks, way.chunk_size, sample) for way in ways}, first)
+        tight = [way for way in ways if not any(_fits(each, each.cost, options) for each in plain[way])]
+        full = tries(LADDER[2], {way: _sensible_ks(ks, way.chunk_size, sample) for way in tight}, first)
+        tried = [(plain, full)]
+        for sharding in others:
+            without, with_checkpoints = _worth_sharding(sharding, plain, full, options, layout)
+            tried.append((tries(LADDER[0], without, sharding), tries(LADDER[2], with_checkpoints, sharding)))
+    for of_plain, of_full in tried:
+        rungs = _rungs(of_plain, of_full, options, layout)
+        for ladder in rungs.values():
+            for k in dict.fromkeys(outcome.config.k for _, outcomes in ladder for outcome in outcomes):
+                made = [
+                    _choice(outcome, memory, options, sample)
+                    for memory, outcomes in ladder
+                    for outcome in outcomes
+                    if outcome.config.k == k
+                ]
+                choices.append(next((choice for choice in made if choice.fits), made[-1]))
+        choices += _mixed(sample, options, list(rungs.values()))
+    return choices
+
+
+def _rungs(plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout) -> dict[Way, Ladder]:
+    """Return the rungs that each way may take, with what was tried on each, from the fastest on."""
+    return {
+        way: [
+            (memory, tried[way])
+            for tried, rungs in ((plain, LADDER[:2]), (full, LADDER[2:]))
+            if way in tried
+            for memory in _usable(rungs, way.chunk_size, options, layout)
+        ]
+        for way in dict.fromkeys([*plain, *full])
+    }
+
+
+def _worth_sharding(
+    sharding: Sharding, plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout
+) -> tuple[Wanted, Wanted]:
+    """Return the Ks of each way that fit without checkpointing, or else with it, if ranks share that, and do not while
+    they share less; or do so only while they share what the runtime cannot run.
+
+    What a stage holds of chunks is taken from the trials with least sharding.
+    """
+    shardings = options.shardings_of(layout)
+    less = shardings[: shardings.index(sharding)]
+    wanted: tuple[Wanted, Wanted] = ({}, {})
+    for way, ladder in _rungs(plain, full, options, layout).items():
+        for place, k in enumerate(outcome.config.k for outcome in plain[way]):
+            fits_at = {
+                one: next(
+                    (
+                        LADDER.index(memory) // 2
+                        for memory, outcomes in ladder
+                        if _fits(outcomes[place], options.cost(layout, memory, one), options)
+                    ),
+                    2,
+                )
+                for one in (*less, sharding)
+            }
+            config = way.config(options, layout, k, sharding)
+            runs = why_plan_only(config, options.cost(layout, LADDER[0], sharding)) is None
+            if fits_at[sharding] < min(fits_at[one] for one in (less[:1] if runs else less)):
+                wanted[fits_at[sharding]].setdefault(way, []).append(k)
+    return wanted
 
 
 def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int]) -> list[Way]:
     """Return all that is tried with all Ks; layers of equal time only where they are not as even as they come."""
     shape, pp = options.shape, layout.pp
     pairs_per_token = sample.attention_pairs_per_step / sample.tokens_per_step
-    layers = balance_layers(options.cost(layout, LADDER[0]), pp, pairs_per_token)
+    cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
+    layers = balance_layers(cost, pp, pairs_per_token)
     splits = [None] if layers == split_layers(shape.num_layers, pp) else [None, layers]
     return [
         Way(schedule, cp, stage_layers, chunk_size)
@@ -145,43 +200,41 @@ def _usable(
     rungs: Sequence[MemorySaving], chunk_size: int, options: TuneOptions, layout: GpuLayout
 ) -> list[MemorySaving]:
     """Leave out rungs whose transfers to and from host memory would take longer than what hides them."""
-    return [
-        rung for rung in rungs if not rung.kv_offload or chunk_size >= options.cost(layout, rung).offload_chunk_size
-    ]
+    least = options.cost(layout, LADDER[0]).offload_chunk_size
+    return [rung for rung in rungs if not rung.kv_offload or chunk_size >= least]
 
 
-def _fits(outcome: Outcome, memory: MemorySaving, options: TuneOptions, layout: GpuLayout) -> bool:
-    return outcome.memory(options.cost(layout, memory), options.sharding).total <= options.gpu_memory
+def _fits(outcome: Outcome, cost: CostModel, options: TuneOptions) -> bool:
+    return outcome.memory(cost).total <= options.gpu_memory
 
 
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
-    needed = outcome.memory(cost, options.sharding)
-    step_ns = outcome.step_ns + reduction_ns(cost, outcome.config, options.sharding)
-    seconds = step_ns / 1e9
+    needed = outcome.memory(cost)
+    seconds = outcome.step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
     flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step)
     return Choice(
         config=outcome.config,
         cost=cost,
-        step_ns=step_ns,
+        step_ns=outcome.step_ns,
         tokens_per_second=sample.tokens_per_step / seconds,
         mfu=flops / (seconds * gpus * cost.hardware.peak_flops),
         bubble=outcome.bubble,
         recompute_share=outcome.recompute_share,
         memory=needed,
         fits=needed.total <= options.gpu_memory,
-        plan_only=why_plan_only(outcome.config, cost, options.sharding),
+        plan_only=why_plan_only(outcome.config, cost),
     )
 
 
-def _mixed(
-    sample: Sample, options: TuneOptions, layout: GpuLayout, families: list[list[tuple[MemorySaving, list[Outcome]]]]
-) -> list[Choice]:
+def _mixed(sample: Sample, options: TuneOptions, families: list[Ladder]) -> list[Choice]:
     """Simulate the winners of the integer program; those with one K for all lengths are among the others already."""
     rungs = [(family, *rung) for family, ladder in enumerate(families) for rung in ladder]
-    candidates = [_candidate(*rung, options, layout, sample) for rung in rungs]
-    choices = []
+    candidates = [_candidate(*rung, sample) for rung in rungs]
+    choices: list[Choice] = []
+    if all(len(outcomes) == 1 for _, _, outcomes in rungs):
+        return choices
     for index, places in choose(candidates, options.gpu_memory, _WINNERS):
         _, memory, outcomes = rungs[index]
         ks = [outcomes[place].config.k for place in places]
@@ -193,19 +246,17 @@ def _mixed(
             if k != before:
                 by_length.append((length_class.over, k))
         config = replace(first, k=ks[0], k_by_length=tuple(by_length))
-        outcome = try_out(sample, config, replace(options.cost(layout, memory), kv_offload=False))
+        outcome = try_out(sample, config, outcomes[0].cost)
         choices.append(_choice(outcome, memory, options, sample))
     return choices
 
 
-def _candidate(
-    family: int, memory: MemorySaving, outcomes: list[Outcome], options: TuneOptions, layout: GpuLayout, sample: Sample
-) -> Candidate:
+def _candidate(family: int, memory: MemorySaving, outcomes: list[Outcome], sample: Sample) -> Candidate:
     """Make what the integer program knows of a ChunkSize, from trials with one K for all.
 
     Recomputing costs a length class its share of what a step takes longer with the smallest K than with the largest.
     """
-    cost = options.cost(layout, memory)
+    cost = replace(outcomes[0].cost, kv_offload=memory.kv_offload)
     most, least = outcomes[-1], outcomes[0]
     more_work = sum(least.recompute_ns) - sum(most.recompute_ns)
     rate = max(0.0, least.step_ns - most.step_ns) / more_work if more_work > 0 else 0.0
@@ -218,10 +269,7 @@ def _candidate(
             for place in range(len(sample.classes))
         ),
         stage_bytes=tuple(
-            tuple(
-                tuple(stage.total for stage in outcome.stages(cost, options.sharding, length_class.step))
-                for outcome in outcomes
-            )
+            tuple(tuple(stage.total for stage in outcome.stages(cost, length_class.step)) for outcome in outcomes)
             for length_class in sample.classes
         ),
     )

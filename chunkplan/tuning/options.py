@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULES, PlanConfig
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.model import MACHINE, SIZE, Checkpointing, CostModel, Precision, Sharding
+from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, Checkpointing, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import MOST, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
@@ -59,9 +59,10 @@ _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 class TuneOptions(Options):
     """What to tune for; the help of each option is in its field.
 
-    `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`; `sharding`
-    over data-parallel ranks. Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage,
-    "1f1b" and "zero-bubble" on more), and where ranks may share sequences (`cp`), that too where a schedule allows it.
+    `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`. Tried are
+    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, "1f1b" and "zero-bubble" on more), and
+    where ranks may share sequences (`cp`), that too where a schedule allows it. `sharding` "auto" shares gradients and
+    weights where that makes room for what is faster.
 
     Raises:
         UsageError: a value is out of range.
@@ -83,11 +84,14 @@ class TuneOptions(Options):
     tp: int = same(CostModel, "tp", group=_LAYOUT)
     pp: int = same(PlanConfig, "pp", group=_LAYOUT)
     precision: Precision = same(CostModel, "precision")
-    sharding: Sharding = option(
-        one_of("none", "optimizer", "gradients", "weights", metavar="WHAT"),
-        "What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3).",
-        group=MACHINE,
-        default="optimizer",
+    sharding: Sharding | Literal["auto"] = same(
+        CostModel,
+        "sharding",
+        domain=one_of("auto", *SHARDINGS, metavar="WHAT"),
+        help="What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2), weights (3); "
+        "auto: no more than memory asks for.",
+        default="auto",
+        default_words=None,
     )
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
     seed: int = same(PlanConfig, "seed", group=_TRIED)
@@ -129,7 +133,7 @@ class TuneOptions(Options):
                 hint="they take several data-parallel ranks, which cp divides, and schedule 1f1b on a pipeline",
             )
         for layout in self.layouts():
-            self.cost(layout, LADDER[0])
+            self.cost(layout, LADDER[0], self.shardings_of(layout)[0])
             for schedule in self.schedules_of(layout):
                 config = self.plan_config(layout, self.chunk_sizes[0], self.ks[0], schedule)
                 config.check_layers(self.shape.num_layers, self.shape.name)
@@ -167,31 +171,39 @@ class TuneOptions(Options):
         shared = [(schedule, self.cp) for schedule in schedules if shares and schedule in ORDERS_OF_GROUPS]
         return [*((schedule, "off") for schedule in schedules), *shared]
 
+    def shardings_of(self, layout: GpuLayout) -> tuple[Sharding, ...]:
+        """Return what data-parallel ranks may share, the least first."""
+        if self.sharding != "auto":
+            return (self.sharding,)
+        return SHARDINGS[1:] if layout.dp > 1 else SHARDINGS[1:2]
+
     def plan_config(
         self,
         layout: GpuLayout,
         chunk_size: int,
         k: int,
         schedule: str,
-        k_by_length: tuple[tuple[int, int], ...] | None = None,
         cp: str | int = "off",
+        sharding: Sharding = "optimizer",
     ) -> PlanConfig:
-        """Return the configuration of a plan; ranks that share weights fetch them together, so have as many chunks."""
+        """Return the configuration of a plan.
+
+        Ranks that share gradients or weights send each other those of a layer in every chunk, so they have as many.
+        """
         return PlanConfig(
             chunk_size=chunk_size,
             k=k,
-            k_by_length=k_by_length,
             global_batch=self.global_batch,
             dp=layout.dp,
             cp=cp,
             pp=layout.pp,
             schedule=schedule,
             seed=self.seed,
-            equal_chunks=self.sharding == "weights" and layout.dp > 1,
+            equal_chunks=sharding in SHARDINGS[2:] and layout.dp > 1,
         )
 
-    def cost(self, layout: GpuLayout, memory: MemorySaving) -> CostModel:
-        """Return the cost model of a layout and a way to save memory."""
+    def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:
+        """Return the cost model of a layout, a way to save memory, and what ranks share."""
         return CostModel(
             shape=self.shape,
             hardware=self.hardware,
@@ -199,5 +211,5 @@ class TuneOptions(Options):
             precision=self.precision,
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
-            weight_shards=layout.dp if self.sharding == "weights" else 1,
+            sharding=sharding,
         )

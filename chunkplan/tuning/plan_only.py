@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import CostModel
 
 
-def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> str | None:
+def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """Say what the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
 
     The runtime shards optimizer states, or with them weights. On one data-parallel rank there is nothing to shard, and
@@ -16,9 +16,9 @@ def why_plan_only(config: PlanConfig, cost: CostModel, sharding: Sharding) -> st
     reasons += ["context-parallel groups"] if config.cp != "off" and config.dp > 1 else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
-    if config.dp > 1 and sharding == "gradients":
+    if config.dp > 1 and cost.sharding == "gradients":
         reasons.append("sharded gradients")
-    if config.dp > 1 and sharding == "weights":
+    if config.dp > 1 and cost.sharding == "weights":
         reasons += _of_sharded_weights(config)
     return " and ".join(reasons) or None
 

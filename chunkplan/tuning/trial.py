@@ -10,7 +10,8 @@ from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
@@ -23,10 +24,10 @@ from chunkplan.tuning.sampling import Sample
 class Outcome:
     """What a configuration takes on the steps of a sample.
 
-    `step_ns`: mean time of a step. `bubble`: share of the stages' time, until their rank is done, without a first
-    forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per step, over all
-    stages. `moments` int64 [2, num_steps, pp, 3]: what each stage holds at its fullest moment on any rank, see
-    `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded.
+    `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
+    without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
+    step, over all stages. `moments` int64 [2, num_steps, pp, 3]: what each stage holds at its fullest moment on any
+    rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded.
     """
 
     config: PlanConfig
@@ -37,24 +38,22 @@ class Outcome:
     recompute_ns: tuple[float, ...]
     moments: Int64Array
 
-    def memory(self, cost: CostModel, sharding: Sharding) -> StageMemory:
-        """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading."""
+    def memory(self, cost: CostModel) -> StageMemory:
+        """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading and sharding."""
         moments = self.moments[int(cost.kv_offload)]
         most, _ = fullest(moments, _token_bytes(self.config, cost))
-        return max(memory_of_stages(self.config, cost, sharding, most), key=_total)
+        return max(memory_of_stages(self.config, cost, most), key=_total)
 
-    def stages(self, cost: CostModel, sharding: Sharding, step: int) -> tuple[StageMemory, ...]:
+    def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
-        return memory_of_stages(self.config, cost, sharding, self.moments[int(cost.kv_offload), step])
+        return memory_of_stages(self.config, cost, self.moments[int(cost.kv_offload), step])
 
 
 def _total(memory: StageMemory) -> int:
     return memory.total
 
 
-def memory_of_stages(
-    config: PlanConfig, cost: CostModel, sharding: Sharding, moments: Int64Array
-) -> tuple[StageMemory, ...]:
+def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
     """Memory of each stage that holds `moments` int64 [pp, 3], see `fullest_moments`."""
     retained, inputs, kv = moments.T.tolist()
     return stage_memory(
@@ -62,27 +61,11 @@ def memory_of_stages(
         dp=config.dp,
         pp=config.pp,
         layers=config.layers(cost.shape.num_layers),
-        sharding=sharding,
         retained_tokens=retained,
         stage_input_tokens=inputs,
         kv_tokens=kv,
         chunk_size=config.chunk_size,
     )
-
-
-def reduction_ns(cost: CostModel, config: PlanConfig, sharding: Sharding) -> float:
-    """What data-parallel ranks take at the end of a step to sum their gradients and to share what was updated.
-
-    A ring over float32 gradients, and unless every rank updates or fetches for itself, one over the weights; on the
-    stage that has most; nothing of it hidden.
-    """
-    if config.dp == 1:
-        return 0.0
-    empty = np.zeros((config.pp, 3), np.int64)
-    whole = memory_of_stages(replace(config, dp=1), cost, "none", empty)
-    gradients, weights = (max(getattr(stage, name) for stage in whole) for name in ("gradients", "weights"))
-    num_bytes = {"none": 2 * gradients, "weights": gradients}.get(sharding, gradients + weights)
-    return float(num_bytes * (config.dp - 1) / config.dp / cost.ring_bytes(config.dp) * 1e9)
 
 
 def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
@@ -103,11 +86,12 @@ def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
         sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=sample.sizes.size)
         for values in (chunked.cost_ns, chunked.recompute_ns)
     )
+    reduction = reduction_ns(cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers))
     occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
     return Outcome(
         config=config,
         cost=cost,
-        step_ns=float(sample.weights @ rank_end.reshape(-1, config.dp).max(axis=1)),
+        step_ns=float(sample.weights @ rank_end.reshape(-1, config.dp).max(axis=1)) + reduction,
         bubble=1 - float(work - recomputed) / occupied,
         recompute_share=float(recomputed / work),
         recompute_ns=_by_class(sample, chunked, sample.weights[step_of_chunk] * chunked.recompute_ns),

@@ -143,7 +143,8 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     layout = options.layouts()[0]
     config = options.plan_config(layout, options.chunk_sizes[0], options.ks[0], options.schedules_of(layout)[0])
     most = max(4, _MOST_SEQUENCES // options.global_batch)
-    return sample_steps(num_tokens, config, options.cost(layout, LADDER[0]), min(num_strata, most))
+    cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
+    return sample_steps(num_tokens, config, cost, min(num_strata, most))
 
 
 def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout]) -> list[FirstLook]:
@@ -187,7 +188,7 @@ def _verified(
     while acceptable := [choice for choice in choices if accept(choice)]:
         best = _best(acceptable)
         outcome = try_out(heaviest, best.config, best.cost)
-        memory = max(outcome.memory(best.cost, options.sharding), best.memory, key=lambda each: each.total)
+        memory = max(outcome.memory(best.cost), best.memory, key=lambda each: each.total)
         if memory == best.memory:
             return best
         checked = replace(best, memory=memory, fits=memory.total <= options.gpu_memory)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @takes(
     plan=PlanConfig,
-    machine=(CostModel, ("shape", "hardware", "tp", "precision", "checkpointing")),
-    tuning=(TuneOptions, ("gpus", "gpu_memory", "sharding")),
+    machine=(CostModel, ("shape", "hardware", "tp", "precision", "checkpointing", "sharding")),
+    tuning=(TuneOptions, ("gpus", "gpu_memory")),
     how=BuildOptions,
 )
 def build(
@@ -60,6 +60,7 @@ def build(
     from chunkplan.lengths import Positions
     from chunkplan.planfile.load import load_analysis
     from chunkplan.reporting.plan_memory import memory_at
+    from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose
 
@@ -79,6 +80,8 @@ def build(
             _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
             settings = plan_config(values)
+            if "sharding" in machine and (plan_only := why_plan_only(settings, cost)):
+                warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
@@ -89,7 +92,6 @@ def build(
         plans[target].ranks,
         settings,
         cost,
-        sharding=found.sharding if found else None,
         gpu_bytes=found.gpu_memory if found else None,
     )
     _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
@@ -100,6 +102,8 @@ def build(
     warn_of_memory(memory, cost, settings, None if options.from_file else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
+    if cost.sharding == "weights" and why_plan_only(settings, cost) is None and settings.dp > 1:
+        note("train it with --reshard: its memory is that of sharded weights")
     if not dry_run:
         flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
         note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")

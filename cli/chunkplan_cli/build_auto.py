@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan.quantities import gibibytes, k_words, percent
+from chunkplan.quantities import ZERO, gibibytes, k_words, percent
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import Given
 from chunkplan_cli.machine_options import tune_options
@@ -60,9 +60,10 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     words += [] if found.config.cp == "off" else [f"cp {found.config.cp}"]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []
+    words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
     config = plan_config(settings)
-    if plan_only := why_plan_only(config, found.cost, found.sharding):
+    if plan_only := why_plan_only(config, found.cost):
         warn(f"plan only: the runtime cannot run {plan_only} yet")
     if file is not None:
         _compare(analysis, found, config)

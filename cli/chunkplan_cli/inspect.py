@@ -223,7 +223,7 @@ def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None
             actions={place: done for place, done in step.actions.items() if place[0] == rank},
         )
     if as_json:
-        _print_step_json(step, shares, exact=plan.manifest["analysis"]["exact"])
+        _print_step_json(step, shares, plan)
     else:
         print_step(stdout(), step, shares, PlanHeader.of(plan.manifest))
 
@@ -271,8 +271,11 @@ def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:
     return found
 
 
-def _print_step_json(step: PlanStep, shares: StepShares, *, exact: bool) -> None:
-    document = {"exact": exact, **asdict(step)}
+def _print_step_json(step: PlanStep, shares: StepShares, plan: Plan) -> None:
+    from chunkplan.planfile.manifest import reduction_us_of
+
+    document = {"exact": plan.manifest["analysis"]["exact"], **asdict(step)}
+    document["reduction_us"] = reduction_us_of(plan.manifest)
     del document["actions"], document["schedule_us"]
     document["shared_sequences"] = [asdict(sequence) for sequence in shares.sequences]
     document["unshared_lower_bound_us"] = shares.unshared_lower_bound_us

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, seconds, selection_words
+from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, ratio, seconds, selection_words
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -33,7 +33,7 @@ def print_estimated(console: Console, header: PlanHeader) -> None:
 
 
 def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> list[RenderableType]:
-    from chunkplan.reporting.plan_words import machine_words, schedule_words
+    from chunkplan.reporting.plan_words import machine_words, schedule_words, time_words
 
     config, cost_model, selection = header.config, header.cost_model, header.selection
     grid = Table.grid(padding=(0, 2))
@@ -66,6 +66,7 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         )
     if memory is not None:
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
+        used += f", {ZERO[memory.sharding]}" if memory.dp > 1 and memory.sharding != "optimizer" else ""
         rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
     if summary.dp > 1:
         rows.append(("balance", _balance(summary)))
@@ -75,11 +76,7 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         rows.append(("shared sequences", _shared(summary)))
     rows += [
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
-        (
-            "predicted",
-            f"{seconds(summary.predicted_us)}, at least {seconds(summary.lower_bound_us)}"
-            f" ({percent(summary.lower_bound_us / max(summary.predicted_us, 1e-30))})",
-        ),
+        ("predicted", time_words(summary.predicted_us, summary.lower_bound_us, summary.reduction_us)),
     ]
     for name, value in rows:
         grid.add_row(Text(name, style="dim"), Text(value))

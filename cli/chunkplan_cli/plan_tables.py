@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import counted, gibibytes, percent, seconds
+from chunkplan.quantities import counted, gibibytes, percent, seconds, sharding_words
 from chunkplan_cli.tables import bar, titled_table
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) 
     if report.shared:
         parts.append(_shared(report.shared))
     if report.summary.dp > 1:
-        parts.append(_ranks(console, report.ranks))
+        parts += [_ranks(console, report.ranks), _time_of_ranks(report.ranks)]
     if report.times.slowest:
         parts.append(_times(report.times))
     for part in parts:
@@ -117,9 +117,21 @@ def _ranks(console: Console, ranks: tuple[RankRow, ...]) -> Table:
     return table
 
 
+def _time_of_ranks(ranks: tuple[RankRow, ...]) -> Table:
+    from chunkplan.reporting.plan_words import rank_time_words
+
+    table = titled_table("Time of the ranks")
+    for name in ("rank", "busy", "exchange", "waiting", "reduction"):
+        table.add_column(name, justify="right", no_wrap=True)
+    by_work = sorted(ranks, key=lambda row: -row.cost_us)
+    for row in ranks if len(ranks) <= 2 * _MOST_RANKS else [*by_work[:_MOST_RANKS], *by_work[-_MOST_RANKS:]]:
+        table.add_row(str(row.dp_rank), *rank_time_words(row))
+    return table
+
+
 def _times(times: StepTimeSummary) -> Table:
     table = titled_table("Slowest steps")
-    for name in ("step", "time", "of median"):
+    for name in ("step", "stages done after", "of median"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("mostly because of", overflow="fold")
     for step in times.slowest:
@@ -138,4 +150,5 @@ def _memory(memory: PlanMemory | None) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    return Text.assemble(("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), f"\n{words}")
+    shared = sharding_words(memory.sharding, memory.dp)
+    return Text.assemble(("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), f"\n{words}\n{shared}")

@@ -70,6 +70,9 @@ def _totals(simulation: Simulation) -> Table:
     grid.add_column(overflow="fold")
     makespan = _time(simulation, simulation.makespan)
     grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
+    if simulation.reduction:
+        after = "then, when all ranks are done; nothing hides it"
+        grid.add_row("reduction", f"{_time(simulation, simulation.reduction)} {after}")
     grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
     if simulation.step is not None:
         grid.add_row("shared chunks", _shared(simulation))

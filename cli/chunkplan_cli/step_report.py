@@ -40,9 +40,11 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, header: Pla
         f"{counted(step.num_chunks, 'chunk')}"
         + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
+    after = header.reduction_us or 0.0
+    reduction = f", {seconds(after)} of it reduction" if after else ""
     console.print(
-        f"predicted {seconds(step.predicted_us)}; any plan of these sequences takes at least "
-        f"{seconds(step.lower_bound_us)}{unshared_words(step.predicted_us, shares.unshared_lower_bound_us)}"
+        f"predicted {seconds(step.predicted_us + after)}{reduction}; any plan of these sequences takes at least "
+        f"{seconds(step.lower_bound_us + after)}{unshared_words(step.predicted_us, shares.unshared_lower_bound_us)}"
     )
     if shares.sequences:
         console.print()

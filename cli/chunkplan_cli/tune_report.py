@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import gibibytes, k_words, percent, seconds
+from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice
@@ -66,6 +66,7 @@ def _baselines(tuning: Tuning) -> Table:
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
         notes = ["checkpointing"] if row.checkpointing == "full" else []
+        notes += [ZERO[row.sharding]] if row.sharding != "optimizer" and row.layout.dp > 1 else []
         notes += [f"{percent(row.lost)} lost"] if row.lost else []
         table.add_row(
             row.name,
@@ -183,7 +184,9 @@ def print_headline(console: Console, tuning: Tuning) -> None:
 def memory_words(choice: Choice) -> list[str]:
     """Say how a choice saves memory."""
     words = ["checkpointing"] if choice.cost.checkpointing == "full" else []
-    return words + (["KV offload"] if choice.cost.kv_offload else [])
+    words += ["KV offload"] if choice.cost.kv_offload else []
+    shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1
+    return words + ([ZERO[choice.cost.sharding]] if shares_otherwise else [])
 
 
 def _table(title: str, *names: str, first: str | None = None) -> Table:

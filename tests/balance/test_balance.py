@@ -129,7 +129,7 @@ def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path:
     """With sharded weights small chunks wait for them, which is nothing that their tokens take."""
     lengths = np.full(8, 100)
     np.save(tmp_path / "lengths.npy", lengths)
-    cost = chunkplan.CostModel(weight_shards=2)
+    cost = chunkplan.CostModel(sharding="weights")
     config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, global_batch=8)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, cost=cost)
     [step] = plan.iter_steps()

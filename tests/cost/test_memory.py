@@ -11,7 +11,7 @@ import pytest
 
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, stage_memory
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.layers import split_layers
 
@@ -26,7 +26,6 @@ def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
         "dp": 1,
         "pp": pp,
         "layers": split_layers(cost.shape.num_layers, pp),
-        "sharding": "none",
         "retained_tokens": [8192] * pp,
         "stage_input_tokens": [0] * pp,
         "kv_tokens": [0] * pp,
@@ -45,14 +44,22 @@ def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter() -> None:
 
 @pytest.mark.parametrize("dp", [1, 8])
 def test_sharding_divides_more_and_more_among_the_ranks(dp: int) -> None:
-    """Optimizer, then gradients, then weights, of which two layers, or the embeddings, stay whole while they work."""
-    stages = [memory_of(CostModel(), dp=dp, sharding=s)[0] for s in ("none", "optimizer", "gradients", "weights")]
+    """Optimizer, then gradients, then weights; of the latter two layers at a time are whole, embeddings and head."""
+    stages = [memory_of(CostModel(sharding=sharding), dp=dp)[0] for sharding in SHARDINGS]
     whole = stages[0]
-    layer = QWEN2_5_7B.layer_parameters
-    gathered = 0 if dp == 1 else 2 * max(2 * layer, QWEN2_5_7B.embedding_parameters)
+    at_once = 0 if dp == 1 else 2 * QWEN2_5_7B.layer_parameters + 2 * QWEN2_5_7B.embedding_parameters
     assert [m.optimizer for m in stages] == [whole.optimizer] + 3 * [whole.optimizer // dp]
-    assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp]
-    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + gathered]
+    assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp + 4 * at_once]
+    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + 2 * at_once]
+
+
+def test_sharded_stages_amid_a_pipeline_hold_two_layers_whole() -> None:
+    """They have neither embeddings nor head. With a layer alone, that one."""
+    layer = QWEN2_5_7B.layer_parameters
+    for layers, num_whole in (((7, 7, 7, 7), 2), ((9, 9, 1, 9), 1)):
+        middle = memory_of(CostModel(sharding="weights"), dp=2, pp=4, layers=layers)[2]
+        expected = layers[2] * layer / 2 + num_whole * layer
+        assert (middle.weights, middle.gradients) == (2 * expected, 4 * expected)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

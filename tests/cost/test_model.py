@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
@@ -281,3 +281,32 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
     for last in range(1, 28 - pp + 2):
         other = (*split_layers(28 - last, pp - 1), last) if pp > 1 else (28,)
         assert slowest(found) <= slowest(other) * (1 + 1 / 16 + 1e-12)
+
+
+def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() -> None:
+    """Gradients in backwards, weights in all but the half for weights; of chunks too small to hide it, just that."""
+    tokens, pairs = np.array([1, 65_536]), np.array([1.0, 65_536.0**2])
+    one = CostModel()
+    bytes_sent = 3 / 4 * one.shape.layer_parameters / one.hardware.gpu_link_bytes * 1e9
+    gather, reduce = 2 * bytes_sent + one.hardware.link_ns, 4 * bytes_sent + one.hardware.link_ns
+    least = {
+        "gradients": (0, 0, 0, reduce, 0, reduce),
+        "weights": (gather, gather, gather, gather + reduce, gather, reduce),
+    }
+    plain = durations(tokens, pairs, one.rates, (14, 14))
+    for sharding in SHARDINGS:
+        cost = CostModel(sharding=sharding)
+        assert cost.rates_on(1) == cost.rates == one.rates
+        times = durations(tokens, pairs, cost.rates_on(4), (14, 14))
+        sent = np.array(least.get(sharding, 6 * (0,)))  # in the order of `OPS`
+        assert times[:, :, 0] == pytest.approx(np.maximum(14 * sent[:, None], plain[:, :, 0]), abs=1)
+        assert (times[:, :, 1] == plain[:, :, 1]).all()
+
+
+def test_a_plan_that_counts_weight_shards_shares_weights_where_there_are_several() -> None:
+    """As plans and tunings before this version have it."""
+    described = CostModel().to_dict()
+    del described["sharding"]
+    for shards, sharding in ((1, "optimizer"), (4, "weights")):
+        found = CostModel.from_dict({**described, "weight_shards": shards}, where="manifest.json")
+        assert found == CostModel(sharding=sharding)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import pytest
 
 import chunkplan
 from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
 from chunkplan.reporting.plan_chunks import plan_chunks
 from chunkplan.reporting.plan_report import plan_report
@@ -61,6 +62,7 @@ def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> No
             expected[name] = getattr(step, name)
         for name in ("exceeds_share", "optimal", "chunks_lower_bound", "peak_retained_tokens", "lower_bound_us"):
             expected[name] = getattr(step, name)
+        expected["reduction_us"] = reduction_us_of(plan.manifest)
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
         assert row.keys() == {*expected, "step"}
 

@@ -42,11 +42,11 @@ def test_the_choice_is_within_3_percent_of_the_best_of_all_steps_simulated(lengt
     for chunk_size, k, memory in product(options.chunk_sizes, options.ks, LADDER[::2]):
         cost = options.cost(layout, memory)
         outcome = try_out(everything, options.plan_config(layout, chunk_size, k, "1f1b"), cost)
-        if outcome.memory(cost, options.sharding).total <= options.gpu_memory:
+        if outcome.memory(cost).total <= options.gpu_memory:
             times[chunk_size, k, memory] = outcome.step_ns
     chosen = try_out(everything, tuning.chosen.config, tuning.chosen.cost)
     assert chosen.step_ns <= 1.03 * min(times.values())
-    assert chosen.memory(tuning.chosen.cost, options.sharding).total <= options.gpu_memory
+    assert chosen.memory(tuning.chosen.cost).total <= options.gpu_memory
 
 
 def test_the_front_is_what_nothing_beats_in_time_and_memory(tuning: Tuning) -> None:
@@ -88,7 +88,7 @@ def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_b
     is_interleaved = any(action.virtual_stage > 0 for action in actions)
     is_split = any(action.op == "backward_input" for action in actions)
     expected = "interleaved stages" if is_interleaved else "split backwards" if is_split else None
-    assert why_plan_only(config, CostModel(), "optimizer") == expected
+    assert why_plan_only(config, CostModel()) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_what_is_sharded_is_plan_only_where_the_runtime_cannot(
 ) -> None:
     """On one data-parallel rank there is nothing to shard."""
     config = PlanConfig(**({"chunk_size": 1024, "k": 1, "dp": 2} | changes))
-    assert why_plan_only(config, CostModel(), sharding) == expected
-    alone = str(why_plan_only(replace(config, dp=1), CostModel(), sharding))
+    assert why_plan_only(config, CostModel(sharding=sharding)) == expected
+    alone = str(why_plan_only(replace(config, dp=1), CostModel(sharding=sharding)))
     assert "sharded" not in alone
 
 
@@ -143,8 +143,8 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     layout, cost = GpuLayout(1, 4, 1), wide.cost(GpuLayout(1, 4, 1), LADDER[0])
     sample = sample_steps(tokens, wide.plan_config(layout, 1024, 1, "algorithm2"), cost, 48)
     some, many = (try_out(sample, wide.plan_config(layout, 1024, k, "algorithm2"), cost) for k in (4, 16))
-    enough = some.memory(cost, "optimizer").total
-    assert max(stage.total for stage in many.stages(cost, "optimizer", sample.classes[0].step)) < enough
+    enough = some.memory(cost).total
+    assert max(stage.total for stage in many.stages(cost, sample.classes[0].step)) < enough
     found = tune(tmp_path / "lengths.npy", options_with(**given, gpu_memory=enough))
     by_length = found.choices[0].config
     assert by_length.k_by_length is not None
@@ -213,7 +213,7 @@ def test_a_choice_whose_memory_does_not_hold_on_the_heaviest_steps_is_passed_ove
         options = options_with(gpu_memory=gib * GIB, pp=4, schedules=("zero-bubble",))
         chosen = tune(lengths, options).chosen
         everything = sample_steps(np.load(lengths), chosen.config, chosen.cost, 10**6)
-        assert try_out(everything, chosen.config, chosen.cost).memory(chosen.cost, "optimizer").total <= gib * GIB
+        assert try_out(everything, chosen.config, chosen.cost).memory(chosen.cost).total <= gib * GIB
 
 
 def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:

@@ -44,7 +44,8 @@ def _settings(config: PlanEntries, cost_model: CostModelEntry | ChoiceEntry) -> 
     """List what sets a choice apart from others; K by length is a tuple, or a list where it was read from a file."""
     by_length = [list(pair) for pair in config["k_by_length"] or ()]
     entries = [config.get(name) for name in PLAN_ENTRIES if name != "k_by_length"]
-    return [*entries, by_length, cost_model["tp"], cost_model["checkpointing"], cost_model["kv_offload"]]
+    machine = [cost_model["tp"], cost_model["checkpointing"], cost_model["kv_offload"]]
+    return [*entries, by_length, *machine, cost_model.get("sharding", "optimizer")]
 
 
 def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.Figure:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from chunkplan.quantities import counted, gibibytes, percent, seconds
+from chunkplan.quantities import counted, gibibytes, percent, seconds, sharding_words
 from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
-from chunkplan.reporting.plan_words import memory_parts
+from chunkplan.reporting.plan_words import memory_parts, rank_time_words
 from chunkplan.reporting.shared_sequences import SharedRow, way_words
 from chunkplan.reporting.slow_steps import StepTimeSummary
 
@@ -21,7 +21,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     tables += [_shared(report.shared)] if report.shared else []
     tables += [_memory(report.memory)] if report.memory is not None else []
     tables += [_fill(report.fill)]
-    return tables + ([_ranks(report.ranks)] if report.summary.dp > 1 else [])
+    return tables + ([_ranks(report.ranks), _time_of_ranks(report.ranks)] if report.summary.dp > 1 else [])
 
 
 def _times(times: StepTimeSummary) -> Table:
@@ -30,7 +30,7 @@ def _times(times: StepTimeSummary) -> Table:
     ]
     usual = (f"{times.median_step:,}", seconds(times.median_us), "1.00", "the median step")
     why = "mostly because of"
-    return Table("Slowest steps", ("step", "time", "of median", why), [*rows, usual], texts=(why,))
+    return Table("Slowest steps", ("step", "stages done after", "of median", why), [*rows, usual], texts=(why,))
 
 
 def _kinds(kinds: tuple[KindRow, ...]) -> Table:
@@ -69,7 +69,8 @@ def _memory(memory: PlanMemory) -> Table:
     rows = [(name, gibibytes(num_bytes), percent(num_bytes / total)) for name, num_bytes in memory_parts(memory.memory)]
     rows.append(("all of it", gibibytes(total), percent(1.0)))
     rows.append(("the GPU has", gibibytes(memory.gpu_bytes), ""))
-    return Table(f"Memory of the fullest stage: {place}", ("part", "memory", "share"), rows)
+    shared = sharding_words(memory.sharding, memory.dp)
+    return Table(f"Memory of the fullest stage: {place}, {shared}", ("part", "memory", "share"), rows)
 
 
 def _fill(bands: tuple[FillBand, ...]) -> Table:
@@ -83,11 +84,6 @@ def _fill(bands: tuple[FillBand, ...]) -> Table:
 
 def _ranks(ranks: tuple[RankRow, ...]) -> Table:
     head = ("rank", "chunks", "tokens", "work", "of mean", "last done in")
-    caption, shown = "Ranks, over all steps", list(ranks)
-    if len(ranks) > _MOST_RANKS:
-        by_work = sorted(ranks, key=lambda row: -row.cost_us)
-        shown = [*by_work[: _MOST_RANKS // 2], *by_work[-_MOST_RANKS // 2 :]]
-        caption = f"Ranks, over all steps: the {_MOST_RANKS // 2} heaviest and lightest of {len(ranks):,}"
     rows = [
         (
             f"{row.dp_rank:,}",
@@ -97,6 +93,22 @@ def _ranks(ranks: tuple[RankRow, ...]) -> Table:
             f"{row.over_mean:.4f}",
             counted(row.num_steps_slowest, "step"),
         )
-        for row in shown
+        for row in _shown(ranks)
     ]
-    return Table(caption, head, rows)
+    return Table("Ranks, over all steps" + _which(ranks), head, rows)
+
+
+def _time_of_ranks(ranks: tuple[RankRow, ...]) -> Table:
+    rows = [(f"{row.dp_rank:,}", *rank_time_words(row)) for row in _shown(ranks)]
+    return Table("Time of the ranks" + _which(ranks), ("rank", "busy", "exchange", "waiting", "reduction"), rows)
+
+
+def _shown(ranks: tuple[RankRow, ...]) -> list[RankRow]:
+    if len(ranks) <= _MOST_RANKS:
+        return list(ranks)
+    by_work = sorted(ranks, key=lambda row: -row.cost_us)
+    return [*by_work[: _MOST_RANKS // 2], *by_work[-_MOST_RANKS // 2 :]]
+
+
+def _which(ranks: tuple[RankRow, ...]) -> str:
+    return f": the {_MOST_RANKS // 2} heaviest and lightest of {len(ranks):,}" if len(ranks) > _MOST_RANKS else ""

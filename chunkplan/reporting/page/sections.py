@@ -116,7 +116,8 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
 
 def steps_section(steps: pl.DataFrame) -> Section:
     """Show time, fill and balance of `steps`, the `per_step` of a plan."""
-    runs = points(steps)
+    reduced = pl.col("predicted_us", "lower_bound_us") + pl.col("reduction_us").fill_null(0.0)
+    runs = points(steps.with_columns(reduced))
     shown = ["Predicted time with its lower bound", "tokens over ChunkSize of the chunks"]
     shown += ["predicted cost of the heaviest rank over the mean of the ranks"] if has_balance(runs) else []
     words = ", ".join(shown) + "."

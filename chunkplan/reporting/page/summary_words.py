@@ -27,12 +27,18 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
         ("sequences a step", _sequences_a_step(summary)),
         *_selection(plan, summary),
-        ("predicted time", seconds(summary.predicted_us)),
-        ("its lower bound", seconds(summary.lower_bound_us)),
+        ("predicted time", seconds(summary.total_us)),
+        *_reduction(summary),
+        ("its lower bound", seconds(summary.lower_bound_us + (summary.reduction_us or 0.0))),
         *_if_unshared(summary),
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
     ]
+
+
+def _reduction(summary: PlanSummary) -> Facts:
+    """Say what of the time ranks take after their stages."""
+    return [("of it reduction", seconds(summary.reduction_us))] if summary.reduction_us else []
 
 
 def _if_unshared(summary: PlanSummary) -> Facts:
@@ -116,7 +122,8 @@ def summary_table(summary: PlanSummary) -> Table:
         *_shared_rows(summary),
         ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
-        ("predicted time", seconds(summary.predicted_us)),
-        ("lower bound of the time", seconds(summary.lower_bound_us)),
+        ("predicted time", seconds(summary.total_us)),
+        *_reduction(summary),
+        ("lower bound of the time", seconds(summary.lower_bound_us + (summary.reduction_us or 0.0))),
     ]
     return Table("The plan in numbers", ("of the whole plan", "value"), rows)

@@ -1,0 +1,39 @@
+"""What the ranks that share a stage send each other at the end of a step, and how many parameters that is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+
+
+def stage_parameters(cost: CostModel, pp: int, layers: Sequence[int]) -> list[tuple[float, float]]:
+    """Parameters on a GPU of each of `pp` stages: of its layers, and of embeddings and vocabulary head.
+
+    `layers`: of each model stage (virtual stage x pp + stage). The first one has the embeddings, the last one the head;
+    tied ones are on both unless there is one stage.
+    """
+    shape = cost.shape
+    found = []
+    for stage in range(pp):
+        ends = (stage == 0) + (stage == pp - 1) - (pp == 1 and shape.tied_embeddings)
+        parameters = sum(layers[stage::pp]) * shape.layer_parameters, ends * shape.embedding_parameters
+        found.append((parameters[0] / cost.tp, parameters[1] / cost.tp))
+    return found
+
+
+def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int]) -> int:
+    """What `dp` data-parallel ranks take at the end of a step to sum gradients and to share what was updated.
+
+    A ring over the float32 gradients that no backward has reduced, and one over the updated weights, but for those of
+    layers that every chunk fetches. Ranks that share nothing each update all weights: they share the sums instead. The
+    same on every rank: it takes as long as on the stage that has most, and hides behind nothing.
+    """
+    most = 0.0
+    for of_layers, of_ends in stage_parameters(cost, pp, layers):
+        everything = of_layers + of_ends
+        summed = GRADIENT_BYTES * (of_ends if cost.shares("gradients") else everything)
+        updated = cost.num_bytes * (of_ends if cost.shares("weights") else everything)
+        shared = updated if cost.shares("optimizer") else summed
+        most = max(most, cost.ring_ns(summed + shared, dp))
+    return round(most)

@@ -1,0 +1,100 @@
+"""What data-parallel ranks share is chosen with the rest: no more than memory asks for, with what that takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chunkplan
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import SHARDINGS, CostModel, Sharding
+from chunkplan.errors import UsageError
+from chunkplan.tuning.document import read_tuning, tuned, tuning_document
+from chunkplan.tuning.grid import Choice
+from chunkplan.tuning.tune import tune
+from tests.support.tuning_cases import GIB, options_with
+
+#: Four GPUs of 79 GiB, on which weights, gradients and optimizer states of 7B take 63 GiB with ZeRO-1.
+FOUR: dict[str, Any] = {"tp": 1, "dp": 4, "pp": 1, "schedules": None, "gpu_memory": 79 * GIB}
+
+
+def of(choices: tuple[Choice, ...], sharding: Sharding) -> list[tuple[PlanConfig, float, bool]]:
+    return [(each.config, each.step_ns, each.fits) for each in choices if each.cost.sharding == sharding]
+
+
+def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(lengths: Path) -> None:
+    """Every choice that there is with ZeRO-1 stays; beside them are those that spare recompute, or fit at all."""
+    least = tune(lengths, options_with(**FOUR, sharding="optimizer"))
+    found = tune(lengths, options_with(**FOUR))
+    assert sorted(map(str, of(found.choices, "optimizer"))) == sorted(map(str, of(least.choices, "optimizer")))
+    further = [each for each in found.choices if each.cost.sharding != "optimizer"]
+    assert {each.cost.sharding for each in further} == {"gradients", "weights"}
+    assert not any(each.cost.sharding == "none" for each in found.choices)
+    for each in further:
+        alike = replace(each.config, equal_chunks=False)
+        [plain] = [one for one in least.choices if one.config == alike] or [None]
+        if plain is not None and each.fits:
+            assert not plain.fits or (plain.cost.checkpointing == "full" and each.cost.checkpointing == "none")
+    assert found.best.step_ns < least.best.step_ns
+    wide = tune(lengths, options_with(**FOUR | {"gpu_memory": 1000 * GIB}))
+    assert {each.cost.sharding for each in wide.choices} == {"optimizer"}
+
+
+def test_where_nothing_fits_otherwise_sharded_weights_are_recommended_with_k_1(lengths: Path, tmp_path: Path) -> None:
+    """Two GPUs: ZeRO-1 keeps 88 GiB of states. The plan that `build --auto` makes has what was chosen."""
+    small = options_with(**FOUR | {"dp": 2}, sharding="optimizer")
+    with pytest.raises(UsageError, match="nothing fits"):
+        tune(lengths, small)
+    found = tune(lengths, replace(small, sharding="auto"))
+    assert found.recommended is not None
+    assert (found.recommended.config.k, found.recommended.config.equal_chunks) == (1, True)
+    assert found.recommended.cost.sharding == "weights" and found.recommended.memory.total <= 79 * GIB
+    document = json.loads(json.dumps(tuning_document(found)))
+    assert document["options"]["sharding"] == "auto"
+    assert document["chosen"]["sharding"] == document["cost_model"]["sharding"] == "weights"
+    (tmp_path / "tune.json").write_text(json.dumps(document))
+    assert read_tuning(tmp_path / "tune.json") == tuned(found)
+    plan = chunkplan.build(lengths, tmp_path / "plan", tuned(found).config, cost=tuned(found).cost)
+    assert plan.cost.sharding == "weights" and plan.config.equal_chunks
+
+
+def test_documents_of_one_sharding_for_all_are_read(lengths: Path, tmp_path: Path) -> None:
+    found = tune(lengths, options_with(**FOUR, sharding="gradients"))
+    document = json.loads(json.dumps(tuning_document(found)))
+    del document["cost_model"]["sharding"]
+    document["cost_model"]["weight_shards"] = 1
+    for choice in [*document["choices"], document["chosen"], document["fastest"]]:
+        del choice["sharding"]
+    (tmp_path / "tune.json").write_text(json.dumps(document))
+    assert read_tuning(tmp_path / "tune.json").cost == tuned(found).cost
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_tune_and_build_predict_the_same_time_for_the_same_configuration(
+    sharding: Sharding, lengths: Path, tmp_path: Path
+) -> None:
+    """With all steps in the sample, to the rounding of what a plan stores."""
+    few = tmp_path / "few.npy"
+    np.save(few, np.load(lengths)[:2000])
+    given = {"chunk_sizes": (4096,), "ks": (2,), "global_batch": 64, "gpu_memory": 1000 * GIB}
+    found = tune(few, options_with(**FOUR | given, sharding=sharding)).best
+    plan = chunkplan.build(few, tmp_path / "plan", found.config, cost=found.cost)
+    summary = chunkplan.plan_report(plan).summary
+    assert summary.total_us / summary.num_steps == pytest.approx(found.step_ns / 1e3, rel=1e-5)
+    assert summary.reduction_us is not None and summary.total_us == summary.predicted_us + summary.reduction_us
+    cost = CostModel(sharding=sharding)
+    layers = 28 * cost.shape.layer_parameters
+    ends = 2 * cost.shape.embedding_parameters
+    num_bytes = {
+        "none": 8 * (layers + ends),
+        "optimizer": 6 * (layers + ends),
+        "gradients": 2 * layers + 6 * ends,
+        "weights": 6 * ends,
+    }[sharding]
+    expected = num_bytes * 3 / 4 / found.cost.hardware.gpu_link_bytes * 1e6
+    assert summary.reduction_us / summary.num_steps == pytest.approx(expected)
