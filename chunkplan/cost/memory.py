@@ -30,6 +30,12 @@ _IN_LAYERS: tuple[Sharding, Sharding] = ("gradients", "weights")
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
 
+#: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
+PAGE_CHUNKS = 4
+
+#: Where ranks share sequences by pages, a layer has room for two of other ranks: at work, and on its way.
+_FETCHED_PAGES = 2
+
 #: Tokens whose logits are there at once, and bytes of each: float32 and its log-softmax, and bf16 or a gradient.
 _LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
 
@@ -50,6 +56,7 @@ class StageMemory:
     stage_inputs: int
     kv: int
     kv_gradients: int
+    kv_fetched: int
     logits: int
     reserved: int
 
@@ -92,6 +99,7 @@ def stage_memory(
     stage_input_tokens: Sequence[int],
     kv_tokens: Sequence[int],
     chunk_size: int,
+    fetches_pages: bool = False,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> tuple[StageMemory, ...]:
     """What a GPU of each of the `pp` stages holds at most.
@@ -104,6 +112,7 @@ def stage_memory(
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
             layer holds two blocks of ChunkSize, whatever the sequences.
+        fetches_pages: whether ranks may share sequences. Then a layer has two pages of others, with their gradients.
         kv_gradient_bytes: of a number in the gradients of keys and values.
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
@@ -117,6 +126,7 @@ def stage_memory(
             parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
         )
         held = kv_tokens[stage]
+        fetched = min(_FETCHED_PAGES * PAGE_CHUNKS * chunk_size, held) if fetches_pages else 0
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
         kv_elements = held * sum(own) * _kv_elements_per_token(cost)
@@ -130,6 +140,7 @@ def stage_memory(
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
                 kv=ceil(kv_elements * num_bytes),
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
+                kv_fetched=ceil(fetched * _kv_elements_per_token(cost) * (num_bytes + kv_gradient_bytes)),
                 logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
                 if stage == pp - 1
                 else 0,

@@ -10,6 +10,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.longest import LongestSequence
 from chunkplan.cost.memory import StageMemory, stage_token_bytes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
@@ -20,7 +21,7 @@ from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
-from chunkplan.tuning.trial import memory_of_stages
+from chunkplan.tuning.trial import longest_of, memory_of_stages
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
 
@@ -29,7 +30,7 @@ class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
     `sharding`: which of optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
-    `gpu_bytes`: what the GPU has.
+    `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it.
     """
 
     step: int
@@ -39,6 +40,7 @@ class PlanMemory:
     sharding: Sharding
     memory: StageMemory
     gpu_bytes: int
+    longest: tuple[LongestSequence, ...]
 
     @property
     def fits(self) -> bool:
@@ -85,6 +87,7 @@ def memory_at(
     """
     memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
+    gpu_bytes = cost.hardware.memory_bytes if gpu_bytes is None else gpu_bytes
     return PlanMemory(
         step=int(ranks[stage]) // config.dp,
         dp_rank=int(ranks[stage]) % config.dp,
@@ -92,7 +95,8 @@ def memory_at(
         dp=config.dp,
         sharding=cost.sharding,
         memory=memory[stage],
-        gpu_bytes=cost.hardware.memory_bytes if gpu_bytes is None else gpu_bytes,
+        gpu_bytes=gpu_bytes,
+        longest=longest_of(config, cost, memory[stage], gpu_bytes),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from chunkplan.quantities import percent, seconds
 from chunkplan.tuning.document_entries import CostModelEntry
 
 if TYPE_CHECKING:
+    from chunkplan.cost.longest import LongestSequence
     from chunkplan.reporting.plan_report import RankRow
 
-_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "stage_inputs": "stage inputs"}
+_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "kv_fetched": "fetched KV", "stage_inputs": "stage inputs"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,18 @@ def rank_time_words(row: RankRow) -> list[str]:
     times = (row.busy_us, row.exchange_us, row.waiting_us, row.reduction_us)
     whole = max(sum(each or 0.0 for each in times), 1e-30)
     return ["?" if each is None else percent(each / whole) for each in times]
+
+
+def longest_words(longest: Sequence[LongestSequence]) -> str:
+    """Say how long a sequence may be, by how many ranks share it."""
+    alone, *shared = ("none" if each.num_tokens == 0 else tokens_words(each.num_tokens) for each in longest)
+    words = [f"by {each.num_ranks:,} {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
+    return f"Longest sequence that fits, in tokens: {alone}{'; shared ' if words else ''}{', '.join(words)}"
+
+
+def tokens_words(num_tokens: int | None) -> str:
+    """Say how many tokens; None: any number."""
+    return "any" if num_tokens is None else f"{num_tokens:,}"
 
 
 def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.longest import LongestSequence, longest_sequences
 from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
@@ -65,6 +66,21 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         stage_input_tokens=inputs,
         kv_tokens=kv,
         chunk_size=config.chunk_size,
+        fetches_pages=config.cp != "off" and config.dp > 1,
+    )
+
+
+def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
+    """The longest sequence that fits beside what a plan holds, whose fullest stage takes `memory`."""
+    return longest_sequences(
+        cost,
+        dp=config.dp,
+        pp=config.pp,
+        layers=config.layers(cost.shape.num_layers),
+        chunk_size=config.chunk_size,
+        k=[config.k, *(k for _, k in config.k_by_length or ())][-1],
+        activations=memory.activations,
+        gpu_bytes=gpu_bytes,
     )
 
 

@@ -141,7 +141,7 @@ def _times(times: StepTimeSummary) -> Table:
 
 
 def _memory(memory: PlanMemory | None) -> Text:
-    from chunkplan.reporting.plan_words import memory_parts
+    from chunkplan.reporting.plan_words import longest_words, memory_parts
 
     if memory is None:
         return Text("Memory: the plan does not describe the model and the GPU it was made for.")
@@ -151,4 +151,9 @@ def _memory(memory: PlanMemory | None) -> Text:
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
     shared = sharding_words(memory.sharding, memory.dp)
-    return Text.assemble(("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), f"\n{words}\n{shared}")
+    return Text.assemble(
+        ("Memory", "bold"),
+        f" on {place}: {total}",
+        (fits, "bold"),
+        f"\n{words}\n{shared}\n{longest_words(memory.longest)}",
+    )

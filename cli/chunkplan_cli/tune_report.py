@@ -118,6 +118,9 @@ def _choices(tuning: Tuning, gap: int) -> Table:
 
 
 def _verdict(tuning: Tuning) -> list[Text]:
+    from chunkplan.reporting.plan_words import longest_words
+    from chunkplan.tuning.trial import longest_of
+
     fitting = [choice for choice in tuning.choices if choice.fits]
     rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
     faster = "faster ones" if len(rivals) == len(fitting) else "faster runnable ones"
@@ -139,6 +142,8 @@ def _verdict(tuning: Tuning) -> list[Text]:
     if best is not None and best is not whole:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
+    memory = tuning.options.gpu_memory
+    lines.append(Text(f"{longest_words(longest_of(choice.config, choice.cost, choice.memory, memory))}."))
     if choice is not rivals[0]:
         lines.append(Text("Of those as fast within 0.5%, it takes least memory."))
     if not tuning.recommended:

@@ -6,7 +6,7 @@ from chunkplan.quantities import counted, gibibytes, percent, seconds, sharding_
 from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import FillBand, KindRow, PlanReport, RankRow
-from chunkplan.reporting.plan_words import memory_parts, rank_time_words
+from chunkplan.reporting.plan_words import memory_parts, rank_time_words, tokens_words
 from chunkplan.reporting.shared_sequences import SharedRow, way_words
 from chunkplan.reporting.slow_steps import StepTimeSummary
 
@@ -19,7 +19,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     tables = [_times(report.times)] if report.times.slowest else []
     tables += [_kinds(report.kinds)]
     tables += [_shared(report.shared)] if report.shared else []
-    tables += [_memory(report.memory)] if report.memory is not None else []
+    tables += [_memory(report.memory), _longest(report.memory)] if report.memory is not None else []
     tables += [_fill(report.fill)]
     return tables + ([_ranks(report.ranks), _time_of_ranks(report.ranks)] if report.summary.dp > 1 else [])
 
@@ -71,6 +71,11 @@ def _memory(memory: PlanMemory) -> Table:
     rows.append(("the GPU has", gibibytes(memory.gpu_bytes), ""))
     shared = sharding_words(memory.sharding, memory.dp)
     return Table(f"Memory of the fullest stage: {place}, {shared}", ("part", "memory", "share"), rows)
+
+
+def _longest(memory: PlanMemory) -> Table:
+    rows = [(f"{each.num_ranks:,}", tokens_words(each.num_tokens)) for each in memory.longest]
+    return Table("Longest sequence that fits, by ranks that share it", ("ranks", "tokens"), rows)
 
 
 def _fill(bands: tuple[FillBand, ...]) -> Table:

@@ -1,0 +1,89 @@
+"""The longest sequence that fits, by how many ranks share it, against plans of sequences that long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chunkplan
+from chunkplan.cost.longest import longest_sequences
+from chunkplan.cost.memory import PAGE_CHUNKS, StageMemory, stage_memory
+from chunkplan.cost.model import CostModel
+from chunkplan.reporting.plan_memory import PlanMemory
+
+GIB = 1 << 30
+
+
+def memory_of(folder: Path, longest: int, cost: CostModel, **config: Any) -> PlanMemory:
+    """Of a plan of one step with a sequence of `longest` tokens and 63 of 1,000."""
+    np.save(folder / "lengths.npy", np.array([longest, *[1000] * 63], np.int32))
+    given = {"chunk_size": 4096, "k": 1, "global_batch": 64, **config}
+    plan = chunkplan.build(folder / "lengths.npy", folder / "plan", chunkplan.PlanConfig(**given), cost=cost)
+    memory = chunkplan.plan_report(plan).memory
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("cost", "config"),
+    [
+        (CostModel(sharding="weights"), {"dp": 8, "cp": "auto", "equal_chunks": True}),
+        (CostModel(sharding="gradients"), {"dp": 8, "cp": "auto", "equal_chunks": True, "k": 2, "chunk_size": 1024}),
+        (CostModel(checkpointing="full"), {"pp": 4, "k": 3}),
+        (CostModel(tp=4), {"chunk_size": 8192}),
+    ],
+)
+def test_a_plan_with_the_longest_sequence_fits_and_with_a_longer_one_does_not(
+    cost: CostModel, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """To one part in fifty: ranks share in whole slices, and schedules hold other chunks besides."""
+    longest = memory_of(tmp_path, 500_000, cost, **config).longest[-1]
+    assert longest.num_tokens is not None and longest.num_ranks == config.get("dp", 1)
+    assert memory_of(tmp_path, int(longest.num_tokens * 0.98), cost, **config).fits
+    assert not memory_of(tmp_path, int(longest.num_tokens * 1.02), cost, **config).fits
+
+
+def test_a_million_tokens_fit_eight_gpus_that_share_them_and_all_states(tmp_path: Path) -> None:
+    """Qwen2.5-7B on H100s without offload: neither ZeRO-1 nor one rank has room for it, at a ChunkSize of 4K."""
+    million = 1 << 20
+    shared = memory_of(tmp_path, million, CostModel(sharding="weights"), dp=8, cp="auto", equal_chunks=True)
+    assert shared.fits and shared.memory.total < 74 * GIB
+    assert shared.memory.kv == 7 * GIB and shared.memory.kv_gradients == 14 * GIB
+    longest = {each.num_ranks: each.num_tokens or 0 for each in shared.longest}
+    assert longest[8] > million > longest[4] > longest[2] > longest[1]
+    assert not memory_of(tmp_path, million, CostModel(), dp=8, cp="auto").fits
+    assert not memory_of(tmp_path, million, CostModel(sharding="weights"), dp=8, equal_chunks=True).fits
+
+
+def test_ranks_that_share_sequences_have_room_for_two_fetched_pages_of_a_layer() -> None:
+    """Keys and values in bf16, their gradients in float32; no more than there is."""
+
+    def stage(kv_tokens: int, **options: Any) -> StageMemory:
+        [found] = stage_memory(
+            CostModel(),
+            dp=8,
+            pp=1,
+            layers=(28,),
+            retained_tokens=(4096,),
+            stage_input_tokens=(0,),
+            kv_tokens=(kv_tokens,),
+            chunk_size=4096,
+            **options,
+        )
+        return found
+
+    of_token = 2 * 512 * (2 + 4)
+    assert stage(100_000, fetches_pages=True).kv_fetched == 2 * PAGE_CHUNKS * 4096 * of_token
+    assert stage(5000, fetches_pages=True).kv_fetched == 5000 * of_token
+    assert stage(100_000).kv_fetched == 0
+
+
+def test_where_keys_and_values_are_offloaded_on_one_stage_no_sequence_is_too_long() -> None:
+    sizes: dict[str, Any] = {"dp": 2, "pp": 1, "layers": (28,), "chunk_size": 2048, "k": 1, "activations": 0}
+    for offload, expected in ((True, (None, None)), (False, (0, 0))):
+        cost = CostModel(kv_offload=offload)
+        found = longest_sequences(cost, **sizes, gpu_bytes=[150, 80][not offload] * GIB)
+        assert tuple(each.num_tokens for each in found) == expected
