@@ -46,8 +46,8 @@ _SHARDED["weights"] = f"weights, {_SHARDED['gradients']}"
 
 
 def sharding_words(sharding: str, dp: int) -> str:
-    """Say what `dp` data-parallel ranks share."""
-    if dp == 1 or sharding not in _SHARDED:
+    """Say what `dp` data-parallel ranks, several, share."""
+    if sharding not in _SHARDED:
         return "nothing sharded"
     return f"{_SHARDED[sharding]} sharded over {dp:,} ranks ({ZERO[sharding]})"
 

@@ -41,10 +41,9 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "shared_work_share": "share",
     "recompute_share": "share",
     "peak_retained_tokens": "count",
-    "predicted_us": "us",
-    "lower_bound_us": "us",
-    "reduction_us": "us",
     "total_us": "us",
+    "reduction_us": "us",
+    "lower_bound_us": "us",
 }
 
 

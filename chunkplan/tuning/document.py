@@ -146,6 +146,7 @@ def _baseline_entry(row: Baseline, tokens_per_step: float) -> BaselineEntry:
         "tokens_per_second": tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9),
         "largest_micro_batch": row.largest,
         "checkpointing": row.checkpointing,
+        "sharding": row.sharding,
         "memory": {**asdict(row.memory), "total": row.memory.total},
         "fits": row.fits,
         "lost_tokens": row.lost,

@@ -67,6 +67,7 @@ class BaselineEntry(TypedDict):
     tokens_per_second: NotRequired[float]
     largest_micro_batch: NotRequired[int]
     checkpointing: str
+    sharding: NotRequired[str]
     memory: dict[str, int]
     fits: bool
     lost_tokens: float

@@ -18,6 +18,7 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
+from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, try_grid, ways_to_try
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
@@ -222,9 +223,11 @@ def _nothing_fits(smallest: Choice, options: TuneOptions) -> UsageError:
     how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
     how += ["full checkpointing"] if smallest.cost.checkpointing == "full" else []
     how += ["KV offload"] if smallest.cost.kv_offload else []
+    how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
+    everything = options.sharding in ("auto", "weights")
     return UsageError(
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
-        hint="more GPUs (--gpus, --tp, --pp), --sharding weights with --dp, or more memory",
+        hint="more GPUs (--gpus, --dp, --tp, --pp)" + ("" if everything else ", --sharding auto") + ", or more memory",
     )

@@ -42,7 +42,9 @@ def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) 
     console.print(_memory(report.memory))
     console.print()
     machine = machine_words(header.cost_model)
-    console.print(Text(f"* pairs of a query and a key. Times and memory are predictions, of {machine}.", style="dim"))
+    reduced = " Slowest steps are without their reduction." if report.summary.reduction_us else ""
+    words = f"* pairs of a query and a key. Times and memory are predictions, of {machine}.{reduced}"
+    console.print(Text(words, style="dim"))
 
 
 def _fill(console: Console, bands: tuple[FillBand, ...]) -> Table:
@@ -131,7 +133,7 @@ def _time_of_ranks(ranks: tuple[RankRow, ...]) -> Table:
 
 def _times(times: StepTimeSummary) -> Table:
     table = titled_table("Slowest steps")
-    for name in ("step", "stages done after", "of median"):
+    for name in ("step", "time", "of median"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("mostly because of", overflow="fold")
     for step in times.slowest:
@@ -150,10 +152,10 @@ def _memory(memory: PlanMemory | None) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    shared = sharding_words(memory.sharding, memory.dp)
+    shared = f"{sharding_words(memory.sharding, memory.dp)}\n" if memory.dp > 1 else ""
     return Text.assemble(
         ("Memory", "bold"),
         f" on {place}: {total}",
         (fits, "bold"),
-        f"\n{words}\n{shared}\n{longest_words(memory.longest)}",
+        f"\n{words}\n{shared}{longest_words(memory.longest)}",
     )

@@ -30,7 +30,7 @@ def _times(times: StepTimeSummary) -> Table:
     ]
     usual = (f"{times.median_step:,}", seconds(times.median_us), "1.00", "the median step")
     why = "mostly because of"
-    return Table("Slowest steps", ("step", "stages done after", "of median", why), [*rows, usual], texts=(why,))
+    return Table("Slowest steps", ("step", "time", "of median", why), [*rows, usual], texts=(why,))
 
 
 def _kinds(kinds: tuple[KindRow, ...]) -> Table:
@@ -69,8 +69,8 @@ def _memory(memory: PlanMemory) -> Table:
     rows = [(name, gibibytes(num_bytes), percent(num_bytes / total)) for name, num_bytes in memory_parts(memory.memory)]
     rows.append(("all of it", gibibytes(total), percent(1.0)))
     rows.append(("the GPU has", gibibytes(memory.gpu_bytes), ""))
-    shared = sharding_words(memory.sharding, memory.dp)
-    return Table(f"Memory of the fullest stage: {place}, {shared}", ("part", "memory", "share"), rows)
+    shared = f", {sharding_words(memory.sharding, memory.dp)}" if memory.dp > 1 else ""
+    return Table(f"Memory of the fullest stage: {place}{shared}", ("part", "memory", "share"), rows)
 
 
 def _longest(memory: PlanMemory) -> Table:

@@ -172,6 +172,11 @@ def numbers_section(report: PlanReport) -> Section:
         "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
         "counted in pairs of a query and a key."
     ]
+    if report.summary.reduction_us:
+        notes.append(
+            "Times of the slowest steps are without the reduction at the end of each: when all ranks are done they sum "
+            "gradients and share what was updated, all for the same time."
+        )
     if report.shared:
         notes.append(
             "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
