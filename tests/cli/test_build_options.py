@@ -178,3 +178,43 @@ def test_options_that_make_no_sense_are_refused(
     assert message in refused.err
     assert "hint: " in refused.err
     assert not (sources.parent / "chunkplan-out" / "plan").exists()
+
+
+def test_what_ranks_share_is_an_option_and_every_screen_has_its_time_and_memory(run: Run, tmp_path: Path) -> None:
+    """The reduction is in no file, and no content hash covers what ranks share of optimizer states."""
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27] * 8))
+    of_all = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--equal-chunks", "--json")
+    plain, none, weights = (
+        json.loads(run(*of_all, "--output", name, "--sharding", name).out) for name in ("optimizer", "none", "weights")
+    )
+    assert plain["manifest"]["content_hash"] == none["manifest"]["content_hash"] != weights["manifest"]["content_hash"]
+    assert plain["memory"]["memory"]["total"] < none["memory"]["memory"]["total"]
+    assert none["summary"]["reduction_us"] > plain["summary"]["reduction_us"] > weights["summary"]["reduction_us"] > 0
+    for name, built in (("optimizer", plain), ("none", none), ("weights", weights)):
+        summary = json.loads(run("inspect", name, "--json").out)["summary"]
+        assert summary == built["summary"] | summary
+        assert summary["total_us"] == summary["predicted_us"] + summary["reduction_us"]
+        simulated = json.loads(run("simulate", name, "--json").out)
+        step = json.loads(run("inspect", name, "--step", 0, "--json").out)
+        each = pytest.approx(summary["reduction_us"] / summary["num_steps"])
+        assert simulated["reduction"] == step["reduction_us"] == each
+    numbers = {row["name"]: row for row in json.loads(run("diff", "none", "weights", "--json").out)["numbers"]}
+    assert numbers["total_us"]["before"] == none["summary"]["total_us"]
+    assert numbers["reduction_us"]["after"] == weights["summary"]["reduction_us"]
+    shown = run("inspect", "weights", width=200).out
+    assert "weights, gradients and optimizer states sharded over 2 ranks (ZeRO-3)" in shown
+    assert re.search(r"predicted +[\d.]+ m?s \([\d.]+ m?s of it reduction\), at least", shown)
+
+
+def test_sharding_that_the_trainer_cannot_run_is_said(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27] * 8))
+    shared = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--sharding")
+    for arguments, said in (
+        (("gradients",), "cannot run sharded gradients yet"),
+        (("weights",), "cannot run sharded weights with unequal chunk counts yet"),
+        (("weights", "--equal-chunks"), "train it with --reshard"),
+        (("optimizer",), ""),
+    ):
+        err = " ".join(run(*shared, *arguments, width=200).err.split())
+        assert said in err
+        assert ("plan only" in err) == ("cannot run" in said)

@@ -88,4 +88,4 @@ def test_the_example_of_the_python_api_runs_as_written(
     exec(example, {})
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "1030 145542"
-    assert any(line.startswith("predicted_us ") for line in others)
+    assert any(line.startswith("total_us ") for line in others)

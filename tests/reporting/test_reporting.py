@@ -84,6 +84,11 @@ def test_kinds_and_ranks_and_fill_add_up_to_the_plan(plan: Plan) -> None:
         assert row.attention_share * 2 * np.sum(LENGTHS**2) == pytest.approx(sum(map(attention_pairs, of_kind)))
     assert np.mean([row.over_mean for row in report.ranks]) == pytest.approx(1)
     assert sum(row.num_steps_slowest for row in report.ranks) == report.summary.num_steps
+    for row in report.ranks:
+        times = (row.busy_us, row.exchange_us, row.waiting_us, row.reduction_us)
+        assert sum(each or 0.0 for each in times) == pytest.approx(report.summary.total_us)
+    assert report.ranks[0].reduction_us == report.summary.reduction_us
+    assert bool(report.summary.reduction_us) == (plan.config.dp > 1)
     for band in report.fill:
         inside = [chunk for _, chunk in chunks if band.low < round(chunk.num_tokens / 64, 9) <= band.high]
         assert band.num_chunks == len(inside)

@@ -131,7 +131,10 @@ def test_less_memory_means_checkpointing_then_nothing(lengths: Path) -> None:
     assert tight.chosen.memory.total <= needed - GIB
     with pytest.raises(UsageError, match=r"nothing fits 8\.0 GiB a GPU .*: the least is [\d.]+ GiB") as error:
         tune(lengths, options_with(gpu_memory=8 * GIB))
-    assert "--sharding" in error.value.hint
+    assert "--dp" in error.value.hint and "--sharding" not in error.value.hint
+    with pytest.raises(UsageError) as error:
+        tune(lengths, options_with(gpu_memory=8 * GIB, sharding="none"))
+    assert "--sharding auto" in error.value.hint
 
 
 def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_room(tmp_path: Path) -> None:
