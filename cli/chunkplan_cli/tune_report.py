@@ -163,6 +163,7 @@ def _words(choice: Choice, tuning: Tuning) -> str:
         f"ChunkSize {choice.config.chunk_size:,}",
         f"K {k_words(choice.config.k, choice.config.k_by_length)}",
         str(choice.config.schedule),
+        *([] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]),
         *memory_words(choice),
     ]
     words += [_layout_words(choice)] if tuning.layouts else []
