@@ -126,8 +126,9 @@ def schedule_words(config: PlanConfig, num_layers: int) -> str:
     if config.virtual_stages > 1:
         words.append(f"{config.virtual_stages} virtual stages a stage")
     if config.pp > 1:
-        even = f"{layers[0]}" if len(set(layers)) == 1 else f"{layers[0]} to {layers[-1]}"
-        words.append(f"{even} layers {'each' if config.virtual_stages > 1 else 'a stage'}")
+        each = "each" if config.virtual_stages > 1 else "a stage"
+        is_even = len(set(layers)) == 1
+        words.append(f"{layers[0]} layers {each}" if is_even else f"layers {','.join(map(str, layers))}")
     if config.memory_tokens is not None:
         words.append(f"activations of {config.memory_tokens:,} tokens a stage at most")
     return ", ".join(words)

@@ -81,7 +81,9 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
         )
     )
     packed = _packed(longest)
-    rows.append(best(_run("packed to the longest", packed, sample, options, layout) for layout in layouts))
+    for name, is_parallel in (("packed to the longest", False), ("packed, tensor parallelism", True)):
+        of_name = [layout for layout in layouts if (layout.tp > 1) == is_parallel]
+        rows += [best(_run(name, packed, sample, options, layout) for layout in of_name)] if of_name else []
     shared = [
         _run(f"packed, shared by {cp} ranks", packed, sample, options, layout, cp)
         for cp in _SHARED

@@ -47,7 +47,7 @@ def _layout_words(choice: Choice) -> str:
     """Say how GPUs are used, and how many layers stages have where they differ."""
     dp, tp, pp = choice.layout
     layers = choice.config.layers(choice.cost.shape.num_layers)
-    uneven = f" ({layers[0]} to {layers[-1]} layers a stage)" if layers[0] != layers[-1] else ""
+    uneven = f" (layers {','.join(map(str, layers))})" if layers[0] != layers[-1] else ""
     return f"dp {dp}, tp {tp}, pp {pp}{uneven}"
 
 
@@ -98,7 +98,7 @@ def _choices(tuning: Tuning, gap: int) -> Table:
         notes = [f"{choice.layout.dp}x{choice.layout.tp}x{choice.layout.pp}"] if with_layout else []
         notes += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
         layers = choice.config.stage_layers
-        notes += [] if layers is None else [f"{layers[0]} to {layers[-1]} layers"]
+        notes += [] if layers is None else [f"layers {','.join(map(str, layers))}"]
         notes += ["plan only"] if place in others else []
         notes += memory_words(choice)
         table.add_row(

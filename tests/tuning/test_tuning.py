@@ -193,6 +193,16 @@ def test_baselines_differ_in_what_they_compute(lengths: Path, tuning: Tuning) ->
     assert cut.lost == pytest.approx(np.maximum(whole - cut.largest, 0).sum() / whole.sum(), abs=0.02)
 
 
+def test_context_and_tensor_parallelism_are_baselines_of_their_own_each_on_its_best_layout(lengths: Path) -> None:
+    found = tune(lengths, options_with(gpus=4, tp=1, pp=1, chunk_sizes=(4096,), ks=(1,)))
+    rows = {row.name.split(" by ")[0]: row for row in found.baselines}
+    packed, tensor, context = (
+        rows[name] for name in ("packed to the longest", "packed, tensor parallelism", "packed, shared")
+    )
+    assert packed.layout.tp == packed.cp == 1 and tensor.layout.tp > 1 == tensor.cp and context.cp > 1
+    assert {row.lost for row in (packed, tensor, context)} == {0.0}
+
+
 @pytest.mark.parametrize("tokens", [[1], [1, 1, 1], [700] * 40, [3000] * 500, [1_000_000]])
 def test_data_of_any_kind_is_tuned(tmp_path: Path, tokens: list[int]) -> None:
     """Also where nothing is long enough to be split, or all there is is one sequence."""
