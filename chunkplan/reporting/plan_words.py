@@ -62,16 +62,12 @@ def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
     return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
 
 
-#: What is to know of plans in which ranks share sequences.
-PLANNED_ONLY = "Planned only: the trainer cannot run it yet"
-
-
 def may_share_words(config: PlanConfig) -> str:
     """Say what helps where a sequence is too long for its step, if the plan has ranks and an order for it."""
     can = config.dp > 1 and config.schedule in ORDERS_OF_GROUPS and config.balance != "search"
     if config.cp != "off" or not can:
         return ""
-    return ". --cp auto shares it among ranks (planned only: the trainer cannot run that yet)"
+    return ". --cp auto shares it among ranks"
 
 
 def unshared_words(predicted_us: float, unshared_lower_bound_us: float | None) -> str:

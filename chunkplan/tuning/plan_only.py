@@ -13,7 +13,6 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     "none" is run as "optimizer", which takes less than was predicted.
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
-    reasons += ["context-parallel groups"] if config.cp != "off" and config.dp > 1 else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     if config.dp > 1 and cost.sharding == "gradients":
@@ -26,6 +25,7 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
 def _of_sharded_weights(config: PlanConfig) -> list[str]:
     """Say what the runtime cannot run with sharded weights: ranks fetch them together, equally often for each chunk."""
     largest_k = max([config.k, *(k for _, k in config.k_by_length or ())])
-    reasons = ["sharded weights on a pipeline"] if config.pp > 1 else []
+    reasons = ["sharded weights with context-parallel groups"] if config.cp != "off" else []
+    reasons += ["sharded weights on a pipeline"] if config.pp > 1 else []
     reasons += ["sharded weights with K above 1"] if largest_k > 1 else []
     return reasons + ([] if config.equal_chunks else ["sharded weights with unequal chunk counts"])

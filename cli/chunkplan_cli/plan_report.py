@@ -144,7 +144,7 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
 
 
 def _shared(summary: PlanSummary) -> str:
-    from chunkplan.reporting.plan_words import PLANNED_ONLY, unshared_words
+    from chunkplan.reporting.plan_words import unshared_words
 
     words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
-    return f"{words}{unshared_words(summary.predicted_us, summary.unshared_lower_bound_us)}. {PLANNED_ONLY}"
+    return f"{words}{unshared_words(summary.predicted_us, summary.unshared_lower_bound_us)}"

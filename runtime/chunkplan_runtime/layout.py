@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
+from chunkplan_runtime.sharing import used_blocks
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,30 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `rank`.
 
     Raises:
-        UsageError: they cannot share the plan's stages and data-parallel ranks evenly.
+        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or the sequences that some of
+            these ranks share.
+        DataError: the plan is damaged.
     """
     pp, plan_dp = plan.config.pp, plan.config.dp
-    fitting = [pp * dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
-    if world_size not in fitting:
-        shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
-        counts = " or ".join(map(str, fitting)) + (" process" if fitting == [1] else " processes")
-        raise UsageError(
-            f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
-            where=str(plan.path),
-            hint=f"`torchrun --nproc-per-node N` with {counts} in all, or build the plan with another --dp"
-            + (" or --pp" if pp > 1 else ""),
+    dividing = [dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
+    blocks = used_blocks(plan)
+    fitting = [pp * dp for dp in dividing if all(block.fits(plan_dp // dp) for block in blocks)]
+    if world_size in fitting:
+        return RankLayout(world_size // pp, pp, rank)
+    if world_size % pp == 0 and world_size // pp in dividing:
+        num_ranks = plan_dp // (world_size // pp)
+        uneven = next(block for block in blocks if not block.fits(num_ranks))
+        message = (
+            f"processes of {num_ranks} data-parallel ranks each cannot share what ranks {uneven.first} to "
+            f"{uneven.first + uneven.size - 1} of the plan share, {uneven.heads} of them by heads, evenly"
         )
-    return RankLayout(world_size // pp, pp, rank)
+    else:
+        shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
+        message = f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly"
+    counts = " or ".join(map(str, fitting)) + (" process" if fitting == [1] else " processes")
+    raise UsageError(
+        message,
+        where=str(plan.path),
+        hint=f"`torchrun --nproc-per-node N` with {counts} in all, or build the plan with another --dp"
+        + (" or --pp" if pp > 1 else ""),
+    )

@@ -24,7 +24,8 @@ from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.checks import max_positions
-from chunkplan_runtime.models.model import CausalLM, check_plan, new_model, read_config
+from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
 
 #: What rounding in float64 leaves far below and any mistake far above.
@@ -137,7 +138,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
 
     Raises:
         DataError: plan or analysis is not what it should be.
-        UsageError: see `stream.open_plan`, `stream.PlanStream` and `models.check_plan`.
+        UsageError: see `stream.open_plan`, `stream.PlanStream` and `plans.check_plan`.
         ChunkplanError: gradients are not finite.
     """
     opened, loaded_analysis = open_plan(plan, analysis)

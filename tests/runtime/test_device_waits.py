@@ -75,8 +75,8 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     assert isinstance(memory, HostMemory)
     taken = Counter({(shape[0], dtype): len(tensors) for (shape, dtype), tensors in memory.unused.items()})
     actions = [action for action in work.actions if not evaluates or action.op in ("forward", "forward_kv")]
-    spans = {chunk_id: tensors.spans for chunk_id, tensors in work.tensors.items()}
-    needs = page_needs(actions, spans, 12, windows(config), with_gradients=not evaluates)
+    parts = {chunk_id: [(part, None) for part in tensors.parts] for chunk_id, tensors in work.tensors.items()}
+    needs = page_needs(actions, parts, 12, windows(config), with_gradients=not evaluates)
     expected = Counter({(tokens, torch.bfloat16): 2 * count for tokens, count in needs.pages.items()})
     expected += Counter({(tokens, torch.float32): 2 * count for tokens, count in needs.gradients.items()})
     assert +taken == +expected

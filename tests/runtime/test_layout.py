@@ -99,7 +99,6 @@ def test_more_stages_than_layers_are_refused(given: tuple[int, ...] | None) -> N
     [
         ({"schedule": "interleaved", "pp": 2}, "interleaved stages"),
         ({"schedule": "zero-bubble", "pp": 2}, "split backwards"),
-        ({"cp": "auto", "dp": 2}, r"ranks that share sequences \(cp auto\)"),
         ({"cost": CostModel(tp=2)}, r"tensor parallelism \(tp 2\)"),
     ],
 )

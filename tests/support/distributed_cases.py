@@ -30,6 +30,7 @@ from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
+from chunkplan_runtime.sharing import blocks_on
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 
@@ -213,13 +214,13 @@ def make_stage(
     stage_layers: tuple[int, ...] | None = None,
 ) -> StageProcess:
     layout = choose_layout(plan, dist.get_world_size(), rank)
-    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(plan, layout.dp))
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
     model = cut_stage(model, layers, layout)
     shards = Shards(model, groups.replicas, master_weights=master_weights) if layout.dp > 1 else None
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
-    executor = Executor(model, kv_offload=kv_offload, links=links)
+    executor = Executor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
     return StageProcess(model, groups, shards, executor, stream)
 

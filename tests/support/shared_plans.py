@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,22 +34,31 @@ def build_shared(folder: Path, link_ns: float = 1e-6, lengths: list[int] = LENGT
     return build(folder / "lengths.npy", folder / "plan", PlanConfig(**given), cost=cost, workers=1)
 
 
-def build_blocks(folder: Path, blocks: dict[int, tuple[int, int]], **config: Any) -> Plan:
-    """The same where it is given, and not chosen, who shares what: by its tokens the first rank and the size of each.
+def build_blocks(folder: Path, blocks: Mapping[int, tuple[int, ...]], **config: Any) -> Plan:
+    """The same where it is given, and not chosen, who shares what, see `given_blocks`."""
+    with given_blocks(blocks):
+        return build_shared(folder, **config)
 
-    By pages alone; all others are on one rank each.
+
+@contextmanager
+def given_blocks(blocks: Mapping[int, tuple[int, ...]]) -> Iterator[None]:
+    """Within the block plans share what they are told to: of a sequence of so many tokens the block of ranks.
+
+    That is its first rank, its size and, unless all share pages, how many share heads; others are on one rank each.
     """
 
     def given(step_starts: Int64Array, sequences: Sequences, *others: Any) -> tuple[Shares, Int64Array]:
         shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
-        for tokens, (first_rank, size) in blocks.items():
-            [at] = np.flatnonzero(sequences.tokens == tokens)
+        for tokens, (first_rank, size, *heads) in blocks.items():
+            at = np.flatnonzero(sequences.tokens == tokens)
+            assert at.size
             shares.first_rank[at], shares.size[at], shares.work[at] = first_rank, size, sequences.work[at] // size
+            shares.heads[at] = heads or [1]
         return shares, np.ones(step_starts.size - 1, np.int64)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(method, "share_sequences", given)
-        return build_shared(folder, **config)
+        yield
 
 
 def at(rows: Rows, rank: int, chunk_id: int) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from chunkplan.reporting.page.parts import Chart, Section
 from chunkplan.reporting.page.plan_tables import plan_tables
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import PLANNED_ONLY
 from chunkplan.tuning.document_entries import TuningDocument
 
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
@@ -181,7 +180,7 @@ def numbers_section(report: PlanReport) -> Section:
         notes.append(
             "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
             "heads for its own tokens, and fetches the keys and values of the others. Exchange is what of their time "
-            f"they wait for that. {PLANNED_ONLY}."
+            "they wait for that."
         )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")

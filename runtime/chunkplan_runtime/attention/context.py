@@ -8,16 +8,22 @@ from functools import cached_property
 
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.sharing import Run, SharedPart
 from chunkplan_runtime.spans import Span
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Tokens [start, stop) of a chunk: a part of a split sequence, or whole sequences with `borders` from 0 on."""
+    """Tokens [start, stop) of a chunk: a part of a split sequence, or whole sequences with `borders` from 0 on.
+
+    `runs`: which tokens of the sequence a part's are here, [start, stop) each and one after another; those of all of it
+    unless its pages are shared.
+    """
 
     start: int
     stop: int
     part: Span | None = None
+    runs: tuple[Run, ...] = ()
     borders: tuple[int, ...] | None = None
 
 
@@ -26,7 +32,8 @@ class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
     `windows`: the sliding window of each layer, None for full attention; empty where no layer has one. `seed`: of its
-    dropout.
+    dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes that: all tokens
+    that those have together who share heads.
     """
 
     spans: Sequence[Span]
@@ -35,10 +42,13 @@ class ChunkContext:
     causal: bool = True
     windows: Sequence[int | None] = ()
     seed: int | None = None
+    shared: SharedPart | None = None
 
     @cached_property
     def ranges(self) -> list[TokenRange]:
         """The chunk as the attention takes it: every part by itself, whole sequences side by side in one range."""
+        if self.shared is not None:
+            return [_range_of(self.shared)]
         ranges: list[TokenRange] = []
         borders: list[int] = []
 
@@ -51,8 +61,16 @@ class ChunkContext:
         for span in self.spans:
             if span.is_split:
                 close()
-                ranges.append(TokenRange(span.chunk_start, span.chunk_stop, part=span))
+                runs = ((span.start, span.stop),)
+                ranges.append(TokenRange(span.chunk_start, span.chunk_stop, part=span, runs=runs))
             else:
                 borders.extend([span.chunk_start, span.chunk_stop] if not borders else [span.chunk_stop])
         close()
         return ranges
+
+
+def _range_of(shared: SharedPart) -> TokenRange:
+    num_tokens = sum(stop - start for start, stop in shared.runs)
+    if shared.is_paged or shared.span.is_split:
+        return TokenRange(0, num_tokens, part=shared.span, runs=shared.runs)
+    return TokenRange(0, num_tokens, borders=(0, num_tokens))

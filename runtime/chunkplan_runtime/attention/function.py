@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import ChunkContext, TokenRange
 from chunkplan_runtime.attention.form import Form, merge
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.kv.pages import KVBlock
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.kv.pages import Asked, KVBlock
+from chunkplan_runtime.sharing import Run
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ChunkAttention(torch.autograd.Function):
                 out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
             else:
                 context.store.write(tokens.part, attention.layer, keys, values)
-                out[:, here], lse[:, here] = _attend(queries, keys, values, tokens.part, context, attention)
+                out[:, here], lse[:, here] = _attend(queries, keys, values, tokens, context, attention)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.context, ctx.attention = context, attention
         return out
@@ -79,33 +79,35 @@ class ChunkAttention(torch.autograd.Function):
             if tokens.part is None:
                 results = attention.kernel.backward(*given, attention.form(context.causal, tokens.borders))
             else:
-                results = _attend_backward(tokens.part, context, attention, *given)
+                results = _attend_backward(tokens, context, attention, *given)
             for gradient, result in zip((grad_query, grad_key, grad_value), results, strict=True):
                 gradient[:, here] = result
         return grad_query, grad_key, grad_value, None, None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, part: Span, context: ChunkContext, attention: LayerAttention
+    query: Tensor, key: Tensor, value: Tensor, tokens: TokenRange, context: ChunkContext, attention: LayerAttention
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, head_dim] and lse [heads, num_queries] of a part over its own page and all before."""
-    out, lse = query, query  # replaced by the first block, which every query sees
-    blocks = context.store.blocks(part, attention.layer, key, value, part.first_seen(attention.window))
-    for block, queries, form in _visible(blocks, part, attention):
-        block_out, block_lse = attention.kernel.forward(query[:, queries], block.key, block.value, form)
-        if block.stop == part.stop:
-            out, lse = block_out, block_lse
-        elif queries.stop == query.shape[1]:
-            out, lse = merge(out, lse, block_out, block_lse)
-        else:
-            merged, total = merge(out[:, queries], lse[:, queries], block_out, block_lse)
-            out = torch.cat((merged, out[:, queries.stop :].to(merged.dtype)), 1)  # [heads, num_queries, head_dim]
-            lse = torch.cat((total, lse[:, queries.stop :]), 1)  # [heads, num_queries]
+    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before."""
+    part = tokens.part
+    assert part is not None
+    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+    seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
+    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window), Asked(key, value))
+    for block in blocks:
+        for queries, keys, form in _visible(block, tokens.runs, attention):
+            found = attention.kernel.forward(query[:, queries], block.key[:, keys], block.value[:, keys], form)
+            if queries.stop > seen:
+                seen = queries.stop
+            else:
+                found = merge(out[:, queries], lse[:, queries], *found)
+            out[:, queries], lse[:, queries] = found
     return out, lse
 
 
 def _attend_backward(
-    part: Span,
+    tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
     grad_out: Tensor,
@@ -116,38 +118,43 @@ def _attend_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a part's queries, and of its keys and values from all parts of the sequence."""
+    part, asked = tokens.part, Asked(key, value, with_gradients=True)
+    assert part is not None
     grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
-    grad_key, grad_value = key, value  # replaced by the part's own block
-    start = part.first_seen(attention.window)
-    blocks = context.store.blocks(part, attention.layer, key, value, start, with_gradients=True)
-    for block, queries, form in _visible(blocks, part, attention):
-        grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
-        add_query, add_key, add_value = attention.kernel.backward(
-            grad_rows, query_rows, block.key, block.value, out_rows, lse_rows, form
-        )
-        grad_query[:, queries] += add_query
+    for block in context.store.blocks(part, attention.layer, part.first_seen(attention.window), asked):
         assert block.grad_key is not None and block.grad_value is not None
-        block.grad_key.add_(add_key)
-        block.grad_value.add_(add_value)
-        if block.stop == part.stop:
-            own = slice(part.start - block.start, None)
-            # Copies: the next block may lie where this one did.
-            grad_key = block.grad_key[:, own].to(key.dtype, copy=True)
-            grad_value = block.grad_value[:, own].to(value.dtype, copy=True)
+        for queries, keys, form in _visible(block, tokens.runs, attention):
+            grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
+            add_query, add_key, add_value = attention.kernel.backward(
+                grad_rows, query_rows, block.key[:, keys], block.value[:, keys], out_rows, lse_rows, form
+            )
+            grad_query[:, queries] += add_query
+            block.grad_key[:, keys].add_(add_key)
+            block.grad_value[:, keys].add_(add_value)
+    grad_key, grad_value = asked.gradients
     return grad_query, grad_key, grad_value
 
 
-def _visible(blocks: Iterator[KVBlock], part: Span, attention: LayerAttention) -> Iterator[tuple[KVBlock, slice, Form]]:
-    """Every block with the queries of the part that see any of it, and how."""
-    for block in blocks:
-        if block.stop == part.stop:
-            yield block, slice(0, part.stop - part.start), attention.form(causal=True)
-            continue
+def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
+    """Queries that see any of a block, the keys of it that they see, and how; all that are in no other triple.
+
+    Queries are tokens of the sequence in `runs`, [start, stop) each. A block may begin and end within a run.
+    """
+    offset = 0
+    for start, stop in runs:
+        offset -= start  # the token t of the run is query t + offset
+        within = max(start, block.start), min(stop, block.stop)
+        if within[0] < within[1]:
+            queries = slice(within[0] + offset, within[1] + offset)
+            yield queries, slice(0, within[1] - block.start), attention.form(causal=True)
+        after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
         form = attention.form(causal=False)
-        stop = part.stop
+        last = stop
         if attention.window is not None:
-            stop = min(stop, block.stop + attention.window - 1)
-            # Queries end `stop - block.stop` tokens after the keys of the block do, so that they reach less far in it.
-            reach = attention.window - 1 - (stop - block.stop)
-            form = replace(form, reach=None if stop - attention.window <= block.start else reach)
-        yield block, slice(0, stop - part.start), form
+            last = min(stop, block.stop + attention.window - 1)
+            # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
+            reach = attention.window - 1 - (last - block.stop)
+            form = replace(form, reach=None if last - attention.window <= block.start else reach)
+        if after < last:
+            yield slice(after + offset, last + offset), slice(0, block.stop - block.start), form
+        offset += stop

@@ -16,6 +16,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
+from chunkplan_runtime.attention.heads import HeadExchange
 
 ATTENTION = "chunkplan"
 
@@ -77,7 +78,12 @@ def chunk_attention(
     kernel = chunk_context.kernels.choose(query.device, query.dtype, (query.shape[-1], value.shape[-1]), form)
     attention = LayerAttention(kernel, layer, scale, window, softcap)
     apply: Callable[..., Tensor] = ChunkAttention.apply
-    out = apply(query[0], key[0], value[0], chunk_context, attention)
+    shared, given = chunk_context.shared, (query[0], key[0], value[0])
+    if shared is None or len(shared.heads) == 1:
+        out = apply(*given, chunk_context, attention)
+    else:
+        exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
+        out = exchange.to_tokens(apply(*exchange.to_heads(*given), chunk_context, attention))
     return out.transpose(0, 1)[None], None
 
 

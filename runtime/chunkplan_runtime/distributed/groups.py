@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -10,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import Block
 
 #: On a GPU, the most multiprocessors that a send or a receive may hold while it waits, of more than a hundred. Hidden
 #: states are small: a few of them send as fast as is needed. Not measured.
@@ -27,6 +31,8 @@ class Groups:
         before, after: its links; None where the pipeline ends.
         ends: the first and last stage of its pipeline; None on the others, and where there is one stage.
         control: all processes, for objects on the CPU.
+        exchanges: with the processes that share sequences with this one.
+        sharing_seconds: how long making the groups of these took, and using each once.
     """
 
     layout: RankLayout
@@ -36,18 +42,22 @@ class Groups:
     after: Link | None
     ends: dist.ProcessGroup | None
     control: dist.ProcessGroup
+    exchanges: Exchanges
+    sharing_seconds: float
 
     def links(self, wire: Wire) -> Links | None:
         """The links of this process's stage, connected; None where there is one stage. All processes have to ask."""
         return Links(wire, self.before, self.after) if self.layout.pp > 1 else None
 
 
-def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta) -> Groups:
+def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, blocks: Sequence[Block] = ()) -> Groups:
     """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
     The first use of a group of NCCL connects its processes and waits for the device, which must not be in the middle of
     a step. Those of links are used once by `Links`, which begins with the sends and receives that they are for: NCCL
     has a connection of its own for these.
+
+    `blocks`: those of processes that share sequences, see `sharing.blocks_on`.
     """
 
     def own(members: list[list[int]], *, is_link: bool = False) -> dist.ProcessGroup | None:
@@ -79,6 +89,17 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta) ->
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     dist.all_reduce(torch.zeros(1), group=control)
 
+    started = time.perf_counter()
+    members = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}
+    shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group_members in sorted(each for each in members if len(each) > 1):
+        made = own([[layout.rank_of(stage, each) for each in group_members] for stage in range(layout.pp)])
+        if made is not None:
+            shared[group_members] = made
+    exchanges = Exchanges(layout, shared)
+    exchanges.greet(device)
+    sharing_seconds = time.perf_counter() - started
+
     def link(stage: int, other: int) -> Link:
         """That between `stage` and the next one, to the stage `other` of them."""
         down, up = links[stage]
@@ -88,7 +109,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta) ->
     before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
     after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     assert control is not None
-    return Groups(layout, device, replicas, before, after, ends, control)
+    return Groups(layout, device, replicas, before, after, ends, control, exchanges, sharing_seconds)
 
 
 class GroupOptions(TypedDict, total=False):

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.cost.memory import PAGE_CHUNKS
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
+from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.feed.labels import NO_TARGET
@@ -25,6 +26,8 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import windows
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.sharing import SharedPart
+from chunkplan_runtime.spans import Span
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {
@@ -40,7 +43,10 @@ Around = Callable[[Action], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """The loss of one sequence in a step: summed over its `num_target_tokens`. A sequence may occur more than once."""
+    """The loss of one sequence in a step: summed over its `num_target_tokens`.
+
+    More than one rank may have it: because it occurs more than once, or because they share it.
+    """
 
     sequence_id: int
     loss: float
@@ -60,23 +66,41 @@ class Executor:
 
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
-    needs to recompute a chunk is its own input, which it keeps.
+    needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
     """
 
-    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, links: Links | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        seed: int = 0,
+        kv_offload: bool = False,
+        links: Links | None = None,
+        exchanges: Exchanges | None = None,
+    ) -> None:
         self.model = model
+        self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
         self._links = links
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
         self.store = StateStore(page_tokens=1)
-        #: What it does or waits for, in words, for a warning that it stalls.
-        self.doing = ""
+        self._doing = ""
         #: Of chunks in flight, by chunk_id: what came from the stage before [num_tokens, hidden_size], and where their
         #: backward begins.
         self.inputs: dict[int, Tensor] = {}
         self.in_flight: dict[int, Tensor | GradientEdge | None] = {}
+
+    @property
+    def doing(self) -> str:
+        """What it does or waits for, in words, for a warning that it stalls."""
+        return self._doing + self._exchanges.at
+
+    @doing.setter
+    def doing(self, words: str) -> None:
+        """See `Executor.doing`."""
+        self._doing = words
 
     def run(self, work: RankWork, num_target_tokens: int, around: Around = lambda action: nullcontext()) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
@@ -148,9 +172,9 @@ class Executor:
                     losses[chunk_id] = token_losses(self.model.head, hidden, tensors.labels, self.model.vocab_size)
                 else:
                     self._connected.send_output(hidden)
-                for span in tensors.spans:
-                    if span.is_split and span.stop == span.length:
-                        self.store.drop(span)
+                for part in tensors.parts:
+                    if part.stop == part.length:
+                        self.store.drop(part)
         return _collect(work, losses, num_target_tokens)
 
     @property
@@ -163,25 +187,32 @@ class Executor:
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
-        self.store = StateStore(page_tokens, self.memory)
+        self.store = StateStore(page_tokens, self.memory, self._exchanges)
         self.inputs, self.in_flight = {}, {}
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):
-            spans = {chunk_id: each.spans for chunk_id, each in work.tensors.items()}
-            model = self.model
-            of_all = windows(model.config)
-            own = [of_all[layer] for layer in model.own_layers]
-            needs = page_needs(work.actions, spans, page_tokens, own, with_gradients=with_gradients)
-            self.memory.reserve(needs, *model.kv_shape, model.dtype)
+            self._reserve(self.memory, work, page_tokens, with_gradients=with_gradients)
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
+
+    def _reserve(self, memory: HostMemory, work: RankWork, page_tokens: int, *, with_gradients: bool) -> None:
+        """Take the memory of all pages, for parts of which as many processes share heads at once."""
+        model = self.model
+        of_all, (kv_heads, head_dim) = windows(model.config), model.kv_shape
+        own = [of_all[layer] for layer in model.own_layers]
+        parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
+        for chunk_id, tensors in work.tensors.items():
+            num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)
+            parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
+        for num_sharing, by_chunk in parts.items():
+            needs = page_needs(work.actions, by_chunk, page_tokens, own, with_gradients=with_gradients)
+            memory.reserve(needs, kv_heads // num_sharing, head_dim, model.dtype)
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""
         tensors = work.tensors[chunk_id]
-        for span in tensors.spans:
-            if span.is_split:
-                self.store.start_forward(span)
+        for part in tensors.parts:
+            self.store.start_forward(part, tensors.shared)
         device = self.model.device
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -200,9 +231,8 @@ class Executor:
         `gradient` [num_tokens, hidden_size] is that from the stage after, on all other stages.
         """
         tensors = work.tensors[chunk_id]
-        split = [span for span in tensors.spans if span.is_split]
-        for span in split:
-            self.store.start_backward(span)
+        for part in tensors.parts:
+            self.store.start_backward(part)
         begin = self.in_flight.pop(chunk_id)
         losses = None
         if isinstance(begin, Tensor):
@@ -215,8 +245,8 @@ class Executor:
         if begin is not None:
             assert gradient is not None
             torch.autograd.backward(begin, gradient)
-        for span in split:
-            self.store.finish_backward(span)
+        for part in tensors.parts:
+            self.store.finish_backward(part)
         if not self.model.is_first:
             inputs = self.inputs.pop(chunk_id)
             assert inputs.grad is not None

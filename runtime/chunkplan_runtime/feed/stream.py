@@ -18,9 +18,11 @@ from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
+from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, schedule_chunks
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import SharedPart, shared_part
 from chunkplan_runtime.spans import Span
 
 
@@ -29,18 +31,30 @@ class ChunkTensors:
     """A chunk as the model takes it: input_ids and position_ids int32 [1, num_tokens], labels int32 [num_tokens].
 
     Labels are shifted already: entry i is the token that position i predicts, or `NO_TARGET`. A zero-loss chunk is one
-    padding token that predicts nothing.
+    padding token that predicts nothing. Of a chunk that other processes have slices of, `spans` are those of this one,
+    and `shared` is the whole.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
     spans: tuple[Span, ...]
+    shared: SharedPart | None = None
+
+    @property
+    def parts(self) -> list[Span]:
+        """The parts of sequences whose keys and values other chunks, or other processes, need."""
+        if self.shared is None:
+            return [span for span in self.spans if span.is_split]
+        return [self.shared.span] if self.shared.span.is_split or self.shared.is_paged else []
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
+    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id.
+
+    In a step of which ranks share sequences, all ranks of a process are one (`feed.joined`): `dp_rank` is the first.
+    """
 
     step: int
     dp_rank: int
@@ -51,7 +65,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: its row of the plan, and the work of data-parallel ranks in order of dp_rank."""
+    """One optimizer step: its row of the plan, and the work of a process's data-parallel ranks in order of dp_rank."""
 
     step: PlanStep
     ranks: list[RankWork]
@@ -116,8 +130,8 @@ class PlanStream(IterableDataset[StepWork]):
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._stage = layout.stage if layout else 0
-        self._dp_ranks = layout.dp_ranks(plan.config.dp) if layout else range(plan.config.dp)
+        self._layout = RankLayout(pp=plan.config.pp) if layout is None else layout
+        self._dp_ranks = self._layout.dp_ranks(plan.config.dp)
         self._next = 0
 
     @property
@@ -184,10 +198,32 @@ class PlanStream(IterableDataset[StepWork]):
     def _read(self) -> Iterator[StepWork]:
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
-            ranks = [dp_rank for dp_rank in self._dp_ranks if dp_rank in step.chunks or (dp_rank, 0) in step.actions]
-            for dp_rank in ranks:
+            yield StepWork(step, [self._with_tensors(work, gather) for work in self._own_work(step)])
+
+    def _own_work(self, step: PlanStep) -> list[RankWork]:
+        """What this process does in a step, without tensors."""
+        stage, dp_ranks = self._layout.stage, self._dp_ranks
+        if len(dp_ranks) > 1 and is_shared(step):
+            joined = join_chunks(step, dp_ranks)
+            actions = schedule_chunks(joined, self._plan, stage)
+            return [RankWork(step.step, dp_ranks[0], actions, {chunk.chunk_id: chunk for chunk in joined}, {})]
+        found = []
+        for dp_rank in dp_ranks:
+            if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
                 _check_links(step, dp_rank, self._plan.config.pp)
-            yield StepWork(step, [_rank_work(step, dp_rank, self._stage, gather) for dp_rank in ranks])
+                chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
+                found.append(RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, {}))
+        return found
+
+    def _with_tensors(self, work: RankWork, gather: TokenGather) -> RankWork:
+        tensors = _tensors_of(list(work.chunks.values()), gather)
+        groups = chunk_groups(list(work.chunks.values()))
+        for chunk_id, chunk in work.chunks.items():
+            if chunk.cp_size > 1 and chunk.group_id is not None:
+                parts = groups[chunk.group_id]
+                shared = shared_part(chunk, parts, self._layout.dp_rank, len(self._dp_ranks))
+                tensors[chunk_id] = replace(tensors[chunk_id], shared=shared)
+        return replace(work, tensors=tensors)
 
 
 def check_runnable(plan: Plan) -> None:
@@ -200,11 +236,6 @@ def check_runnable(plan: Plan) -> None:
     for found, what, hint in (
         (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
         (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
-        (
-            config.cp != "off" and config.dp > 1,
-            f"ranks that share sequences (cp {config.cp})",
-            "this version plans context-parallel groups and does not run them yet: build it with `--cp off`",
-        ),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
         if found:
@@ -250,18 +281,17 @@ def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
                 )
 
 
-def _rank_work(step: PlanStep, dp_rank: int, stage: int, gather: TokenGather) -> RankWork:
-    chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
-    filled = [chunk for chunk in chunks.values() if chunk.segments]
-    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks.values() if not chunk.segments}
-    if filled:
-        gathered = gather(filled)
-        # Each chunk's tensors are views of one for all chunks of the rank.
-        flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
-        input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
-        parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
-        tensors |= {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
-    return RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, tensors)
+def _tensors_of(chunks: Sequence[Chunk], gather: TokenGather) -> dict[int, ChunkTensors]:
+    """The tensors of chunks by chunk_id, of those with segments views of one for all of them."""
+    filled = [chunk for chunk in chunks if chunk.segments]
+    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
+    if not filled:
+        return tensors
+    gathered = gather(filled)
+    flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
+    input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
+    parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
+    return tensors | {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
 
 
 def _pinned(work: RankWork) -> RankWork:
@@ -275,10 +305,14 @@ def _pinned(work: RankWork) -> RankWork:
         return torch.split(pinned(torch.cat(column, -1)), sizes, -1)
 
     input_ids, position_ids = moved([each.input_ids for each in chunks]), moved([each.position_ids for each in chunks])
-    labels, spans = moved([each.labels for each in chunks]), [each.spans for each in chunks]
-    parts = zip(input_ids, position_ids, labels, spans, strict=True)
+    labels = moved([each.labels for each in chunks])
+    parts = zip(work.tensors.items(), input_ids, position_ids, labels, strict=True)
     return replace(
-        work, tensors={chunk_id: ChunkTensors(*part) for chunk_id, part in zip(work.tensors, parts, strict=True)}
+        work,
+        tensors={
+            chunk_id: replace(each, input_ids=ids, position_ids=positions, labels=own_labels)
+            for (chunk_id, each), ids, positions, own_labels in parts
+        },
     )
 
 

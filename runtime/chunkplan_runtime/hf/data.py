@@ -20,7 +20,8 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import max_positions
-from chunkplan_runtime.models.model import CausalLM, check_plan
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.plans import check_plan
 
 
 class StepBatch(TypedDict, total=False):

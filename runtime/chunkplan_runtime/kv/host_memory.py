@@ -26,7 +26,7 @@ from torch import Tensor
 from chunkplan_runtime.device_waits import new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
-from chunkplan_runtime.kv.pages import KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 
 
 class _Queue:
@@ -79,6 +79,8 @@ class _Buffer:
 
 class HostMemory:
     """See `pages.PageMemory`."""
+
+    keeps_blocks = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,10 +136,9 @@ class HostMemory:
         page.written_before = page.written
         page.written = self._write_back([(page.key[tokens], sent[0]), (page.value[tokens], sent[1])])
 
-    def blocks(
-        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
-    ) -> Iterator[KVBlock]:
+    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
+        with_gradients = asked.with_gradients
         current = _Queue.current(self._device)
         buffers = [self._next_buffer(slices[0].page)]
         self._fetch(buffers[0], slices[0], with_gradients)
@@ -150,12 +151,14 @@ class HostMemory:
             num_tokens = page_slice.stop - page_slice.start
             num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
             if num_fetched < num_tokens:
-                buffer.key[num_fetched:num_tokens] = key.transpose(0, 1)
-                buffer.value[num_fetched:num_tokens] = value.transpose(0, 1)
+                buffer.key[num_fetched:num_tokens] = asked.key.transpose(0, 1)
+                buffer.value[num_fetched:num_tokens] = asked.value.transpose(0, 1)
             names = ("key", "value", "grad_key", "grad_value") if with_gradients else ("key", "value")
             held = {name: getattr(buffer, name)[:num_tokens] for name in names}  # [num_tokens, kv_heads, head_dim]
             views = {name: tensor.transpose(0, 1) for name, tensor in held.items()}  # [kv_heads, num_tokens, head_dim]
-            yield KVBlock(page_slice.start, page_slice.stop, **views)
+            block = KVBlock(page_slice.start, page_slice.stop, **views)
+            yield block
+            asked.take_own(block, page_slice.own_start)
             if with_gradients:
                 # What the part itself was sent has been taken and is not needed again.
                 page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.kv.pages import KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
 
@@ -37,13 +38,15 @@ def room(capacity: int) -> int:
 
 def page_needs(
     actions: Sequence[Action],
-    spans: dict[int, tuple[Span, ...]],
+    parts: dict[int, list[tuple[Span, SharedPart | None]]],
     page_tokens: int,
     windows: Sequence[int | None],
     *,
     with_gradients: bool,
 ) -> PageNeeds:
-    """What the layers with these sliding windows need for `actions` on chunks of `spans`; None is full attention.
+    """What the layers with these sliding windows need for `actions`; None is full attention.
+
+    `parts`: of split sequences, by chunk; of those that processes share, how they do.
 
     Without gradients a sequence is dropped after the forward of its last part.
 
@@ -55,9 +58,8 @@ def page_needs(
         counting = _Counting()
         store = StateStore(page_tokens, counting)
         for action in actions:
-            for span in spans.get(action.chunk_id, ()):
-                if span.is_split:
-                    _do(action, span, store, window, with_gradients=with_gradients)
+            for span, shared in parts.get(action.chunk_id, ()):
+                _do(action, span, shared, store, window, with_gradients=with_gradients)
         for most, total in ((counting.most_pages, needs.pages), (counting.most_gradients, needs.gradients)):
             for tokens, count in most.items():
                 total[tokens] += num_layers * count
@@ -68,21 +70,32 @@ def page_needs(
 _NOTHING = torch.empty(0)
 
 
-def _do(action: Action, span: Span, store: StateStore, window: int | None, *, with_gradients: bool) -> None:
+def _do(
+    action: Action,
+    span: Span,
+    shared: SharedPart | None,
+    store: StateStore,
+    window: int | None,
+    *,
+    with_gradients: bool,
+) -> None:
     """Do with the part of a sequence what the executor and the attention do, on a store without memory."""
     if action.op != "backward":
-        store.start_forward(span)
+        store.start_forward(span, shared)
         store.write(span, 0, _NOTHING, _NOTHING)
         if not with_gradients and span.stop == span.length:
             store.drop(span)
     else:
         store.start_backward(span)
-        store.blocks(span, 0, _NOTHING, _NOTHING, span.first_seen(window), with_gradients=True)
+        for _ in store.blocks(span, 0, span.first_seen(window), Asked(_NOTHING, _NOTHING, with_gradients=True)):
+            pass
         store.finish_backward(span)
 
 
 class _Counting:
     """See `pages.PageMemory`: it counts pages and has no memory for them."""
+
+    keeps_blocks = False
 
     def __init__(self) -> None:
         self._pages: Counter[int] = Counter()
@@ -100,11 +113,9 @@ class _Counting:
     def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
         pass
 
-    def blocks(
-        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
-    ) -> Iterator[KVBlock]:
+    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         for page_slice in slices:
-            if with_gradients and page_slice.page.grad_key is None:
+            if asked.with_gradients and page_slice.page.grad_key is None:
                 page_slice.page.grad_key = _NOTHING
                 self._gradients[room(page_slice.page.capacity)] += 1
         self.most_gradients |= self._gradients

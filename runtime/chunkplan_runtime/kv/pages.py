@@ -53,6 +53,32 @@ class KVBlock:
     grad_value: Tensor | None = None
 
 
+@dataclass
+class Asked:
+    """What a part brings along that asks for blocks: its own key and value, [kv_heads, num_tokens, head_dim] each.
+
+    With gradients it gets back `gradients`, those of its own key and value in their dtype, from all parts of the
+    sequence: they are there when the last block was given back.
+    """
+
+    key: Tensor
+    value: Tensor
+    with_gradients: bool = False
+    gradients: tuple[Tensor, ...] = ()
+
+    def take_own(self, block: KVBlock, own_start: int) -> None:
+        """Take the gradients of the tokens from `own_start` on from a block that has the part's own tokens last."""
+        if not self.with_gradients or own_start >= block.stop:
+            return
+        own = slice(own_start - block.start, None)
+        assert block.grad_key is not None and block.grad_value is not None
+        # Copies: the next block may lie where this one did.
+        self.gradients = (
+            block.grad_key[:, own].to(self.key.dtype, copy=True),
+            block.grad_value[:, own].to(self.value.dtype, copy=True),
+        )
+
+
 @dataclass(frozen=True)
 class PageSlice:
     """Tokens [start, stop) of a sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
@@ -69,7 +95,12 @@ class PageSlice:
 
 
 class PageMemory(Protocol):
-    """What holds pages and hands out blocks of them."""
+    """What holds pages and hands out blocks of them.
+
+    `keeps_blocks`: whether a block stays good, and its gradients may be added to, after others were asked for.
+    """
+
+    keeps_blocks: bool
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
         """Make an empty page for keys and values like `key` and `value`, [kv_heads, num_tokens, head_dim] each."""
@@ -79,10 +110,8 @@ class PageMemory(Protocol):
         """Write the KV [kv_heads, num_tokens, head_dim] of the tokens from `start` on of the sequence."""
         ...
 
-    def blocks(
-        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
-    ) -> Iterator[KVBlock]:
-        """Yield a block for every slice. key, value [kv_heads, num_tokens, head_dim] are those of the asking part."""
+    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
+        """Yield a block for every slice; a block is given back by asking for the next one."""
         ...
 
     def give_back(self, page: Page) -> None:
@@ -92,6 +121,8 @@ class PageMemory(Protocol):
 
 class DeviceMemory:
     """Holds pages on the device; blocks are views of them."""
+
+    keeps_blocks = True
 
     def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
         """See `PageMemory.new_page`."""
@@ -103,18 +134,18 @@ class DeviceMemory:
         page.key[tokens] = key.transpose(0, 1)
         page.value[tokens] = value.transpose(0, 1)
 
-    def blocks(
-        self, slices: Sequence[PageSlice], key: Tensor, value: Tensor, with_gradients: bool
-    ) -> Iterator[KVBlock]:
+    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `PageMemory.blocks`."""
         for page_slice in slices:
             page, tokens = page_slice.page, page_slice.tokens
-            if with_gradients and page.grad_key is None:
+            if asked.with_gradients and page.grad_key is None:
                 page.grad_key, page.grad_value = (zeros_wide(tensor) for tensor in (page.key, page.value))
-            tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if with_gradients else ()))
+            tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if asked.with_gradients else ()))
             held = (tensor[tokens] for tensor in tensors if tensor is not None)  # [num_tokens, kv_heads, head_dim]
             views = (tensor.transpose(0, 1) for tensor in held)  # [kv_heads, num_tokens, head_dim]
-            yield KVBlock(page_slice.start, page_slice.stop, *views)
+            block = KVBlock(page_slice.start, page_slice.stop, *views)
+            yield block
+            asked.take_own(block, page_slice.own_start)
 
     def give_back(self, page: Page) -> None:
         """See `PageMemory.give_back`: its memory is free as soon as nobody holds it."""

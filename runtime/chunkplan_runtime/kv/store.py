@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.kv.pages import DeviceMemory, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
 
 @dataclass
 class _Sequence:
     length: int
+    memory: PageMemory
+    page_tokens: int
     layers: dict[int, list[Page]] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
@@ -29,12 +34,14 @@ class _Sequence:
 class StateStore:
     """Keys, values and their gradients by occurrence of a sequence and by layer. Only split sequences enter it.
 
-    `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own.
+    `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own. `exchanges`: with
+    the processes that share sequences.
     """
 
-    def __init__(self, page_tokens: int, memory: PageMemory | None = None) -> None:
+    def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
         self._page_tokens = page_tokens
         self._memory = DeviceMemory() if memory is None else memory
+        self.exchanges = Exchanges() if exchanges is None else exchanges
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
     @property
@@ -52,13 +59,15 @@ class StateStore:
         layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
         return sum(page.num_bytes for pages in layers for page in pages)
 
-    def start_forward(self, span: Span) -> None:
-        """Say that a part is about to run forward.
+    def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
+        """Say that a part is about to run forward; `shared` says how processes share it.
 
         Raises:
             DataError: an earlier part has not.
         """
-        sequence = self._sequences.setdefault(span.occurrence, _Sequence(span.length, complete_from=span.length))
+        if span.occurrence not in self._sequences:
+            self._sequences[span.occurrence] = self._new_sequence(span, shared)
+        sequence = self._sequences[span.occurrence]
         if span.start > sequence.forwarded:
             raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
         sequence.forwarded = max(sequence.forwarded, span.stop)
@@ -79,42 +88,51 @@ class StateStore:
         sequence = self._sequences[span.occurrence]
         for pages in sequence.layers.values():
             while pages and pages[-1].start >= span.start:
-                self._memory.give_back(pages.pop())
+                sequence.memory.give_back(pages.pop())
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        for pages in self._sequences.pop(span.occurrence).layers.values():
+        sequence = self._sequences.pop(span.occurrence)
+        for pages in sequence.layers.values():
             for page in pages:
-                self._memory.give_back(page)
+                sequence.memory.give_back(page)
 
     def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the KV of a part: [kv_heads, num_tokens, head_dim] each."""
+        """Keep the KV of a part, or what this process has of it: [kv_heads, num_tokens, head_dim] each."""
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers.setdefault(layer, [])
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
         if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
-            capacity = min(max(self._page_tokens, span.stop - span.start), sequence.length - span.start)
-            page = self._memory.new_page(span.start, capacity, key, value)
+            capacity = min(max(sequence.page_tokens, span.stop - span.start), sequence.length - span.start)
+            page = sequence.memory.new_page(span.start, capacity, key, value)
             pages.append(page)
-        self._memory.write(page, span.start, key, value)
+        sequence.memory.write(page, span.start, key, value)
 
-    def blocks(
-        self, span: Span, layer: int, key: Tensor, value: Tensor, start: int, with_gradients: bool = False
-    ) -> Iterator[KVBlock]:
+    def blocks(self, span: Span, layer: int, start: int, asked: Asked) -> Iterator[KVBlock]:
         """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
-        key, value [kv_heads, num_tokens, head_dim] are the part's own, as they were written.
+        `asked` has the key and value of the part, as they were written.
         """
-        pages = self._sequences[span.occurrence].layers[layer]
+        sequence = self._sequences[span.occurrence]
+        pages = sequence.layers[layer]
         stops = [*(page.start for page in pages[1:]), span.length]
         slices = [
             PageSlice(page, max(page.start, start), min(stop, span.stop), span.start)
             for page, stop in zip(pages, stops, strict=True)
             if page.start < span.stop and stop > start
         ]
-        return self._memory.blocks([slices[-1], *slices[:-1]], key, value, with_gradients)
+        return sequence.memory.blocks([slices[-1], *slices[:-1]], asked)
+
+    def _new_sequence(self, span: Span, shared: SharedPart | None) -> _Sequence:
+        memory, page_tokens = self._memory, self._page_tokens
+        if shared is not None and shared.is_paged:
+            # A page is a part: then all processes have the same pages, however many tokens each has of them.
+            memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
+        elif shared is not None:
+            page_tokens *= len(shared.heads)  # of as many times fewer heads
+        return _Sequence(span.length, memory, page_tokens, complete_from=span.length)
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
-from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
@@ -126,7 +125,11 @@ class CausalLM:
         return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
 
     def hidden_states(
-        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+        self,
+        tensors: ChunkTensors,
+        store: StateStore,
+        inputs: Tensor | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 
@@ -140,7 +143,15 @@ class CausalLM:
                 f"the model's attention is {self.config._attn_implementation!r}, not {ATTENTION!r}",
                 hint="a model shares its config with those made from the same one; give each a copy",
             )
-        context = ChunkContext(tensors.spans, store, self.kernels, self.is_causal, windows(self.config), seed)
+        context = ChunkContext(
+            tensors.spans,
+            store,
+            self.kernels,
+            self.is_causal,
+            windows(self.config),
+            seed,
+            tensors.shared,
+        )
         hidden: Tensor = self.call(self._decode, tensors, context, inputs)
         return hidden[0]
 
@@ -184,23 +195,6 @@ class CausalLM:
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
         else:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-
-
-def check_plan(model: CausalLM, plan: Plan) -> None:
-    """Refuse a plan that the model cannot be run with.
-
-    Raises:
-        UsageError: the plan splits sequences and the model looks both ways.
-    """
-    if model.is_causal:
-        return
-    groups = plan.chunks().column("group_id")
-    if groups.null_count < len(groups):
-        raise UsageError(
-            "the plan splits sequences, and in this model tokens see those that come after them",
-            where=str(plan.path),
-            hint="build the plan with `--no-split`, and a --chunk-size of the longest sequence",
-        )
 
 
 def read_config(path: Path) -> Any:

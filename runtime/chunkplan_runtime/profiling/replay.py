@@ -13,15 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
+from chunkplan.arrays import offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
-from chunkplan.planfile.chunks import chunks_of_rows
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.chunks import Chunks, chunks_of_rows
+from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
+from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import StepTimeline
 
@@ -63,16 +65,25 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimeline], layout: RankL
     replays = []
     for pipeline, own in enumerate(layout.rows(plan.config.dp)):
         planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
-        if planned:
-            times = [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)]
-            replays.append(replay(planned, times, pipeline))
+        if not planned:
+            continue
+        title = f"step {step}, pipeline {pipeline}"
+        if len(own) > 1 and is_shared(described):
+            work = _joined(plan, described, own, planned, title)
+        else:
+            work = _one_after_another(planned, title)
+        times = [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)]
+        replays.append(replay(work, times, title, pipeline))
     return replays
 
 
-def replay(planned: Mapping[int, Simulation], times_by_stage: Sequence[StepTimeline], pipeline: int = 0) -> Replay:
-    """Replay one pipeline that did the work `planned` of some data-parallel ranks, one after another."""
-    step = f"step {times_by_stage[0].step}, pipeline {pipeline}"
-    joined, first_chunks = _one_after_another(planned, f"{step}, planned")
+#: A simulation of all that a pipeline does, and by data-parallel rank where its chunks begin in it.
+_Work = tuple[Simulation, Mapping[int, int]]
+
+
+def replay(work: _Work, times_by_stage: Sequence[StepTimeline], step: str, pipeline: int) -> Replay:
+    """Replay one pipeline that did `work`; `step` says in a title what that was."""
+    joined, first_chunks = work
     durations = np.zeros_like(joined.times.durations)
     ends = np.empty_like(joined.ends)
     for stage, times in enumerate(times_by_stage):
@@ -162,6 +173,44 @@ def _busy_seconds(simulation: Simulation, stage: int) -> float:
     return simulation.busy_per_stage[stage] * simulation.makespan / 1e6
 
 
+def _joined(
+    plan: Plan, step: PlanStep, ranks: range, planned: Mapping[int, Simulation], title: str
+) -> tuple[Simulation, dict[int, int]]:
+    """What a pipeline does with the chunks of several ranks where some of them are shared, see `feed.joined`."""
+    chunks = join_chunks(step, ranks)
+    pieces = [[(planned[rank].times, chunk.chunk_id) for rank, chunk in each] for each in pieces_of(step, ranks)]
+    times = ChunkTimes(
+        np.stack([np.sum([own.durations[:, :, at] for own, at in each], axis=0) for each in pieces], axis=2),
+        np.array([sum(own.link[at] for own, at in each) for each in pieces]),
+    )
+    stages = [schedule_chunks(chunks, plan, stage) for stage in range(plan.config.pp)]
+    flat = [action for stage in stages for action in stage]
+    actions = Actions(
+        np.array([OPS.index(action.op) for action in flat], np.int8),
+        np.array([action.chunk_id for action in flat], np.int32),
+        np.zeros(len(flat), np.int32),
+        offsets_of([len(stage) for stage in stages]),
+    )
+    return _all_of(planned, title, chunks_of_rows(chunks), times, actions), {ranks[0]: 0}
+
+
+def _all_of(
+    planned: Mapping[int, Simulation], title: str, table: Chunks, times: ChunkTimes, actions: Actions
+) -> Simulation:
+    """A simulation of all that a pipeline does, as if other pipelines were there when it meets them."""
+    return replace(
+        next(iter(planned.values())),
+        title=f"{title}, planned",
+        table=table,
+        times=times,
+        actions=actions,
+        ends=simulate(actions, times),
+        proved_ticks=0,
+        step=None,
+        exchange=None,
+    )
+
+
 def _one_after_another(planned: Mapping[int, Simulation], title: str) -> tuple[Simulation, dict[int, int]]:
     """Every stage does all of one data-parallel rank, then the next; also where each rank's chunks begin."""
     first_chunks: dict[int, int] = {}
@@ -192,16 +241,4 @@ def _one_after_another(planned: Mapping[int, Simulation], title: str) -> tuple[S
         np.concatenate([each.times.durations for each in found], axis=2),
         np.concatenate([each.times.link for each in found]),
     )
-    ends = simulate(actions, times)
-    joined = replace(
-        found[0],
-        title=title,
-        table=chunks_of_rows(chunks),
-        times=times,
-        actions=actions,
-        ends=ends,
-        proved_ticks=0,
-        step=None,  # plans whose ranks share chunks do not get here: the runtime refuses them
-        exchange=None,
-    )
-    return joined, first_chunks
+    return _all_of(planned, title, chunks_of_rows(chunks), times, actions), first_chunks

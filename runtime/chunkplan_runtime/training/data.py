@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -12,8 +13,9 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.sharing import Block, blocks_on, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
 
 
@@ -63,8 +65,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
         DataError: one is damaged, or not of the same analysis as the other.
     """
     plan, analysis = open_plan(config.plan, config.analysis, pp=layout.pp)
-    held_out = load_held_out(plan) if config.eval_plan is None else None
-    folder = config.eval_plan if held_out is None else held_out.path
+    folder = evaluation_folder(config, plan)
     if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
         raise UsageError(
             f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
@@ -77,4 +78,33 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             f"plan {folder} evenly",
             hint="build both plans with the same --dp",
         )
+    if evaluation is not None:
+        choose_layout(evaluation, layout.world_size, layout.rank)
     return TrainingData(plan, analysis, evaluation, model_config, config.device != "cpu", layout)
+
+
+def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
+    """The plan of held-out sequences: the one that `config` names, or that which was built with `plan`, if it was."""
+    if config.eval_plan is not None:
+        return config.eval_plan
+    held_out = load_held_out(plan)
+    return None if held_out is None else held_out.path
+
+
+def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
+    """The blocks of processes that share sequences of the plan, or of the evaluation plan, ascending.
+
+    Raises:
+        DataError: one of them is damaged.
+    """
+    plan = load_plan(config.plan)
+    folder = evaluation_folder(config, plan)
+    plans = [plan, *([] if folder is None else [load_plan(folder)])]
+    # One that does not fit is refused when data are opened.
+    fitting = [
+        each
+        for each in plans
+        if each.config.dp % layout.dp == 0
+        and all(block.fits(each.config.dp // layout.dp) for block in used_blocks(each))
+    ]
+    return sorted({block for each in fitting for block in blocks_on(each, layout.dp)})

@@ -27,6 +27,16 @@ def source_losses(losses: Sequence[SequenceLoss], analysis: Analysis) -> dict[st
     return {sources[i]["path"]: float(sums[i] / counts[i]) for i in np.flatnonzero(counts)}
 
 
+def add_up(losses: Sequence[SequenceLoss]) -> list[SequenceLoss]:
+    """One entry a sequence, ascending: processes that share one have each the loss of its own slices."""
+    sums: dict[int, SequenceLoss] = {}
+    for each in sorted(losses, key=lambda loss: loss.sequence_id):
+        before = sums.get(each.sequence_id, SequenceLoss(each.sequence_id, 0.0, 0))
+        num_target_tokens = before.num_target_tokens + each.num_target_tokens
+        sums[each.sequence_id] = SequenceLoss(each.sequence_id, before.loss + each.loss, num_target_tokens)
+    return list(sums.values())
+
+
 def mean_loss(loss: SequenceLoss) -> float:
     """The mean loss of a target token of a sequence; 0 without target tokens."""
     return loss.loss / max(loss.num_target_tokens, 1)

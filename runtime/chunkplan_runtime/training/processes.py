@@ -19,6 +19,7 @@ from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import sharing_blocks
 from chunkplan_runtime.training.model_setup import choose_device
 from chunkplan_runtime.training.trainer import train
 
@@ -51,7 +52,11 @@ def train_together(config: TrainConfig) -> None:
             config = choose_device(config, alone=False)
             layout = choose_layout(load_plan(config.plan), size, rank)
             watchdog.layout = layout
-            job = Job(layout, make_groups(layout, torch.device(config.device), TIMEOUT), watchdog)
+            # Of the main process: one that was given another plan makes the same groups, and is refused after.
+            blocks = [sharing_blocks(config, layout)]
+            dist.broadcast_object_list(blocks, src=0)
+            groups = make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0])
+            job = Job(layout, groups, watchdog)
             train(config, job)
             job.barrier()
         watchdog.stop()

@@ -28,6 +28,7 @@ from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimelin
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.learning_rate import learning_rate_factor
+from chunkplan_runtime.training.losses import add_up
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer, optimizer_state, restore_optimizer
 
@@ -39,7 +40,7 @@ class Gradients:
     Attributes:
         loss: the mean of a target token.
         norm: of all gradients, before clipping.
-        sequences: the losses of all sequences.
+        sequences: the losses of all sequences, each once.
         spent: the seconds of each process, by rank.
         times: of this process, action by action.
     """
@@ -73,6 +74,7 @@ class TrainStep:
             seed=config.seed,
             kv_offload=bool(config.kv_offload),
             links=groups.links(wire) if groups else None,
+            exchanges=groups.exchanges if groups else None,
         )
         self._config = config
         self._num_steps = num_steps
@@ -114,7 +116,7 @@ class TrainStep:
         return Gradients(
             loss=sum(rank.loss for rank in losses),
             norm=norm.item(),
-            sequences=[sequence for rank in losses for sequence in rank.sequences],
+            sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent in gathered],
             times=times,
         )

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.models.model import check_plan
+from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.training.agreement import refuse_other_processes, versions
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
@@ -88,7 +88,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         start = state["step"]
     for plan in (data.plan, data.evaluation):
         if plan is not None:
-            check_plan(model, plan)
+            check_plan(model, plan, job.layout.dp)
     flops = FlopCounter(model)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison)

@@ -13,6 +13,7 @@ from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.kv.pages import Asked
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.spans import Span
@@ -70,7 +71,7 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     kv = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
     store.write(span, 0, kv, kv)
-    (block,) = store.blocks(span, 0, kv, kv, 0, with_gradients=True)
+    (block,) = store.blocks(span, 0, 0, Asked(kv, kv, with_gradients=True))
     assert block.key.dtype == torch.bfloat16
     assert block.grad_key.dtype == block.grad_value.dtype == torch.float32
 

@@ -1,0 +1,113 @@
+"""Processes that share heads: tokens for heads before attention, and back after it.
+
+This is the way of DeepSpeed-Ulysses (arXiv 2309.14509). Each process runs its slices of a chunk through all that looks
+at one token at a time. For attention it gives the others what they need of their heads, and gets all tokens of its own
+heads: one all-to-all for queries, keys and values together, and one for the output. Each is the transpose of the other,
+so the gradients go the opposite ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.sharing import SharedPart
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """What is exchanged of a part of a sequence, in a layer, by the processes that share heads of it."""
+
+    exchanges: Exchanges
+    part: SharedPart
+    layer: int
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Give tokens for heads: [heads, own tokens, dim] each -> [heads / h, tokens of all in order, dim] each."""
+        apply: Callable[..., tuple[Tensor, ...]] = _ToHeads.apply
+        return apply(self, *tensors)
+
+    def to_tokens(self, tensor: Tensor) -> Tensor:
+        """Give heads for tokens: [heads / h, tokens of all in order, dim] -> [heads, own tokens, dim]."""
+        apply: Callable[..., tuple[Tensor, ...]] = _ToTokens.apply
+        return apply(self, tensor)[0]
+
+    def scatter_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Do as `to_heads`, without a graph."""
+        h, num_tokens = len(self.part.heads), tensors[0].shape[1]
+        by_process = [
+            each.reshape(h, -1, *each.shape[1:]).transpose(1, 2).flatten(2) for each in tensors
+        ]  # [h, num_tokens, heads / h x dim]
+        rows = torch.cat(by_process, 2).flatten(0, 1)  # [h x num_tokens, width]
+        received = self._exchange(rows, [num_tokens] * h, self._counts)  # [tokens of all, width]
+        pieces = dict(zip(self._starts, torch.split(received, self._lengths), strict=True))
+        in_order = received if self._is_ordered else torch.cat([pieces[start] for start in sorted(pieces)])
+        widths = [each.shape[2] for each in by_process]
+        parts = zip(torch.split(in_order, widths, 1), tensors, strict=True)
+        return tuple(part.view(len(part), -1, each.shape[2]).transpose(0, 1) for part, each in parts)
+
+    def gather_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Do as `to_tokens`, of many at once and without a graph."""
+        h = len(self.part.heads)
+        flat = [each.transpose(0, 1).flatten(1) for each in tensors]  # [tokens of all, heads / h x dim]
+        rows = torch.cat(flat, 1)  # [tokens of all, width]
+        if not self._is_ordered:
+            order = sorted(range(len(self._starts)), key=self._starts.__getitem__)
+            pieces = dict(zip(order, torch.split(rows, [self._lengths[place] for place in order]), strict=True))
+            rows = torch.cat([pieces[place] for place in range(len(order))])
+        num_tokens = self._counts[self.part.heads.index(self.exchanges.layout.dp_rank)]
+        received = self._exchange(rows, self._counts, [num_tokens] * h)  # [h x own tokens, width]
+        widths = [each.shape[1] for each in flat]
+        by_tensor = zip(torch.split(received.view(h, num_tokens, -1), widths, 2), tensors, strict=True)
+        return tuple(
+            part.reshape(h, num_tokens, -1, each.shape[2]).transpose(1, 2).flatten(0, 1) for part, each in by_tensor
+        )  # [heads, own tokens, dim]
+
+    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        span = self.part.span
+        what = f"exchanging heads of tokens {span.start} to {span.stop} of sequence {span.sequence_id} in layer"
+        with self.exchanges.waiting(f"{what} {self.layer}", self.part.heads):
+            return self.exchanges.all_to_all(rows, sent, received, self.part.heads)
+
+    @property
+    def _counts(self) -> list[int]:
+        return [sum(stop - start for start, stop in slices) for slices in self.part.slices]
+
+    @property
+    def _starts(self) -> list[int]:
+        return [start for slices in self.part.slices for start, _ in slices]
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [stop - start for slices in self.part.slices for start, stop in slices]
+
+    @property
+    def _is_ordered(self) -> bool:
+        return self._starts == sorted(self._starts)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.scatter_heads(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.gather_heads(gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.gather_heads(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.scatter_heads(gradients)

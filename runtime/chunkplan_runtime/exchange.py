@@ -1,0 +1,85 @@
+"""What processes that share sequences send each other, and in words what they are at, for those who wait.
+
+All processes of a group ask for the same in the same order, that of the plan's actions, so that what runs on a GPU in
+the order in which it was asked for waits for nobody in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunkplan_runtime.layout import RankLayout
+
+# Newer names of the same; the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Exchanges:
+    """The groups of processes that share heads or pages with this one.
+
+    `groups`: by their places among the replicas of a stage, ascending. `at`: what is waited for, in words that go on
+    with a sentence; "" if nothing is.
+    """
+
+    layout: RankLayout = field(default_factory=RankLayout)
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    at: str = ""
+
+    @contextmanager
+    def waiting(self, what: str, members: tuple[int, ...]) -> Iterator[None]:
+        """Within the block this process waits for the others of `members`, and says for what."""
+        others = [member for member in members if member != self.layout.dp_rank]
+        ranks = ", ".join(str(self.layout.rank_of(self.layout.stage, member)) for member in others)
+        self.at = f", {what} with process{'es' if len(others) > 1 else ''} {ranks}"
+        yield
+        self.at = ""  # after an error it stays
+
+    def all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], members: tuple[int, ...]
+    ) -> Tensor:
+        """Send each of `members` the next so many of `rows` [num_rows, width], and get as many as it says."""
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows, list(received), list(sent), group=self.groups[members])
+        return out
+
+    def gather(self, rows: Tensor, members: tuple[int, ...]) -> Pending:
+        """Start to fetch the rows [num_rows, width] of all `members`, of whom each gives as many."""
+        out = rows.new_empty(len(members) * rows.shape[0], rows.shape[1])
+        work = _all_gather(out, rows, group=self.groups[members], async_op=True)
+        return Pending(out, rows, work)
+
+    def reduce(self, rows: Tensor, members: tuple[int, ...]) -> Tensor:
+        """The sum over `members` of what they have of this one's rows: [num_rows / members, width]."""
+        out = rows.new_empty(rows.shape[0] // len(members), rows.shape[1])
+        _reduce_scatter(out, rows, group=self.groups[members])
+        return out
+
+    def greet(self, device: torch.device) -> None:
+        """Use every group once for all that it is for; all processes have to, at the same time."""
+        for members in sorted(self.groups):
+            rows = torch.zeros(len(members), 1, device=device)
+            self.all_to_all(rows, [1] * len(members), [1] * len(members), members)
+            self.reduce(self.gather(rows[:1], members).wait(), members)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Rows on their way, [num_rows of all members, width]; those sent have to stay until then."""
+
+    rows: Tensor
+    _sent: Tensor
+    _work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Wait until they are here; on a GPU its stream waits, not the host."""
+        self._work.wait()
+        return self.rows

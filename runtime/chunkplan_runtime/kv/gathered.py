@@ -1,0 +1,181 @@
+"""Pages that several processes share: each keeps its own tokens of them, and fetches those of the others.
+
+What holds the own tokens is another memory, on the device or the host. A block is gathered from all processes and put
+into the order of the sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are
+of, and are summed there. All processes ask for the same blocks in the same order, also one of whose queries none sees
+any of it. Where it costs no more than memory, the next block is on its way while one is attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.exchange import Exchanges, Pending
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.sharing import SharedPart
+
+
+@dataclass
+class _SharedPage(Page):
+    """A page of the whole sequence; `own` is the page of what this process keeps of it, whose tensors it has."""
+
+    own: Page | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.own is None else self.own.num_bytes
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A block on its way: the slice it is of, this process's tokens of it, and the rows of all."""
+
+    page_slice: PageSlice
+    own: KVBlock
+    rows: Pending
+
+
+class GatheredMemory:
+    """See `pages.PageMemory`. `inner` holds what this process keeps of the sequence that `part` is of."""
+
+    def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
+        self.keeps_blocks = False
+        self._inner = inner
+        self._part = part
+        self._exchanges = exchanges
+        self._own = part.holdings[part.place]
+
+    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+        """See `pages.PageMemory.new_page`."""
+        first = self._own.before(start)
+        own = self._inner.new_page(first, self._own.before(start + capacity) - first, key, value)
+        return _SharedPage(start, capacity, own.key, own.value, own=own)
+
+    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+        """See `pages.PageMemory.write`: of this process's tokens from `start` on."""
+        self._inner.write(_own(page), self._own.before(start), key, value)
+
+    def give_back(self, page: Page) -> None:
+        """See `pages.PageMemory.give_back`."""
+        self._inner.give_back(_own(page))
+
+    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
+        """See `pages.PageMemory.blocks`."""
+        before = self._own.before
+        own_slices = [
+            PageSlice(_own(each.page), before(each.start), before(each.stop), before(each.own_start)) for each in slices
+        ]
+        if self._inner.keeps_blocks:
+            sources = [self._inner.blocks([each], asked) for each in own_slices]
+        else:
+            sources = [self._inner.blocks(own_slices, asked)] * len(slices)
+        # The inner memory takes back gradients when it is asked for the next block: unless it keeps blocks, they have
+        # to be there by then.
+        is_ahead = self._inner.keeps_blocks or not asked.with_gradients
+        coming = self._launch(slices[0], sources[0])
+        for index, source in enumerate(sources):
+            if coming is None:  # memory that counts and holds nothing
+                return
+            current, last = coming, index + 1 == len(slices)
+            if is_ahead and not last:
+                coming = self._launch(slices[index + 1], sources[index + 1])
+            block = self._arrived(current, asked)
+            yield block
+            if asked.with_gradients:
+                self._send_back(current, block)
+            if self._inner.keeps_blocks or last:
+                next(source, None)  # which is done with it
+            if not is_ahead and not last:
+                coming = self._launch(slices[index + 1], sources[index + 1])
+
+    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> _Coming | None:
+        """Start to fetch a block."""
+        own = next(source, None)
+        if own is None:
+            return None
+        rows = torch.cat([_rows(tensor) for tensor in (own.key, own.value)], 1)  # [own tokens, width]
+        return _Coming(page_slice, own, self._exchanges.gather(self._padded(rows, page_slice), self._part.pages))
+
+    def _arrived(self, coming: _Coming, asked: Asked) -> KVBlock:
+        """Wait for a block, and put its tokens into the order of the sequence."""
+        page_slice = coming.page_slice
+        with self._exchanges.waiting(self._words("fetching", page_slice), self._part.pages):
+            rows = coming.rows.wait()  # [processes x most tokens, width]
+        most = self._most(page_slice)
+        pieces = [
+            (first, rows[place * most + offset :][: stop - first])
+            for place, offset, first, stop in self._pieces(page_slice)
+        ]
+        in_order = torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])  # [num_tokens, width]
+        heads, key_dim, value_dim = coming.own.key.shape[0], coming.own.key.shape[2], coming.own.value.shape[2]
+        views = _views(in_order, heads, (key_dim, value_dim))
+        if asked.with_gradients:
+            gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype))  # [num_tokens, width]
+            views += _views(gradients, heads, (key_dim, value_dim))
+        return KVBlock(page_slice.start, page_slice.stop, *views)
+
+    def _send_back(self, coming: _Coming, block: KVBlock) -> None:
+        """Give the gradients of a block to those whose tokens they are of, and add what the others give."""
+        page_slice, own = coming.page_slice, coming.own
+        assert block.grad_key is not None and block.grad_value is not None
+        gradients = torch.cat([_rows(tensor) for tensor in (block.grad_key, block.grad_value)], 1)
+        most, width = self._most(page_slice), gradients.shape[1]
+        by_process: list[list[Tensor]] = [[] for _ in self._part.pages]
+        for place, _, first, stop in self._pieces(page_slice):
+            by_process[place].append(gradients[first - page_slice.start : stop - page_slice.start])
+        for pieces in by_process:
+            pieces.append(gradients.new_zeros(most - sum(len(piece) for piece in pieces), width))
+        rows = torch.cat([piece for pieces in by_process for piece in pieces])  # [processes x most tokens, width]
+        with self._exchanges.waiting(self._words("adding up gradients of", page_slice), self._part.pages):
+            summed = self._exchanges.reduce(rows, self._part.pages)[: own.stop - own.start]  # [own tokens, width]
+        assert own.grad_key is not None and own.grad_value is not None
+        for home, added in zip(
+            (own.grad_key, own.grad_value),
+            _views(summed, own.key.shape[0], (own.key.shape[2], own.value.shape[2])),
+            strict=True,
+        ):
+            home.add_(added)
+
+    def _pieces(self, page_slice: PageSlice) -> Iterator[tuple[int, int, int, int]]:
+        """(process, where among its tokens of the slice, [first, stop) of the sequence) of all that each has of it."""
+        for place, holding in enumerate(self._part.holdings):
+            offset = 0
+            for first, stop in holding.within(page_slice.start, page_slice.stop):
+                yield place, offset, first, stop
+                offset += stop - first
+
+    def _most(self, page_slice: PageSlice) -> int:
+        """The most tokens that a process has of it: all send as many."""
+        return max(
+            holding.before(page_slice.stop) - holding.before(page_slice.start) for holding in self._part.holdings
+        )
+
+    def _padded(self, rows: Tensor, page_slice: PageSlice) -> Tensor:
+        missing = self._most(page_slice) - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+    def _words(self, what: str, page_slice: PageSlice) -> str:
+        sequence = self._part.span.sequence_id
+        return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence}"
+
+
+def _own(page: Page) -> Page:
+    assert isinstance(page, _SharedPage) and page.own is not None
+    return page.own
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[kv_heads, num_tokens, dim] as [num_tokens, kv_heads x dim]."""
+    return tensor.transpose(0, 1).flatten(1)
+
+
+def _views(rows: Tensor, heads: int, dims: Sequence[int]) -> list[Tensor]:
+    """[num_tokens, heads x all dims] as [heads, num_tokens, dim] each."""
+    columns = torch.split(rows, [heads * dim for dim in dims], 1)
+    shaped = (column.view(len(rows), heads, dim) for column, dim in zip(columns, dims, strict=True))
+    return [each.transpose(0, 1) for each in shaped]

@@ -1,0 +1,224 @@
+"""Which processes work on a part of a sequence together, and which of its tokens each of them has.
+
+A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). A process that runs several
+of them has their slices as one piece, so that a block of ranks becomes a smaller block of processes: `on_processes`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan_runtime.spans import Span
+
+#: Tokens [start, stop) of a sequence.
+Run = tuple[int, int]
+
+
+class Block(NamedTuple):
+    """`size` ranks, or processes, from `first` on share a chunk; `heads` that follow one another share its heads.
+
+    The `size / heads` groups of them share its pages.
+    """
+
+    first: int
+    size: int
+    heads: int
+
+    @property
+    def pages(self) -> int:
+        """How many groups share pages."""
+        return self.size // self.heads
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether processes of `num_ranks` ranks each have it whole, or share it evenly."""
+        if self.size <= num_ranks:
+            return num_ranks % self.size == 0
+        return self.size % num_ranks == 0 and (self.heads % num_ranks == 0 or num_ranks % self.heads == 0)
+
+    def on_processes(self, num_ranks: int) -> Block:
+        """The same where each process has `num_ranks` of the ranks, which `fits`."""
+        if self.size <= num_ranks:
+            return Block(self.first // num_ranks, 1, 1)
+        return Block(self.first // num_ranks, self.size // num_ranks, max(self.heads // num_ranks, 1))
+
+    def groups_of_heads(self) -> list[tuple[int, ...]]:
+        """Those that share heads: each has all the tokens that they hold together for some of the heads."""
+        starts = range(self.first, self.first + self.size, self.heads)
+        return [tuple(range(start, start + self.heads)) for start in starts]
+
+    def groups_of_pages(self) -> list[tuple[int, ...]]:
+        """Those that share pages, and have the same heads."""
+        return [tuple(range(self.first + j, self.first + self.size, self.heads)) for j in range(self.heads)]
+
+
+def block_of(chunk: Chunk) -> Block:
+    """The ranks that share a chunk of a plan."""
+    return Block(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads)
+
+
+def used_blocks(plan: Plan) -> list[Block]:
+    """All blocks of ranks that share a chunk of the plan, ascending.
+
+    Raises:
+        DataError: the plan is damaged.
+    """
+    if plan.config.cp == "off" or plan.config.dp == 1:
+        return []
+    chunks = plan.chunks()
+    columns = (to_numpy(chunks.column(name).combine_chunks()) for name in ("cp_first_rank", "cp_size", "cp_heads"))
+    found = {Block(*row) for row in zip(*(column.tolist() for column in columns), strict=True)}
+    return sorted(block for block in found if block.size > 1)
+
+
+def blocks_on(plan: Plan, dp: int) -> list[Block]:
+    """The blocks of processes that share sequences of the plan, where its ranks run on `dp` of them, ascending.
+
+    Raises:
+        DataError: the plan is damaged.
+    """
+    blocks = {block.on_processes(plan.config.dp // dp) for block in used_blocks(plan)}
+    return sorted(block for block in blocks if block.size > 1)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The tokens of a sequence that one group by pages keeps: `runs` of them, ascending, none of which touch."""
+
+    runs: tuple[Run, ...]
+    _starts: tuple[int, ...] = field(init=False, repr=False)
+    _counts: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = accumulate((stop - start for start, stop in self.runs), initial=0)
+        object.__setattr__(self, "_starts", tuple(start for start, _ in self.runs))
+        object.__setattr__(self, "_counts", tuple(counts))
+
+    def before(self, token: int) -> int:
+        """How many tokens it has before `token` of the sequence: where that one lies among them."""
+        run = bisect_right(self._starts, token) - 1
+        if run < 0:
+            return 0
+        start, stop = self.runs[run]
+        return self._counts[run] + min(token, stop) - start
+
+    def within(self, start: int, stop: int) -> tuple[Run, ...]:
+        """What it has of the tokens [start, stop)."""
+        cut = ((max(first, start), min(last, stop)) for first, last in self.runs)
+        return tuple((first, last) for first, last in cut if first < last)
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """A part of a sequence that several processes run together, as one of them sees it.
+
+    Attributes:
+        span: the whole part.
+        heads: the processes that share heads with this one, by their place among the replicas of a stage; this one
+            alone where none do.
+        slices: what each of them has of the part.
+        pages: the processes that share pages with this one.
+        holdings: what each of them keeps of the whole sequence.
+        place: which of `pages` this one is.
+    """
+
+    span: Span
+    heads: tuple[int, ...]
+    slices: tuple[tuple[Run, ...], ...]
+    pages: tuple[int, ...]
+    holdings: tuple[Holding, ...]
+    place: int
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether pages are shared: keys and values of others have to be fetched."""
+        return len(self.pages) > 1
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """What this process and those that it shares heads with hold of the part, ascending: its queries."""
+        return self.holdings[self.place].within(self.span.start, self.span.stop)
+
+
+def own_slices(chunk: Chunk, ranks: range) -> tuple[Run, ...]:
+    """What `ranks`, which follow one another, have of a shared chunk: runs that do not touch, ascending."""
+    block = block_of(chunk)
+    return _joined(run for rank in ranks if rank in _ranks(block) for run in _slices_of(chunk, rank - block.first))
+
+
+def shared_part(chunk: Chunk, parts: Sequence[Run], process: int, num_ranks: int) -> SharedPart | None:
+    """How processes of `num_ranks` ranks each share a chunk of a plan, as `process` sees it; None if it has all of it.
+
+    `parts`: all chunks of the sequence, [start, stop) each.
+    """
+    block = block_of(chunk).on_processes(num_ranks)
+    if block.size == 1:
+        return None
+    stop = chunk.prefix_tokens + chunk.cp_tokens
+    segment = chunk.segments[0]
+    span = Span(segment.sequence_id, chunk.prefix_tokens, stop, parts[-1][1], 0, chunk.group_id)
+    by_pages, by_heads = divmod(process - block.first, block.heads)
+    heads = block.groups_of_heads()[by_pages]
+    slices = tuple(own_slices(chunk, range(each * num_ranks, (each + 1) * num_ranks)) for each in heads)
+    cuts = chunk.cp_size // chunk.cp_heads
+    return SharedPart(
+        span, heads, slices, block.groups_of_pages()[by_heads], _holdings(tuple(parts), cuts, block.pages), by_pages
+    )
+
+
+@lru_cache(maxsize=256)
+def _holdings(parts: tuple[Run, ...], cuts: int, num_holders: int) -> tuple[Holding, ...]:
+    """What each of `num_holders` keeps of a sequence whose `parts` are cut for `cuts` groups by pages."""
+    share = cuts // num_holders
+    return tuple(
+        Holding(
+            _joined(
+                run
+                for start, stop in parts
+                for each in range(share)
+                for run in _pair(start, stop, i * share + each, cuts)
+            )
+        )
+        for i in range(num_holders)
+    )
+
+
+def _ranks(block: Block) -> range:
+    return range(block.first, block.first + block.size)
+
+
+def _slices_of(chunk: Chunk, member: int) -> list[Run]:
+    """The slices of a shared chunk that the `member`-th rank of its block has."""
+    group, place = divmod(member, chunk.cp_heads)
+    start = chunk.prefix_tokens
+    pair = _pair(start, start + chunk.cp_tokens, group, chunk.cp_size // chunk.cp_heads)
+    return [_cut(first, last, place, chunk.cp_heads) for first, last in pair]
+
+
+def _pair(start: int, stop: int, group: int, num_groups: int) -> list[Run]:
+    """What the `group`-th of some groups by pages has of [start, stop): a slice from the front and one from behind."""
+    if num_groups == 1:
+        return [(start, stop)]
+    return [_cut(start, stop, index, 2 * num_groups) for index in (group, 2 * num_groups - 1 - group)]
+
+
+def _cut(start: int, stop: int, index: int, num_slices: int) -> Run:
+    tokens = stop - start
+    return start + tokens * index // num_slices, start + tokens * (index + 1) // num_slices
+
+
+def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Runs that do not overlap, ascending, with those in one that touch."""
+    joined: list[Run] = []
+    for start, stop in sorted(runs):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
