@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from chunkplan import PlanConfig, build, validate
+from chunkplan.cost.exchange import exchange_times
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import shape_of_config
+from chunkplan.planfile.load import load_plan
 from tests.runtime.distributed.test_gradients import check, four_layers
+from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
+from tests.support.distributed_cases import compare_master_weights
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.shared_plans import given_blocks
+from tests.support.sharing_cases import sent_bytes
+from tests.support.wait_cases import compare_waiting, used_groups
 
 #: Two shared sequences, one of a single chunk, and those that are packed, split and alone beside them.
 LENGTHS = [97, 5, 9, 3, 26, 30, 8]
@@ -38,11 +50,14 @@ def made(
     """`make(blocks, model, **settings of the plan)`: see `given_blocks`."""
 
     def make(
-        blocks: Mapping[int, tuple[int, ...]], model: dict[str, Any] | None = None, **plan: Any
+        blocks: Mapping[int, tuple[int, ...]],
+        model: dict[str, Any] | None = None,
+        lengths: Sequence[int] = LENGTHS,
+        **plan: Any,
     ) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("sharing")
-        write_analysis(folder / "analysis", random_sequences(LENGTHS, seed=3))
-        settings = {"chunk_size": 8, "k": 2, "dp": 4, "cp": "auto", "global_batch": len(LENGTHS), **plan}
+        write_analysis(folder / "analysis", random_sequences(lengths, seed=3))
+        settings = {"chunk_size": 8, "k": 2, "dp": 4, "cp": "auto", "global_batch": len(lengths), **plan}
         with given_blocks(blocks):
             built = build(folder / "analysis", folder / "plan", PlanConfig(**settings), workers=1)
         assert validate(built.path).ok
@@ -61,3 +76,111 @@ def test_ranks_that_share_sequences_have_the_gradients_of_one_process(
     pool: ProcessPool, made: Any, way: str, k: int
 ) -> None:
     check(pool, 4, made(WAYS[way], k=k), evaluates=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2, softcaps and sliding window",
+        "qwen2_moe, every second layer sliding, told by the mask alone",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in MODELS if "window" not in name),
+    ],
+)
+def test_models_are_exact_where_processes_share_sequences(pool: ProcessPool, made: Any, name: str, way: str) -> None:
+    model = {**MODELS[name], "num_key_value_heads": 4}
+    check(pool, 4, made(WAYS[way], model, k=2))
+
+
+@pytest.mark.parametrize("way", ["heads", "pages"])
+def test_pipelines_that_share_sequences_are_exact(pool: ProcessPool, made: Any, way: str) -> None:
+    """Two of two stages; with tied embeddings, in an evaluation too."""
+    blocks = {97: (0, 2, 2), 26: (0, 2, 1)} if way == "heads" else {97: (0, 2, 1), 26: (0, 2, 2)}
+    model = MODELS["llama with biases, tied"]
+    check(pool, 4, made(blocks, model, dp=2, pp=2, k=1), evaluates=True)
+
+
+#: Of eight ranks: groups in groups, of which some are whole on a process and some are not.
+EIGHT = {97: (0, 8, 4), 26: (4, 2, 1), 30: (4, 4, 2), 9: (2, 2, 2)}
+
+
+@pytest.mark.parametrize("heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("world_size", [4, 2, 1])
+def test_processes_that_run_several_of_the_ranks_join_their_slices(
+    pool: ProcessPool, made: Any, heads: int, world_size: int
+) -> None:
+    model = {"model_type": "qwen2", "sliding_window": 10, "use_sliding_window": True, "max_window_layers": 2}
+    plan = made({**EIGHT, 97: (0, 8, heads)}, model, dp=8, chunk_size=4, k=2)
+    chunks = check(pool, world_size, plan, evaluates=True)
+    assert {len(ranks) for ranks in chunks} == {1}
+
+
+def test_pipelines_that_join_ranks_are_exact(pool: ProcessPool, made: Any) -> None:
+    for world_size in (4, 2):
+        check(pool, world_size, made(EIGHT, dp=8, pp=2, chunk_size=4, k=1), evaluates=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequences(
+    pool: ProcessPool, made: Any, way: str
+) -> None:
+    plan = made(WAYS[way], MODELS["gemma3_text"] | {"num_key_value_heads": 4}, k=1)
+    check(pool, 4, plan, lora=True, kv_offload=True, checkpointing=True, evaluates=True)
+
+
+def test_pipelines_that_share_sequences_with_kv_on_the_host_do_not_wait_for_the_device(
+    pool: ProcessPool, made: Any
+) -> None:
+    for blocks in ({97: (0, 2, 2), 26: (0, 2, 1)}, {97: (0, 2, 1), 30: (0, 2, 2)}):
+        plan = made(blocks, MODELS["gemma2, softcaps and sliding window"] | {"num_key_value_heads": 4}, dp=2, pp=2, k=1)
+        check(pool, 4, plan, run=compare_waiting, kv_offload=True, evaluates=True)
+
+
+def test_bfloat16_sums_gradients_in_float32_where_processes_share_sequences(pool: ProcessPool, made: Any) -> None:
+    """Pages come in another order than on one process, so that results differ by rounding."""
+    for way in WAYS:
+        found = pool.run(4, compare_master_weights, **made(WAYS[way], k=1))
+        assert max(error for error, _ in found) < 2e-2
+
+
+@pytest.mark.parametrize("heads", [4, 1, 2])
+def test_what_is_sent_in_a_layer_is_what_the_planner_counts(pool: ProcessPool, made: Any, heads: int) -> None:
+    """Its formula in bytes: a link of a byte a nanosecond, behind which nothing hides."""
+    plan = made({96: (0, 4, heads)}, lengths=[96], k=100)
+    [step] = load_plan(plan["plan"]).iter_steps()
+    rows = step.chunks[0]
+    assert len(rows) == 3
+    shape = shape_of_config(json.loads(plan["config"].read_text()), "")
+    links = replace(load_hardware("h100"), gpu_link_bytes=1e9, link_ns=0)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        cost = CostModel(shape=shape, hardware=links, precision=precision)
+        tokens, prefix = (np.array([getattr(row, name) for row in rows]) for name in ("cp_tokens", "prefix_tokens"))
+        pages = np.arange(len(rows)) + 1
+        size = np.full(len(rows), 4)
+        times = exchange_times(cost, tokens, prefix, pages, size, size * 0 + heads, attention_pairs=0.0 * tokens)
+        expected = shape.num_layers * (times.forward.sum() + times.backward.sum())
+        for counts in pool.run(4, sent_bytes, **plan, dtype=dtype):
+            assert sum(counts.values()) == pytest.approx(expected, rel=1e-12)
+            kinds = {("heads", dtype)} if heads > 1 else set()
+            kinds |= {("pages", dtype), ("gradients", torch.float32)} if heads < 4 else set()
+            assert set(counts) == kinds
+
+
+def test_pages_out_of_reach_of_a_window_are_not_sent(pool: ProcessPool, made: Any) -> None:
+    """Of a prefix of 64 tokens, 7 are seen; a process sends as many as that has that has most of them."""
+    model = {"model_type": "mistral", "sliding_window": 8, "num_hidden_layers": 1}
+    plan = made({96: (0, 4, 1)}, model, lengths=[96], k=100)
+    width = 2 * 4 * 8  # keys and values of 4 heads of 8 numbers
+    tokens = [32, *2 * [32 + 4 * 4]]  # those that each chunk fetches: its own, and of 7 at most 4 from each process
+    for counts in pool.run(4, sent_bytes, **plan, dtype=torch.float32):
+        assert counts == {
+            ("pages", torch.float32): 2 * sum(tokens) * 3 // 4 * width * 4,  # forward and backward
+            ("gradients", torch.float32): sum(tokens) * 3 // 4 * width * 4,
+        }
+
+
+def test_groups_that_share_sequences_are_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
+    """Of all processes, of replicas, of those that share heads and of those that share pages; one of two is both."""
+    for before, during in pool.run(4, used_groups, **made(BY_BOTH)):
+        assert len(during) == 4
+        assert during <= before

@@ -1,0 +1,68 @@
+"""What processes do in tests of sequences that they share: count what they send, hang, and end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chunkplan_runtime import exchange
+from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.failures import stall
+from chunkplan_runtime.models.model import new_model, read_config
+from tests.support.distributed_cases import make_stage, open_for_its_stages
+from tests.support.training_cases import run_main
+
+
+def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Counter[tuple[str, torch.dtype]]:
+    """The bytes that this process gets from others in the forwards and backwards of the first step, by what and dtype.
+
+    Of gradients that are summed, so many as a process sends that passes sums on.
+    """
+    counts: Counter[tuple[str, torch.dtype]] = Counter()
+    all_to_all, gather, reduce = dist.all_to_all_single, exchange._all_gather, exchange._reduce_scatter
+
+    def counted_all_to_all(
+        out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        own = received[dist.get_rank(group)] * out.shape[1]
+        counts["heads", out.dtype] += (out.numel() - own) * out.itemsize
+        all_to_all(out, rows, received, sent, group=group)
+
+    def counted_gather(out: Tensor, rows: Tensor, **how: Any) -> dist.Work:
+        counts["pages", out.dtype] += out.nbytes - rows.nbytes
+        return gather(out, rows, **how)
+
+    def counted_reduce(out: Tensor, rows: Tensor, **how: Any) -> None:
+        counts["gradients", out.dtype] += rows.nbytes - out.nbytes
+        reduce(out, rows, **how)
+
+    opened, analysis = open_for_its_stages(plan)
+    stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
+    with (
+        patch.object(dist, "all_to_all_single", counted_all_to_all),
+        patch.object(exchange, "_all_gather", counted_gather),
+        patch.object(exchange, "_reduce_scatter", counted_reduce),
+    ):
+        stage.run(stage.work(0))
+    return counts
+
+
+def stalled_exchange(rank: int, **how: Any) -> tuple[int, str]:
+    """`run_main` where the first process is late for an exchange of pages, and half a second is long."""
+    gather = Exchanges.gather
+
+    def late(*args: Any) -> Any:
+        if rank == 0:
+            time.sleep(2)
+        return gather(*args)
+
+    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(Exchanges, "gather", late):
+        return run_main(rank, **how)
