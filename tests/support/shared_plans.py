@@ -51,7 +51,6 @@ def given_blocks(blocks: Mapping[int, tuple[int, ...]]) -> Iterator[None]:
         shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
         for tokens, (first_rank, size, *heads) in blocks.items():
             at = np.flatnonzero(sequences.tokens == tokens)
-            assert at.size
             shares.first_rank[at], shares.size[at], shares.work[at] = first_rank, size, sequences.work[at] // size
             shares.heads[at] = heads or [1]
         return shares, np.ones(step_starts.size - 1, np.int64)

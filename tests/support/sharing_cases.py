@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan_runtime import exchange
-from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.failures import stall
+from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.training_cases import run_main
@@ -56,13 +56,14 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
 
 
 def stalled_exchange(rank: int, **how: Any) -> tuple[int, str]:
-    """`run_main` where the first process is late for an exchange of pages, and half a second is long."""
-    gather = Exchanges.gather
+    """`run_main` where the first process is late for its first page of a step, and half a second is long."""
+    launch, was_late = GatheredMemory._launch, []
 
     def late(*args: Any) -> Any:
-        if rank == 0:
+        if rank == 0 and not was_late:
+            was_late.append(True)
             time.sleep(2)
-        return gather(*args)
+        return launch(*args)
 
-    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(Exchanges, "gather", late):
+    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(GatheredMemory, "_launch", late):
         return run_main(rank, **how)

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import counted
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
+from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.training.comparison import Comparison
@@ -23,6 +25,7 @@ def describe_run(
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
+    groups: Groups | None,
 ) -> list[str]:
     """Lines of a name and what there is to say about it; `model` is the whole one."""
     parameters = list(model.model.parameters())
@@ -41,10 +44,19 @@ def describe_run(
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *comparison.lines,
+        *_sharing(groups),
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
+
+
+def _sharing(groups: Groups | None) -> list[str]:
+    """Nothing where no process shares sequences with the main one."""
+    if groups is None or not groups.exchanges.groups:
+        return []
+    made = counted(len(groups.exchanges.groups), "group")
+    return [f"shares    sequences in {made} of processes; all were made in {groups.sharing_seconds:.2f} s"]
 
 
 def _evaluation(plan: Plan | None) -> str:

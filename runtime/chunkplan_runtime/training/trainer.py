@@ -91,7 +91,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
             check_plan(model, plan, job.layout.dp)
     flops = FlopCounter(model)
     comparison = compare(config, data, job)
-    description = describe_run(config, data, model, num_steps, tokenizer, comparison)
+    description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)
     train_step = TrainStep(own_stage(model, config, data.plan, job.layout), config, num_steps, job)
     if checkpoint is not None and state is not None:
         train_step.restore(checkpoint, state)

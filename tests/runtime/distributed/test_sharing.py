@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,9 @@ def made(
         with given_blocks(blocks):
             built = build(folder / "analysis", folder / "plan", PlanConfig(**settings), workers=1)
         assert validate(built.path).ok
-        shapes = {(chunk.cp_size, chunk.cp_heads) for chunk in next(built.iter_steps()).chunks[0]}
-        assert shapes >= {(block[1], block[2]) for block in blocks.values() if block[0] == 0}
+        found = {chunk for chunks in next(built.iter_steps()).chunks.values() for chunk in chunks if chunk.cp_size > 1}
+        shapes = {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in found}
+        assert shapes == set(blocks.values())
         config = tiny_config(**four_layers({"num_key_value_heads": 4, **(model or {"model_type": "qwen2"})}))
         (folder / "config.json").write_text(json.dumps(config))
         return {"plan": folder / "plan", "config": folder / "config.json"}
@@ -184,3 +186,21 @@ def test_groups_that_share_sequences_are_used_before_the_first_step(pool: Proces
     for before, during in pool.run(4, used_groups, **made(BY_BOTH)):
         assert len(during) == 4
         assert during <= before
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 156), marks=pytest.mark.soak)], ids=["few", "many"])
+def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, made: Any, seeds: range) -> None:
+    """Any blocks in any order of widths, by heads and pages, on as many processes as ranks and stages, or fewer."""
+    for seed in seeds:
+        chance = random.Random(seed)
+        pp = chance.choice([1, 1, 2])
+        dp = chance.choice([2, 4, 8]) if pp == 2 else chance.choice([4, 8])
+        lengths = chance.sample(range(2, 120), chance.randint(2, 9))
+        blocks = {}
+        for tokens in lengths:
+            size = 2 ** chance.randint(0, dp.bit_length() - 1)
+            if 1 < size <= tokens // 2:
+                first = chance.randrange(0, dp, size)
+                blocks[tokens] = (first, size, chance.choice([heads for heads in (1, 2, 4) if size % heads == 0]))
+        plan = made(blocks, lengths=lengths, dp=dp, pp=pp, k=chance.choice([1, 2, 5]), chunk_size=chance.randint(4, 9))
+        check(pool, chance.choice([size for size in (2, 4) if size % pp == 0]), plan)
