@@ -66,6 +66,7 @@ class StageProcess:
     def evaluate(self, work: StepWork) -> float:
         """The loss of all processes, without gradients."""
         loss = sum(self.executor.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks)
+        assert self.executor.store.is_empty
         if self.shards:
             self.shards.free()
         return _sum(loss)
