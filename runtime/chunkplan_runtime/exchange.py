@@ -39,7 +39,7 @@ class Exchanges:
         """Within the block this process waits for the others of `members`, and says for what."""
         others = [member for member in members if member != self.layout.dp_rank]
         ranks = ", ".join(str(self.layout.rank_of(self.layout.stage, member)) for member in others)
-        self.at = f", {what} with process{'es' if len(others) > 1 else ''} {ranks}"
+        self.at = f", {what} process{'es' if len(others) > 1 else ''} {ranks}"
         yield
         self.at = ""  # after an error it stays
 

@@ -13,8 +13,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
 from chunkplan_runtime.spans import Span
 
 #: Tokens [start, stop) of a sequence.
@@ -30,6 +31,11 @@ class Block(NamedTuple):
     first: int
     size: int
     heads: int
+
+    @property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self.first, self.first + self.size)
 
     @property
     def pages(self) -> int:
@@ -149,7 +155,45 @@ class SharedPart:
 def own_slices(chunk: Chunk, ranks: range) -> tuple[Run, ...]:
     """What `ranks`, which follow one another, have of a shared chunk: runs that do not touch, ascending."""
     block = block_of(chunk)
-    return _joined(run for rank in ranks if rank in _ranks(block) for run in _slices_of(chunk, rank - block.first))
+    return _joined(run for rank in ranks if rank in block.ranks for run in _slices_of(chunk, rank - block.first))
+
+
+def check_sharing(step: PlanStep, dp_rank: int) -> None:
+    """Refuse what would have processes wait for ever, or mix up tokens: it is looked at by each that it would be.
+
+    Raises:
+        DataError: a rank does something else with the chunks of a block than the others, or has other slices of them
+            than are its own.
+    """
+    shared: dict[Block, set[int]] = {}
+    for chunk in step.chunks.get(dp_rank, []):
+        if chunk.cp_size == 1:
+            continue
+        block = block_of(chunk)
+        shared.setdefault(block, set()).add(chunk.chunk_id)
+        found = [(segment.start, segment.end) for segment in chunk.segments]
+        if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
+            raise _damaged(f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own", step)
+    for block, chunk_ids in shared.items():
+        orders = {rank: _order(step, rank, chunk_ids) for rank in block.ranks}
+        others = [rank for rank in block.ranks if orders[rank] != orders[dp_rank]]
+        if others:
+            raise _damaged(f"ranks {dp_rank} and {others[0]} do not do the same with the chunks that they share", step)
+
+
+def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int]]:
+    """(stage, op, chunk) of what all stages of a rank do with these chunks."""
+    return [
+        (stage, action.op, action.chunk_id)
+        for (of_rank, stage), actions in step.actions.items()
+        if of_rank == rank
+        for action in actions
+        if action.chunk_id in chunk_ids
+    ]
+
+
+def _damaged(message: str, step: PlanStep) -> DataError:
+    return DataError(message, where=f"step {step.step}", hint=VALIDATE_HINT)
 
 
 def shared_part(chunk: Chunk, parts: Sequence[Run], process: int, num_ranks: int) -> SharedPart | None:
@@ -187,10 +231,6 @@ def _holdings(parts: tuple[Run, ...], cuts: int, num_holders: int) -> tuple[Hold
         )
         for i in range(num_holders)
     )
-
-
-def _ranks(block: Block) -> range:
-    return range(block.first, block.first + block.size)
 
 
 def _slices_of(chunk: Chunk, member: int) -> list[Run]:

@@ -17,25 +17,33 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser, parse_args
 
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan_cli.main import main
+from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
+from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.failures.fate import Fate, Place, lost
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER
+from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.sharing import Holding, SharedPart
+from chunkplan_runtime.spans import Span
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.training.run_summary import sharing_lines
 from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SEVERAL_MACHINES, DIED, SUSPENDED, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, WARNING, FETCHING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCRIPTS = Path(sys.executable).parent
 
 #: What is another where there are two processes in place of four.
@@ -139,6 +147,25 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
                 time.sleep(0.01)
                 told += capsys.readouterr().err
     assert told.splitlines()[0] == WARNING.strip().replace("5.0 min", "50.0 ms")
+
+
+def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
+    """`tests/runtime/distributed/test_train_sharing.py` has one that waits."""
+    span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
+    exchanges = Exchanges(RankLayout(dp=4, rank=1))
+    part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
+    memory = GatheredMemory(DeviceMemory(), part, exchanges)
+    page = memory.new_page(0, 65536, torch.empty(1, 0, 1), torch.empty(1, 0, 1))
+    words = memory._words("fetching", PageSlice(page, 0, 65536, 0), "from")
+    with exchanges.waiting(words, part.pages):
+        assert FETCHING.strip().endswith(f"in the forward of chunk 0{exchanges.at}")
+    assert exchanges.at == ""
+
+
+def test_the_line_about_groups_that_share_sequences_is_as_it_comes():
+    exchanges = Exchanges(RankLayout(dp=4), {(0, 1): None, (0, 2): None})
+    groups = Groups(exchanges.layout, torch.device("cpu"), None, None, None, None, None, exchanges, 0.0512)
+    assert sharing_lines(groups) == [SHARES.strip()]
 
 
 def test_the_options_that_are_named_are_there():

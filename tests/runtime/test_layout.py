@@ -18,7 +18,9 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.sharing import Block
 from tests.support.analyses import write_analysis
+from tests.support.shared_plans import given_blocks
 
 Built = Callable[..., tuple[Path, Path]]
 
@@ -148,3 +150,90 @@ def test_every_process_has_the_actions_of_its_stage_and_ranks(built: Built) -> N
         for each in work.ranks:
             assert each.actions == step.actions[each.dp_rank, layout.stage]
             assert list(each.chunks.values()) == step.chunks[each.dp_rank]
+
+
+@pytest.mark.parametrize(
+    "size, heads, fitting",
+    [
+        (8, 4, [1, 2, 4, 8]),
+        (8, 1, [1, 2, 4, 8]),
+        (12, 3, [1, 3, 6, 12]),
+        (2, 2, [1, 2, 4, 6]),
+        (12, 2, [1, 2, 4, 6, 12]),
+    ],
+)
+def test_a_block_fits_processes_that_have_it_whole_or_share_it_evenly(
+    size: int, heads: int, fitting: list[int]
+) -> None:
+    """What its ranks share by heads, processes share by heads, or have; then by pages."""
+    found = [num_ranks for num_ranks in (1, 2, 3, 4, 6, 8, 12) if Block(0, size, heads).fits(num_ranks)]
+    assert [each for each in found if each <= max(size, 6)] == fitting
+    for num_ranks in fitting:
+        on_processes = Block(0, size, heads).on_processes(num_ranks)
+        assert on_processes.size == max(size // num_ranks, 1)
+        assert on_processes.pages * on_processes.heads == on_processes.size
+        members = [member for group in on_processes.groups_of_heads() for member in group]
+        assert sorted(members) == [*on_processes.ranks]
+        members = [member for group in on_processes.groups_of_pages() for member in group]
+        assert sorted(members) == [*on_processes.ranks]
+
+
+@pytest.fixture
+def shared(built: Built) -> tuple[Path, Path]:
+    """A plan in which four ranks share two sequences of several chunks, and its analysis."""
+    with given_blocks({20: (0, 4, 2), 14: (0, 4, 1)}):
+        return built(cp="auto", dp=4, chunk_size=4)
+
+
+def own_streams(shared: tuple[Path, Path], num_processes: int) -> list[PlanStream]:
+    opened = open_plan(*shared)
+    layouts = [RankLayout(dp=num_processes, rank=rank) for rank in range(num_processes)]
+    return [PlanStream(*opened, vocab_size=97, max_positions=20, layout=layout) for layout in layouts]
+
+
+@pytest.mark.parametrize("num_processes", [4, 2])
+def test_processes_know_alike_who_has_which_tokens(shared: tuple[Path, Path], num_processes: int) -> None:
+    """A shared chunk has the same number everywhere, and every token of it is one process's own."""
+    works = [next(iter(stream)).ranks[0] for stream in own_streams(shared, num_processes)]
+    parts = [{number: each.shared for number, each in work.tensors.items() if each.shared} for work in works]
+    assert parts[0].keys() == parts[1].keys() and len(parts[0]) == 3
+    for number, part in parts[0].items():
+        assert all(other[number].span == part.span for other in parts)
+        tokens = [token for work in works for span in work.tensors[number].spans for token in range(*span[1:3])]
+        assert sorted(tokens) == [*range(part.span.start, part.span.stop)]
+        for work, other in zip(works, parts, strict=True):
+            spans = work.tensors[number].spans
+            own = other[number].slices[other[number].heads.index(work.dp_rank // (4 // num_processes))]
+            assert own == tuple((span.start, span.stop) for span in spans) or len(own) < len(spans)
+            held = {token for run in other[number].runs for token in range(*run)}
+            assert held == {token for slices in other[number].slices for run in slices for token in range(*run)}
+            holding = other[number].holdings[other[number].place]
+            before = [holding.before(token) for token in range(part.span.length + 1)]
+            assert [token for token in range(part.span.length) if before[token] < before[token + 1]] == [
+                token for run in holding.runs for token in range(*run)
+            ]
+
+
+def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared: tuple[Path, Path]) -> None:
+    path = shared[0] / "schedule.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    actions = rows[1]["actions"]
+    actions[0], actions[1] = actions[1], actions[0]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    for stream in own_streams(shared, 4):
+        with pytest.raises(DataError, match="do not do the same with the chunks that they share") as raised:
+            next(iter(stream))
+        assert raised.value.where == "step 0"
+
+
+@pytest.mark.parametrize("num_processes", [4, 1])
+def test_other_slices_than_a_rank_s_own_are_refused(shared: tuple[Path, Path], num_processes: int) -> None:
+    path = shared[0] / "chunks.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    own, other = (next(row for row in rows if (row["dp_rank"], row["chunk_id"]) == (rank, 0)) for rank in (0, 1))
+    own["segments"], other["segments"] = other["segments"], own["segments"]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with pytest.raises(DataError, match="rank 0 has other slices of chunk 0 than are its own"):
+        next(iter(own_streams(shared, num_processes)[0]))

@@ -71,7 +71,7 @@ class HeadExchange:
     def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         span = self.part.span
         what = f"exchanging heads of tokens {span.start} to {span.stop} of sequence {span.sequence_id} in layer"
-        with self.exchanges.waiting(f"{what} {self.layer}", self.part.heads):
+        with self.exchanges.waiting(f"{what} {self.layer} with", self.part.heads):
             return self.exchanges.all_to_all(rows, sent, received, self.part.heads)
 
     @property

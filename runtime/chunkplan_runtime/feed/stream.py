@@ -22,7 +22,7 @@ from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, 
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import SharedPart, shared_part
+from chunkplan_runtime.sharing import SharedPart, check_sharing, shared_part
 from chunkplan_runtime.spans import Span
 
 
@@ -203,6 +203,8 @@ class PlanStream(IterableDataset[StepWork]):
     def _own_work(self, step: PlanStep) -> list[RankWork]:
         """What this process does in a step, without tensors."""
         stage, dp_ranks = self._layout.stage, self._dp_ranks
+        for dp_rank in dp_ranks:
+            check_sharing(step, dp_rank)
         if len(dp_ranks) > 1 and is_shared(step):
             joined = join_chunks(step, dp_ranks)
             actions = schedule_chunks(joined, self._plan, stage)

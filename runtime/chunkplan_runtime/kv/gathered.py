@@ -104,7 +104,7 @@ class GatheredMemory:
     def _arrived(self, coming: _Coming, asked: Asked) -> KVBlock:
         """Wait for a block, and put its tokens into the order of the sequence."""
         page_slice = coming.page_slice
-        with self._exchanges.waiting(self._words("fetching", page_slice), self._part.pages):
+        with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
             rows = coming.rows.wait()  # [processes x most tokens, width]
         most = self._most(page_slice)
         pieces = [
@@ -131,7 +131,7 @@ class GatheredMemory:
         for pieces in by_process:
             pieces.append(gradients.new_zeros(most - sum(len(piece) for piece in pieces), width))
         rows = torch.cat([piece for pieces in by_process for piece in pieces])  # [processes x most tokens, width]
-        with self._exchanges.waiting(self._words("adding up gradients of", page_slice), self._part.pages):
+        with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
             summed = self._exchanges.reduce(rows, self._part.pages)[: own.stop - own.start]  # [own tokens, width]
         assert own.grad_key is not None and own.grad_value is not None
         for home, added in zip(
@@ -159,9 +159,9 @@ class GatheredMemory:
         missing = self._most(page_slice) - len(rows)
         return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
-    def _words(self, what: str, page_slice: PageSlice) -> str:
+    def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
         sequence = self._part.span.sequence_id
-        return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence}"
+        return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence} {whom}"
 
 
 def _own(page: Page) -> Page:

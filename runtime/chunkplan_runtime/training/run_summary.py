@@ -44,15 +44,15 @@ def describe_run(
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *comparison.lines,
-        *_sharing(groups),
+        *sharing_lines(groups),
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
 
 
-def _sharing(groups: Groups | None) -> list[str]:
-    """Nothing where no process shares sequences with the main one."""
+def sharing_lines(groups: Groups | None) -> list[str]:
+    """Say in how many groups this process shares sequences with others; nothing where it shares none."""
     if groups is None or not groups.exchanges.groups:
         return []
     made = counted(len(groups.exchanges.groups), "group")

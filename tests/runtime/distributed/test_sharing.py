@@ -18,7 +18,9 @@ from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.errors import UsageError
 from chunkplan.planfile.load import load_plan
+from chunkplan_runtime.layout import choose_layout
 from tests.runtime.distributed.test_gradients import check, four_layers
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
@@ -198,13 +200,24 @@ def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, mad
     for seed in seeds:
         chance = random.Random(seed)
         pp = chance.choice([1, 1, 2])
-        dp = chance.choice([2, 4, 8]) if pp == 2 else chance.choice([4, 8])
+        dp = chance.choice([2, 4, 8]) if pp == 2 else chance.choice([4, 6, 8])
         lengths = chance.sample(range(2, 120), chance.randint(2, 9))
         blocks = {}
         for tokens in lengths:
-            size = 2 ** chance.randint(0, dp.bit_length() - 1)
+            size = chance.choice(PlanConfig(chunk_size=8, k=1, dp=dp, cp="auto").cp_sizes)
             if 1 < size <= tokens // 2:
                 first = chance.randrange(0, dp, size)
                 blocks[tokens] = (first, size, chance.choice([heads for heads in (1, 2, 4) if size % heads == 0]))
-        plan = made(blocks, lengths=lengths, dp=dp, pp=pp, k=chance.choice([1, 2, 5]), chunk_size=chance.randint(4, 9))
-        check(pool, chance.choice([size for size in (2, 4) if size % pp == 0]), plan)
+        settings = {"k": chance.choice([1, 2, 5]), "split": chance.choice(["full", "cost"])}
+        plan = made(blocks, lengths=lengths, dp=dp, pp=pp, chunk_size=chance.randint(4, 9), **settings)
+        fitting = [size for size in (4, 3, 2, 1) if fits(plan["plan"], size)]
+        check(pool, chance.choice(fitting), plan)
+
+
+def fits(plan: Path, world_size: int) -> bool:
+    """Whether so many processes can run a plan."""
+    try:
+        choose_layout(load_plan(plan), world_size, 0)
+    except UsageError:
+        return False
+    return True

@@ -133,4 +133,4 @@ def test_a_process_that_waits_for_a_page_says_for_which_and_for_whom(
     assert [code for code, _ in told] == [0] * 4
     who = re.escape("warning: process 1 of 4 (data parallel) has not moved for 500.0 ms: ")
     place = r"step 0, rank 1, in the forward(_kv)? of chunk 0, fetching the page of tokens 0 to \d+ of sequence \d+ "
-    assert re.search(rf"^{who}{place}with process(es)? 0", told[1][1], re.M)
+    assert re.search(rf"^{who}{place}from process(es)? 0", told[1][1], re.M)

@@ -9,9 +9,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from chunkplan import PlanConfig, build
 from chunkplan_runtime import ChunkTrainer
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, vanishing_gradients
+from tests.support.analyses import write_analysis
 from tests.support.hf_cases import (
     Gradients,
     assert_same_gradients,
@@ -21,6 +23,7 @@ from tests.support.hf_cases import (
     with_adapters,
 )
 from tests.support.mixed_chunks import LENGTHS, MIXED
+from tests.support.shared_plans import given_blocks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
@@ -57,6 +60,24 @@ def test_ranks_and_chunks_without_sequences_change_nothing(new_trainer, new_mode
         reference, _ = whole_gradients(model, sequences)
         trainer.train()
     assert_same_gradients(gradients.found, reference)
+
+
+def test_a_plan_in_which_ranks_share_sequences_trains_on_one_process(
+    new_trainer, new_model, random_sequences, tmp_path
+):
+    sequences = random_sequences(LENGTHS)
+    write_analysis(tmp_path / "analysis", sequences)
+    config = PlanConfig(chunk_size=5, k=1, dp=4, cp="auto", global_batch=len(LENGTHS))
+    with given_blocks({30: (0, 4, 2), 23: (2, 2, 1)}):
+        plan = build(tmp_path / "analysis", tmp_path / "plan", config, workers=1)
+    assert set(plan.chunks().column("cp_size").to_pylist()) == {1, 2, 4}
+    model, gradients = new_model("qwen3"), Gradients()
+    trainer = new_trainer(model, plan=plan.path, callbacks=[gradients], max_grad_norm=0)
+    with evaluate_in_float64(model):
+        reference, loss = whole_gradients(model, sequences)
+        trainer.train()
+    assert_same_gradients(gradients.found, reference)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])

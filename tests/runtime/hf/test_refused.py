@@ -147,10 +147,6 @@ def test_what_a_chunk_trainer_cannot_do_is_refused(made, new_trainer, new_model,
         new_trainer(plan=tmp_path / "all").evaluate()
     with pytest.raises(UsageError, match="there is no evaluation plan"):
         new_trainer(plan=tmp_path / "all", eval_strategy="epoch")
-    build(made / "analysis", tmp_path / "shared", PlanConfig(chunk_size=8, k=2, global_batch=3, dp=2, cp=2))
-    for plans in ({"plan": tmp_path / "shared"}, {"eval_plan": tmp_path / "shared"}):
-        with pytest.raises(UsageError, match=r"for ranks that share sequences \(cp 2\), which the runtime does not do"):
-            new_trainer(**plans)
 
 
 def test_the_plan_beside_has_to_hold_what_the_plan_holds_out(made, new_trainer, tmp_path):
