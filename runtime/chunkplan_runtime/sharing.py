@@ -11,11 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
+
+import pyarrow as pa
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
+from chunkplan.planfile.schema import SHARED_CHUNKS
+from chunkplan.planfile.tables import conform, open_parquet
 from chunkplan_runtime.spans import Span
 
 #: Tokens [start, stop) of a sequence.
@@ -77,10 +82,17 @@ def used_blocks(plan: Plan) -> list[Block]:
     """
     if plan.config.cp == "off" or plan.config.dp == 1:
         return []
-    chunks = plan.chunks()
-    columns = (to_numpy(chunks.column(name).combine_chunks()) for name in ("cp_first_rank", "cp_size", "cp_heads"))
-    found = {Block(*row) for row in zip(*(column.tolist() for column in columns), strict=True)}
-    return sorted(block for block in found if block.size > 1)
+    return list(_blocks_in(plan.path / "chunks.parquet", plan.content_hash))
+
+
+@lru_cache(maxsize=8)
+def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
+    """The blocks of a file of chunks, of the plan of that hash: it is asked for them more than once."""
+    schema = pa.schema([SHARED_CHUNKS.field(name) for name in ("cp_first_rank", "cp_size", "cp_heads")])
+    with open_parquet(path) as file:
+        table = conform(file.read(schema.names), schema, path)
+    columns = (to_numpy(column.combine_chunks()).tolist() for column in table.columns)
+    return tuple(sorted(block for block in {Block(*row) for row in zip(*columns, strict=True)} if block.size > 1))
 
 
 def blocks_on(plan: Plan, dp: int) -> list[Block]:
@@ -159,11 +171,11 @@ def own_slices(chunk: Chunk, ranks: range) -> tuple[Run, ...]:
 
 
 def check_sharing(step: PlanStep, dp_rank: int) -> None:
-    """Refuse what would have processes wait for ever, or mix up tokens: it is looked at by each that it would be.
+    """Refuse what would have processes wait for ever, or mix up tokens.
 
     Raises:
-        DataError: a rank does something else with the chunks of a block than the others, or has other slices of them
-            than are its own.
+        DataError: the rank does something else with the chunks of a block than the first one of it, or has other slices
+            of them than are its own.
     """
     shared: dict[Block, set[int]] = {}
     for chunk in step.chunks.get(dp_rank, []):
@@ -175,10 +187,9 @@ def check_sharing(step: PlanStep, dp_rank: int) -> None:
         if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
             raise _damaged(f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own", step)
     for block, chunk_ids in shared.items():
-        orders = {rank: _order(step, rank, chunk_ids) for rank in block.ranks}
-        others = [rank for rank in block.ranks if orders[rank] != orders[dp_rank]]
-        if others:
-            raise _damaged(f"ranks {dp_rank} and {others[0]} do not do the same with the chunks that they share", step)
+        if _order(step, dp_rank, chunk_ids) != _order(step, block.first, chunk_ids):
+            who = f"ranks {block.first} and {dp_rank}"
+            raise _damaged(f"{who} do not do the same with the chunks that they share", step)
 
 
 def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int]]:

@@ -221,10 +221,11 @@ def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared: 
     actions = rows[1]["actions"]
     actions[0], actions[1] = actions[1], actions[0]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
-    for stream in own_streams(shared, 4):
-        with pytest.raises(DataError, match="do not do the same with the chunks that they share") as raised:
-            next(iter(stream))
-        assert raised.value.where == "step 0"
+    first, second, *_ = own_streams(shared, 4)
+    assert next(iter(first)).ranks
+    with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share") as raised:
+        next(iter(second))
+    assert raised.value.where == "step 0"
 
 
 @pytest.mark.parametrize("num_processes", [4, 1])

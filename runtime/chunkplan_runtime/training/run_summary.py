@@ -25,7 +25,7 @@ def describe_run(
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
-    groups: Groups | None,
+    groups: Groups | None = None,
 ) -> list[str]:
     """Lines of a name and what there is to say about it; `model` is the whole one."""
     parameters = list(model.model.parameters())
