@@ -51,7 +51,7 @@ class StateStore:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of the sequences in flight have run forward: their keys and values are kept, here or shared."""
+        """How many tokens of the sequences in flight have run forward: their KV is kept, here or by all who share it."""
         return sum(sequence.forwarded for sequence in self._sequences.values())
 
     def num_bytes(self) -> int:
