@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep, Segment
 from chunkplan_runtime.sharing import own_slices
@@ -63,25 +62,16 @@ def _joined(chunks: Sequence[Chunk], ranks: range, number: int) -> Chunk:
 
 
 def schedule_chunks(chunks: Sequence[Chunk], plan: Plan, stage: int) -> list[Action]:
-    """What a stage does with the chunks of one rank, by the schedule of the plan.
-
-    Raises:
-        UsageError: that is not a rule which every process can follow by itself.
-    """
+    """What a stage does with the chunks of one rank, by the schedule of a plan in which ranks share sequences."""
     # Compiled loops, which a run without such steps does not load.
     from chunkplan.cost.durations import ChunkTimes
     from chunkplan.planfile.chunks import chunks_without_segments
     from chunkplan.schedule.actions import empty_actions
     from chunkplan.schedule.templates import ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, write_template
 
-    templates = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD}
     config = plan.config
-    if config.schedule not in templates:
-        raise UsageError(
-            f"ranks that share sequences are joined by schedule algorithm2 or 1f1b, not {config.schedule}",
-            where=str(plan.path),
-            hint="start as many processes as the plan has ranks and stages, or build it with `--schedule 1f1b`",
-        )
+    # A configuration has no other one with `cp`: these are rules that every process can follow by itself.
+    template = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD}[config.schedule]
     table = chunks_without_segments(
         [0, len(chunks)],
         [chunk.num_tokens for chunk in chunks],
@@ -90,7 +80,7 @@ def schedule_chunks(chunks: Sequence[Chunk], plan: Plan, stage: int) -> list[Act
     )
     times = ChunkTimes(np.zeros((len(OPS), config.pp, len(chunks)), np.int64), np.zeros(len(chunks), np.int64))
     actions = empty_actions(table.keeps_activations, config.pp, config.pp, False)
-    write_template(templates[config.schedule], table, times, config.pp, actions)
+    write_template(template, table, times, config.pp, actions)
     own = slice(*actions.stages[stage : stage + 2])
     ops, chunk_ids = actions.ops[own].tolist(), actions.chunk_ids[own].tolist()
     return [Action(OPS[op], chunk_id, 0) for op, chunk_id in zip(ops, chunk_ids, strict=True)]

@@ -51,7 +51,7 @@ class StateStore:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of the sequences in flight have run forward: their KV is kept, here or by all who share it."""
+        """How many tokens of the sequences in flight have run forward: their KV is kept, here or where it is shared."""
         return sum(sequence.forwarded for sequence in self._sequences.values())
 
     def num_bytes(self) -> int:
