@@ -52,7 +52,7 @@ def longest_sequences(
             ],
             kv_tokens=[own] * pp,
             chunk_size=chunk_size,
-            fetches_pages=num_ranks > 1,
+            shared_by=num_ranks,
         )
         return max(each.total + max(activations - each.activations, 0) for each in stages) <= gpu_bytes
 

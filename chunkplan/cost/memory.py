@@ -30,10 +30,7 @@ _IN_LAYERS: tuple[Sharding, Sharding] = ("gradients", "weights")
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
 
-#: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
-PAGE_CHUNKS = 4
-
-#: Where ranks share sequences by pages, a layer has room for two of other ranks: at work, and on its way.
+#: Where ranks share a sequence by pages, each of which is a chunk of it, a layer has two: at work, and on its way.
 _FETCHED_PAGES = 2
 
 #: Tokens whose logits are there at once, and bytes of each: float32 and its log-softmax, and bf16 or a gradient.
@@ -99,7 +96,7 @@ def stage_memory(
     stage_input_tokens: Sequence[int],
     kv_tokens: Sequence[int],
     chunk_size: int,
-    fetches_pages: bool = False,
+    shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> tuple[StageMemory, ...]:
     """What a GPU of each of the `pp` stages holds at most.
@@ -112,7 +109,7 @@ def stage_memory(
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
             layer holds two blocks of ChunkSize, whatever the sequences.
-        fetches_pages: whether ranks may share sequences. Then a layer has two pages of others, with their gradients.
+        shared_by: how many ranks share a sequence at most. A layer then has two pages of all, with gradients.
         kv_gradient_bytes: of a number in the gradients of keys and values.
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
@@ -126,7 +123,7 @@ def stage_memory(
             parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
         )
         held = kv_tokens[stage]
-        fetched = min(_FETCHED_PAGES * PAGE_CHUNKS * chunk_size, held) if fetches_pages else 0
+        fetched = shared_by * min(_FETCHED_PAGES * chunk_size, held) if shared_by > 1 else 0
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
         kv_elements = held * sum(own) * _kv_elements_per_token(cost)

@@ -66,7 +66,7 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         stage_input_tokens=inputs,
         kv_tokens=kv,
         chunk_size=config.chunk_size,
-        fetches_pages=config.cp != "off" and config.dp > 1,
+        shared_by=config.cp_sizes[-1],
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from chunkplan.cost.memory import PAGE_CHUNKS
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.exchange import Exchanges
@@ -36,6 +35,9 @@ _BEFORE = {
     "recompute": ("forward_kv",),
     "backward": ("forward", "recompute"),
 }
+
+#: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
+PAGE_CHUNKS = 4
 
 #: Entered around every action, to time it.
 Around = Callable[[Action], AbstractContextManager[object]]
