@@ -98,7 +98,8 @@ class IntakeRun:
     def _probe(self) -> None:
         """Look at all sources before any is read; those that cannot be read are left out, or end the run together.
 
-        What is in the cache was read before, and is not looked at.
+        Of what is in the cache the results are taken, and it is not looked at; where errors stop the run, what has some
+        is not taken from there.
         """
         problems: list[tuple[Source, DataError]] = []
         threads = ThreadPoolExecutor(_LOOKS)
@@ -110,7 +111,7 @@ class IntakeRun:
         try:
             for index, source in enumerate(self.sources):
                 opened = self._opened[index] = _open(source)
-                if opened and (known := self._store.recall(opened.path)) and opened.wanted in known["layouts"]:
+                if opened and self._recall(source, opened):
                     continue
                 try:
                     look = looks.get(index)
@@ -149,7 +150,7 @@ class IntakeRun:
 
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
         file = source.file
-        if source.broken:
+        if source.num_pieces is not None:  # left out, or taken from the cache
             return
         if file.kind == LINK:
             source.num_pieces = 0
@@ -158,8 +159,6 @@ class IntakeRun:
             self._pass(source, source.num_left)
             return
         opened = self._opened.pop(index)
-        if opened and self._recall(source, opened):
-            return
         found, records = cut(file, index, self._spool), list[JsonObject]()
         if source.layout is None:
             found, records = look_ahead(found, self._options)

@@ -242,3 +242,23 @@ def test_tokens_that_were_damaged_in_the_analysis_are_not_taken_from_the_cache(
     assert not validate(tmp_path / "out").ok
     analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert validate(tmp_path / "out").ok
+
+
+def test_what_was_skipped_before_is_reported_all_at_once_again(tmp_path: Path) -> None:
+    """Though pieces of it are in the cache, from a run that went on."""
+    good = make(tmp_path / "good.jsonl", "a")
+    bad = [tmp_path / name for name in ("cut.jsonl", "empty.jsonl", "log.jsonl")]
+    for path, content in zip(bad, ('{"text', "", "12:00 started"), strict=True):
+        path.write_text(content)
+        settle(path)
+
+    def errors() -> str:
+        with pytest.raises(DataError, match="3 of 4 sources cannot be read") as caught:
+            analyze([good, *bad], tmp_path / "out", tokenizer=TOKENIZER)
+        return str(caught.value)
+
+    first = errors()
+    skip = IntakeOptions(on_error="skip")
+    analysis = analyze([good, *bad], tmp_path / "out", skip, tokenizer=TOKENIZER)
+    assert errors() == first
+    assert analyze([good, *bad], tmp_path / "out", skip, tokenizer=TOKENIZER).manifest == analysis.manifest
