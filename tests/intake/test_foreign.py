@@ -282,6 +282,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
         "a preference pair (`chosen` and `rejected`)",
     ),
+    "OpenAI preference": (
+        {"input": {"messages": []}, "preferred_output": [{"role": "assistant"}], "non_preferred_output": [{}]},
+        "a preference pair (`preferred_output` and `non_preferred_output`)",
+    ),
     "LLaMA-Factory preference, sharegpt": (
         {
             "conversations": _chat("from", "value", ("human", "Hi!")),

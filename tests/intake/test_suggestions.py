@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunkplan.errors import DataError
-from chunkplan.intake.schemas import detect
+from chunkplan.intake.schemas import detect, parse
 from tests.support.command_line import Run
 from tests.support.intake_checks import question_and_answer
 from tests.support.places import ROOT
@@ -66,6 +66,12 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
             "--column system=System --column instruction=Instruction --column input=Context --column output=Response",
         ),
         ({"prompt": MESSAGES[:1], "response": MESSAGES[1:]}, "--column prompt=prompt --column completion=response"),
+        ({"Context": "a b", "Response": "b c"}, "--column question=Context --column answer=Response"),
+        ({"source": "a b", "target": "b c"}, "--column question=source --column answer=target"),
+        (
+            {"problem": "a b", "generated_solution": "b c", "expected_answer": "5", "problem_source": "x"},
+            "--column question=problem --column answer=generated_solution",
+        ),
         ({"my chat": MESSAGES, "id": "3"}, "--column 'messages=my chat'"),
         ({"dialogue": json.dumps(MESSAGES)}, "--column messages=dialogue"),
         ({"dialogue": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "--column messages=dialogue"),
@@ -111,6 +117,7 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
         {"body": "some words", "reply": "other words"},
         {"score": 3, "meta": {}},
         {"article": "some words", "summary": "few words"},
+        {"context": "some words", "prompt_a": "a b", "prompt_b": "b c", "response": "few words"},
         {"user": "ann", "title": "some words"},
         {"question\n\x1b[31m": "a", "answer": "b"},
         {"question" + "x" * 200: "a", "answer": "b"},
@@ -175,6 +182,53 @@ def test_records_that_are_no_records_are_named() -> None:
     assert _hint({"version": 1, "data": [{"text": "a"}] * 5}) == (
         "`data` is a list of 5 objects: write these as the records"
     )
+
+    assert _hint({"data": [{"text": "a"}]}) == "`data` is a list of 1 object: write these as the records"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("keys", "roles"),
+    [(("speaker", "text"), ("user", "bot")), (("role", "text"), ("user", "bot")), (("by", "body"), ("Human", "AI"))],
+)
+def test_messages_of_other_keys_are_never_to_be_written_as_records(
+    count: int, keys: tuple[str, str], roles: tuple[str, str]
+) -> None:
+    """They would be texts, and all that the user says be trained."""
+    chat = [dict(zip(keys, turn, strict=True)) for turn in zip(roles, ("hi", "yo"), strict=True)]
+    assert _hint(*[{"chat": chat, "n": 1}] * count) == (
+        f"`chat` is a conversation whose messages have `{keys[0]}` and `{keys[1]}`: "
+        "name these keys `role` and `content`, and the list `messages`"
+    )
+
+
+def test_messages_without_an_answer_are_not_suggested() -> None:
+    prompt = MESSAGES[:1]
+    hint = _hint({"prompt": prompt, "answer": "yo"})
+    assert hint == (
+        "`prompt` has no answer: add `answer` to its messages as one with the `role` assistant, "
+        "and name the list `messages`"
+    )
+    assert _hint({"prompt": prompt}).endswith("and one has to be the assistant's")
+
+
+def test_a_format_that_is_not_that_of_the_records_is_to_be_another(command: Run) -> None:
+    Path("x.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    said = ("analyze", "x.jsonl", "--tokenizer", TOKENIZER)
+    for schema in ("text", "conversations"):
+        hint = command(*said, "--format", schema).err.partition("hint: ")[2]
+        assert hint == "in place of it, try this: --format messages\n"
+    assert command(*said, "--format", "messages").code == 0
+    Path("y.jsonl").write_text('{"text": "some words"}\n')
+    hint = command(*said, "y.jsonl", "--format", "text").err.partition("try this: ")[2]
+    assert hint == "--format x.jsonl=messages\n"
+    assert command(*said, "y.jsonl", "--format", "text", *shlex.split(hint)).code == 0
+
+
+def test_a_message_without_content_is_named_with_the_keys_that_it_has() -> None:
+    layout = detect([{"messages": [{"role": "user", "text": "hi"}]}])
+    with pytest.raises(DataError, match=r"`messages\[0\].content` is missing .*; found the keys `role`, `text`"):
+        parse(layout, {"messages": [{"role": "user", "text": "hi"}]})
 
 
 def test_records_of_many_keys_and_long_ones_do_not_fill_the_screen(command: Run) -> None:

@@ -96,11 +96,20 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
         message += f"; --format {schema} expects {_needs(schema)}"
     elif closest is not None:
         message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
+    if schema is not None and (other := _other_schema(columns, records)) is not None:
+        return LayoutError(message, ["in place of it, ", TRY, Flag("--format", other)])
     if found is not None:
         return LayoutError(message, [TRY, *spaced(column_flags(found[1]))])
     other = what_else(records)
     words: Sequence[str | Flag] = ["say which with ", *_SAY, f"; {_LIST}"] if other is None else [other]
     return LayoutError(message, words)
+
+
+def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
+    """The schema that these records are found to be of, where the user has named another."""
+    with suppress(DataError, UsageError):
+        return detect(records, columns=columns).schema
+    return None
 
 
 def _candidates(schema: str | None, columns: Said) -> list[str]:

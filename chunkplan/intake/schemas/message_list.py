@@ -17,7 +17,17 @@ from typing import Any
 import msgspec
 
 from chunkplan.intake.records import Conversation, JsonObject, Message
-from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, shortened, typed, unsupported, wrong
+from chunkplan.intake.schemas.fields import (
+    empty,
+    field,
+    is_blank,
+    json_type,
+    quoted,
+    shortened,
+    typed,
+    unsupported,
+    wrong,
+)
 from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 from chunkplan.intake.schemas.roles import PROGRAM_ROLES, ROLES, role_of, with_system
 
@@ -106,7 +116,10 @@ def _message(message: JsonObject, path: str) -> Message:
         content = "".join(parts)
     elif content is None and not fields.get("tool_calls"):
         state = "null" if "content" in message else "missing"
-        wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string")
+        others = [key for key, value in message.items() if value is not None]
+        wrong(
+            f"`{path}.content` is {state} and there are no `tool_calls`, expected a string; found the keys {quoted(others)}"
+        )
     elif content is not None:
         content = field(message, "content", str, path)
     return Message(role, content, loss, fields, parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.fields import unsupported
 
-_PREFERENCE = ("chosen", "rejected")
+#: The better and the worse answer of a pair: as most data have them, and as OpenAI does.
+_PREFERENCES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 
 #: The worse answer of a pair, as swift has it beside the better one.
 _WORSE = ("rejected_response", "rejected_messages")
@@ -14,7 +15,7 @@ _WORSE = ("rejected_response", "rejected_messages")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values", "input_features")
 
 #: A record without these keys is not refused.
-SUSPECT = frozenset((*_PREFERENCE, *_WORSE, *MEDIA))
+SUSPECT = frozenset((*(key for pair in _PREFERENCES for key in pair), *_WORSE, *MEDIA))
 
 
 def refuse(record: JsonObject) -> None:
@@ -22,11 +23,13 @@ def refuse(record: JsonObject) -> None:
 
     Keys that are null or empty say nothing: tables have them in every row.
     """
-    if all(record.get(key) is not None for key in _PREFERENCE):
-        unsupported(
-            "a preference pair (`chosen` and `rejected`); one record has to be one sequence",
-            hint="keep the chosen answer as a record with `messages` or `prompt` and `completion`",
-        )
+    for better, worse in _PREFERENCES:
+        if record.get(better) is not None and record.get(worse) is not None:
+            unsupported(
+                f"a preference pair (`{better}` and `{worse}`); one record has to be one sequence",
+                hint=f"keep the {better.partition('_')[0]} answer as a record with `messages` or `prompt` and "
+                "`completion`",
+            )
     for key in _WORSE:
         if record.get(key):
             unsupported(

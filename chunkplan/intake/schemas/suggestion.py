@@ -11,12 +11,14 @@ from contextlib import suppress
 from typing import Any
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import JsonObject
+from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import messages_in
+from chunkplan.intake.schemas.fields import messages_in, shortened
 from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
+from chunkplan.intake.schemas.roles import ROLES
+from chunkplan.quantities import counted
 
 #: Words in the names of keys, and what has such names.
 _ASKS = {
@@ -29,6 +31,7 @@ _ANSWERS = {
 }
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
 _INSTRUCTIONS, _INPUTS = {"instruction"}, {"input", "context"}
+_CONTEXT, _RESPONSE, _SOURCE, _TARGET = {"context"}, {"response"}, {"source"}, {"target"}
 _TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
 
 #: A text that goes on, with nothing between, has one of the first in its names, and none of the others: these are of
@@ -51,6 +54,16 @@ _BARRED = {
     "text": _ABOUT | _ASKS | _ANSWERS | _SYSTEM,
 }
 
+#: Of two answers, what is compared with the other has one of these in its name.
+_COMPARED = {"expected", "final", "gold", "reference", "correct", "true"}
+
+#: Keys of a message that may say who speaks, and what is said, in layouts that are not known as well.
+_SPEAKERS = ("role", "from", "speaker", "sender")
+_SAID = ("content", "value", "text", "message", "body", "utterance")
+
+#: Those that are known together.
+_KNOWN = (("role", "content"), ("role", "value"), ("from", "value"))
+
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
 
@@ -65,6 +78,8 @@ _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("question+answer", {"question": "ask", "answer": "answer"}),
     ("instruction", {"instruction": "ask", "output": "answer"}),
     ("prompt+completion", {"prompt": "ask", "completion": "answer"}),
+    ("question+answer", {"question": "context", "answer": "response"}),
+    ("question+answer", {"question": "source", "answer": "target"}),
     ("text", {"text": "text"}),
     ("input_ids", {"input_ids": "tokens"}),
     ("length", {"length": "length"}),
@@ -82,6 +97,8 @@ def suggest(
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
     said = {*_words(ask or ""), *_words(answer or "")}
     found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
+    if any(_ASKS.intersection(_words(key)) for record in records for key in record):
+        found["context"] = found["source"] = None  # something else is asked
     if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(_words(found["text"] or ""))):
         found["text"] = None  # it may be half of what is trained
     for name, needs in _NEEDS:
@@ -102,10 +119,37 @@ def what_else(records: Sequence[JsonObject]) -> str | None:
     """What to do with records that no keys would make records of any schema, where it is seen."""
     if are_messages_each(records):
         return "a record is one message: write all messages of a conversation as one record with `messages`"
-    for key, value in records[0].items() if len(records) == 1 else ():
-        if type(value) is list and value and type(value[0]) is dict and _is_plain(key):
-            return f"`{key}` is a list of {len(value):,} objects: write these as the records"
+    lists = {key: value for key, value in records[0].items() if _is_plain(key) and _are_objects(value)}
+    for key, value in lists.items():
+        texts = {name: text for name, text in value[0].items() if type(text) is str}
+        said = next((name for name in _SAID if name in texts), None)
+        speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
+        if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
+            return (
+                f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
+                "name these keys `role` and `content`, and the list `messages`"
+            )
+        if _are_messages(value):
+            return _unanswered(records, key)
+    if len(records) == 1 and lists:
+        key, value = next(iter(lists.items()))
+        return f"`{key}` is a list of {counted(len(value), 'object')}: write these as the records"
     return None
+
+
+def _unanswered(records: Sequence[JsonObject], key: str) -> str:
+    """What to do with messages under `key` that no key alone makes records of a schema."""
+    answer = _only(records, {}, "answer", *_KINDS["answer"])
+    if answer and answer != key and type(records[0].get(answer)) is str:
+        return (
+            f"`{key}` has no answer: add `{answer}` to its messages as one with the `role` assistant, "
+            "and name the list `messages`"
+        )
+    return f"`{key}` is a conversation: each of its messages needs a `role` and a `content`, and one has to be the assistant's"
+
+
+def _are_objects(value: Any) -> bool:
+    return type(value) is list and bool(value) and type(value[0]) is dict
 
 
 def _only(
@@ -130,6 +174,8 @@ def _only(
         closest = several if not distances or not {*several} <= {*closest} else closest
     if kind == "messages":
         closest = fitting
+    if kind == "answer" and len(closest) > 1:
+        closest = [key for key in closest if _COMPARED.isdisjoint(_words(key))]
     return closest[0] if len(closest) == 1 else None
 
 
@@ -166,6 +212,10 @@ def _are_tokens(value: Any) -> bool:
     return type(value) is list and bool(value) and set(map(type, value)) == {int}
 
 
+def _is_text(value: Any) -> bool:
+    return type(value) is str and bool(value.strip())
+
+
 #: Which keys may have what is needed: words in their names, and what their values are.
 _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
     "messages": (set(), _are_messages),
@@ -173,15 +223,24 @@ _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
     "answer": (_ANSWERS, _is_said),
     "instruction": (_INSTRUCTIONS, _is_said),
     "input": (_INPUTS, lambda value: type(value) is str),  # most may be blank
-    "system": (_SYSTEM, lambda value: type(value) is str and bool(value.strip())),
-    "text": (_TEXTS, lambda value: type(value) is str and bool(value.strip())),
+    "context": (_CONTEXT, _is_text),
+    "response": (_RESPONSE, _is_text),
+    "source": (_SOURCE, _is_text),
+    "target": (_TARGET, _is_text),
+    "system": (_SYSTEM, _is_text),
+    "text": (_TEXTS, _is_text),
     "tokens": (_TOKENS, _are_tokens),
     "length": (_LENGTHS, lambda value: type(value) is int and value > 0),
 }
 
 
+def _may_count(message: Message) -> bool:
+    """Whether a message may count in the loss."""
+    return message.loss is True or (message.role == "assistant" and message.loss is not False)
+
+
 def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
-    """Whether half of the records, or more, become something by the schema `name` with these keys."""
+    """Whether half of the records, or more, become something to train by the schema `name` with these keys."""
     schema, num_read = SCHEMAS[name], 0
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]
     for record in records:
@@ -189,6 +248,6 @@ def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, st
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
                 usual = {role: keys[0] for role, keys in schema.roles.items()}
-                schema.parse(record, {**usual, **columns, **reading.keys})
-                num_read += 1
+                parsed = schema.parse(record, {**usual, **columns, **reading.keys})
+                num_read += not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages))
     return 2 * num_read >= len(records) > 0
