@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -30,11 +30,17 @@ MEGABYTE = 1_000_000
 
 
 class Said(dict[str, str]):
-    """What is said of sources, entry by entry; `places` has where an entry was said, of those not typed as a flag."""
+    """What is said of sources, entry by entry; `places` has where an entry was said, of those not typed as a flag.
 
-    def __init__(self, entries: Mapping[str, str], places: Mapping[str, str] | None = None) -> None:
+    Those that are `optional` are of no account in a run that has no source of theirs.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, str], places: Mapping[str, str] | None = None, optional: Collection[str] = ()
+    ) -> None:
         super().__init__(entries)
         self.places = dict(places or {})
+        self.optional = frozenset(optional)
 
     @classmethod
     def of(cls, entries: Mapping[str, str]) -> Said:
@@ -77,7 +83,8 @@ def _load_columns(value: Any) -> Any:
         if not entry or any(not role or ":" in role for role in key) or not of_source.keys().isdisjoint(value):
             return value  # which is no mapping of strings
         columns |= of_source
-    return Said(columns, value.places if isinstance(value, Said) else None)
+    said = Said.of(value)
+    return Said(columns, said.places, said.optional)
 
 
 def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:

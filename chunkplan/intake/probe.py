@@ -128,7 +128,7 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     try:
         return detect(records, schema=source.asked_schema, columns=columns)
     except LayoutError as error:
-        raise LayoutError(error.message, error.words, where=source.name) from error
+        raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 

@@ -23,8 +23,8 @@ from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.run import IntakeRun, Runner
 from chunkplan.intake.run_local import Prepare, Workers, run_here, run_in_processes
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import suffixes_of
-from chunkplan.intake.sources import SourceFile, find_sources
+from chunkplan.intake.source_columns import suffixes_of, without_unused
+from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import TokenizerEntry
 
@@ -39,7 +39,8 @@ Progress = Callable[[int, int | None, int], None]
 class IntakeRequest:
     """What to read and how; `analyze` documents the fields.
 
-    `beside` is called with the files that folders and patterns have beside data, and that are none.
+    `beside` is called with the files that folders and patterns have beside data, and that are none; `unused` with the
+    places of what is said of sources by their names, need not be used, and is of no source here.
     """
 
     paths: str | Path | Sequence[str | Path]
@@ -52,6 +53,7 @@ class IntakeRequest:
     ray: str | None = None
     progress: Progress | None = None
     beside: Callable[[list[str]], None] | None = None
+    unused: Callable[[list[str]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     files = find_sources(paths, beside, suffixes_of(request.options.formats))
     if request.beside is not None:
         request.beside(beside)
+    options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
+    request = replace(request, options=options)
+    if request.unused is not None and unused:
+        request.unused(unused)
     if shard is not None:
         _check_can_be_dealt(files)
     store = Store(request.cache, is_trusted=request.use_cache)

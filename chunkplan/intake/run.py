@@ -122,7 +122,7 @@ class IntakeRun:
             threads.shutdown(cancel_futures=True)
         is_schema = any(not isinstance(found, RecordError) for _, found in problems)
         if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == len(self._paths))):
-            raise unreadable_sources(problems, self._paths)
+            raise unreadable_sources(problems, self._paths, self._options.columns)
         for source, found in problems:
             hint = hint_for(source, found, self._paths)
             message = (

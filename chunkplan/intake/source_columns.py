@@ -6,10 +6,11 @@ Each is said for all sources, or for those of a name, which goes before what is 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from chunkplan.config.intake import SCHEMAS, Said
+from chunkplan.config.intake import SCHEMAS, IntakeOptions, Said
 from chunkplan.errors import UsageError
 from chunkplan.intake.files import is_url
 
@@ -24,6 +25,24 @@ class _Entry(NamedTuple):
     what: str
     value: str
     place: str
+
+
+def without_unused(options: IntakeOptions, paths: Sequence[str]) -> tuple[IntakeOptions, list[str]]:
+    """`options` without the optional entries that name no source of `paths`, and the places of these entries."""
+
+    def used(said: Said, sign: str) -> Said:
+        sources = {entry: entry.rpartition(sign)[0] if sign else entry for entry in said}
+        kept = {
+            entry: value
+            for entry, value in said.items()
+            if entry not in said.optional or not sources[entry] or any(is_named(path, sources[entry]) for path in paths)
+        }
+        unused.extend(said.place(entry, "") for entry in said if entry not in kept)
+        return Said(kept, said.places, said.optional)
+
+    unused: list[str] = []
+    columns, formats = used(Said.of(options.columns), ":"), used(Said.of(options.formats), "")
+    return (replace(options, columns=columns, formats=formats) if unused else options), unused
 
 
 def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list[Said]:

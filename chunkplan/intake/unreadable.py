@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
+from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
-from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, line_of
+from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, line_of
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import name_of_source, name_of_sources
+from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
+from chunkplan.options import toml_name
 from chunkplan.quantities import counted
 
 #: Sources that an error names, and letters of what it says of each: a screenful in all.
@@ -16,6 +19,9 @@ _NAMED, _LETTERS = 8, 120
 
 #: Letters of a line to be pasted, unless the flags of the first source alone have more.
 _LONGEST_LINE = 1000
+
+#: Sources of the same keys that a line names each.
+_FEW = 4
 
 #: A source that cannot be read, and why.
 Problem = tuple[Source, DataError]
@@ -25,24 +31,30 @@ class UnreadableSourcesError(DataError):
     """Sources that cannot be read at all; the hint says of --on-error skip where there are others, which could be."""
 
 
-def unreadable_sources(problems: Sequence[Problem], paths: Sequence[str]) -> UnreadableSourcesError:
+def unreadable_sources(
+    problems: Sequence[Problem], paths: Sequence[str], columns: Mapping[str, str]
+) -> UnreadableSourcesError:
     """The error of sources that cannot be read, `paths` being those of all there are; `problems` has them in order.
 
-    One is reported as it is, several in a line each. The hint ends with the line to type where one would do.
+    `columns` is what the user says of keys (see `columns_of_sources`). One source is reported as it is, several in a
+    line each. The hint ends with the line to type where one would do.
     """
     is_rest = len(problems) < len(paths)
     [(source, error), *others] = problems
     if not others:
         skip = "--on-error skip leaves this source out and lists it; " if is_rest else ""
-        hint = skip + hint_for(source, error, paths)
+        hint = skip + (_said_too_widely(problems, paths, columns) or hint_for(source, error, paths))
         return UnreadableSourcesError(error.message, where=error.where or source.name, hint=hint)
     lines = [f"{error.where or source.name}: {_in_a_line(source, error, paths)}" for source, error in problems[:_NAMED]]
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
     hints = ["--on-error skip leaves these sources out and lists them"] if is_rest else []
-    hints += _lines_to_paste(problems, paths) or (
-        [] if is_rest else [f"for the first: {hint_for(source, error, paths)}"]
-    )
+    if is_rest and (narrower := _said_too_widely(problems, paths, columns)):
+        hints.append(narrower)
+    else:
+        hints += _lines_to_paste(problems, paths) or (
+            [] if is_rest else [f"for the first: {hint_for(source, error, paths)}"]
+        )
     message = f"{len(problems):,} of {counted(len(paths), 'source')} cannot be read, and nothing was tokenised"
     return UnreadableSourcesError(message, hint="; ".join(hints), lines=lines)
 
@@ -55,6 +67,33 @@ def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
     if name is None:
         return "rename this file, which no flag can name without naming another"
     return error.hint_for(name)
+
+
+def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns: Mapping[str, str]) -> str | None:
+    """What to say of single sources in place of a key that is said of all, and that the first of `problems` lacks.
+
+    None where it is wrong for another reason, or no other source has that key.
+    """
+    error = next((error for _, error in problems if isinstance(error, LayoutError) and error.missing), None)
+    if error is None or error.line or not {*error.missing} <= columns.keys():
+        return None
+    said, keys = Said.of(columns), {role: columns[role] for role in error.missing}
+    bad = {source.file.path for source, _ in problems}
+    found = zip(paths, columns_of_sources(columns, paths), strict=True)
+    others = [path for path, own in found if path not in bad and keys.items() <= own.items()]
+    all_names = [name for name in _names(others, paths) if name is not None]
+    if not all_names:
+        return None
+    names = all_names[:_FEW]
+    some = f", for {len(names)} of {len(all_names):,} sources," if len(names) < len(all_names) else ""
+    place = said.places.get(error.missing[0])
+    if place is None:
+        return f"in place of what is said of all,{some.removeprefix(',')} {TRY}" + " ".join(
+            line_of(column_flags(keys), name) for name in names
+        )
+    entries = " and ".join(f"`{role} = {json.dumps(key, ensure_ascii=False)}`" for role, key in keys.items())
+    tables = " and ".join(f"`[{toml_name('columns', name)}]`" for name in names)
+    return f"in place of {place}{some or ','} write {tables} and below it {entries}"
 
 
 def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:

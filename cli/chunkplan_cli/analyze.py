@@ -189,6 +189,7 @@ def _reading(
                 use_cache=how.use_cache,
                 progress=progress,
                 beside=beside.extend,
+                unused=lambda places: note(f"ignored, as there is no such source: {', '.join(places)}"),
             )
     except UnreadableSourcesError as error:
         command = shlex.join(["chunkplan", *sys.argv[1:], *_SKIP])
@@ -218,8 +219,8 @@ def with_length_column(values: Mapping[str, Any]) -> Given:
 def _with_files(config: Path | None, place: Workspace, work: Given, intake: Given) -> tuple[Given, Given]:
     """Return the options of the command line joined with those of files, which it wins over, and say which are used.
 
-    The file of --config wins over that of the workspace. Of what is said by source or role, each entry is joined by
-    itself.
+    The file of --config wins over that of the workspace, whose entries may be for sources that are not there.
+    Of what is said by source or role, each entry is joined by itself.
     """
     joined = dict(with_length_column({**work, **intake}))
     files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
@@ -232,7 +233,8 @@ def _with_files(config: Path | None, place: Workspace, work: Given, intake: Give
             if name in in_file:
                 given = Said.of(joined.get(name, {}))
                 places = {entry: _place(file, name, entry) for entry in in_file[name] if entry not in given}
-                joined[name] = Said({**in_file[name], **given}, {**places, **given.places})
+                optional = given.optional | (places.keys() if file == place.file else set())
+                joined[name] = Said({**in_file[name], **given}, {**places, **given.places}, optional)
                 replaced = [one for one in replaced if one != name or not places]
                 instead += [f"{name}: {entry}" for entry in in_file[name] if entry in given]
         joined = {**in_file, **joined}

@@ -156,7 +156,7 @@ def test_the_file_of_the_workspace_says_how_sources_are_laid_out_as_well(run: Ru
     assert analyzed(run, "data/part.0").manifest["sources"][0]["schema"] == "messages"
 
 
-@pytest.mark.parametrize("text", ['[columns.no]\ntext = "b"', "columns = 3", "turns = 3", "x ="])
+@pytest.mark.parametrize("text", ['[columns]\nno = "b"', "columns = 3", "turns = 3", "x ="])
 def test_a_mistake_in_the_file_of_the_workspace_is_one_as_on_the_command_line(run: Run, text: str) -> None:
     Path("ws").mkdir()
     Path("ws/workspace.toml").write_text(text)
@@ -256,3 +256,45 @@ def test_no_schema_is_named_like_a_kind_of_file() -> None:
     from chunkplan.intake.sources import describe
 
     assert not [name for name in SCHEMAS if describe(f"x.{name}")]
+
+
+def test_entries_of_the_workspace_for_other_sources_are_ignored_with_a_word(run: Run) -> None:
+    """Those of --config and of the command line are not; what is ignored is no option of the analysis."""
+    Path("chunkplan-out").mkdir()
+    Path("chunkplan-out/workspace.toml").write_text(WORKSPACE + '[formats]\n"no.log" = "jsonl"\n')
+    ran = run("analyze", "data/qa.jsonl", "--tokenizer", TOKENIZER)
+    assert ran.code == 0, ran.err
+    assert (
+        'ignored, as there is no such source: chunkplan-out/workspace.toml: columns."humaneval.jsonl".completion, '
+        'chunkplan-out/workspace.toml: formats."no.log"\n'
+    ) in ran.err
+    assert analyzed(run, "data/qa.jsonl").options == IntakeOptions(columns={"completion": "answer"})
+    Path("chunkplan-out/workspace.toml").write_text(WORKSPACE)
+    assert "ignored" not in run("analyze", "data", "--tokenizer", TOKENIZER).err
+    Path("a.toml").write_text('[columns."humaneval.jsonl"]\ncompletion = "prompt"\n')
+    for said in (("--config", "a.toml"), ("--column", "humaneval.jsonl:completion=prompt")):
+        ran = run("analyze", "data/qa.jsonl", *said)
+        assert (ran.code, "no source is humaneval.jsonl" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_key_that_is_said_of_all_sources_is_to_be_said_of_those_that_have_it(run: Run, others: int) -> None:
+    """In a file as on the command line; the others are read as they are then."""
+    Path("mixed").mkdir()
+    for number in range(others):
+        write(f"mixed/m{number}.jsonl", MESSAGES)
+    write("mixed/x.jsonl", {"ws": "some words"})
+    ran = run("analyze", "mixed", "--tokenizer", TOKENIZER, "--column", "text=ws")
+    assert ran.code == 3
+    assert "no record has the key `ws` of --column text=ws; found: `messages`" in ran.err
+    assert ran.err.endswith("in place of what is said of all, try this: --column x.jsonl:text=ws\n")
+    assert len(analyzed(run, "mixed", "--column", "x.jsonl:text=ws").manifest["sources"]) == others + 1
+    Path("chunkplan-out/workspace.toml").write_text('[columns]\ntext = "ws"\n')
+    ran = run("analyze", "mixed", "--tokenizer", TOKENIZER)
+    assert ran.code == 3
+    assert ran.err.endswith(
+        "in place of chunkplan-out/workspace.toml: columns.text, "
+        'write `[columns."x.jsonl"]` and below it `text = "ws"`\n'
+    )
+    Path("chunkplan-out/workspace.toml").write_text('[columns."x.jsonl"]\ntext = "ws"\n')
+    assert len(analyzed(run, "mixed").manifest["sources"]) == others + 1

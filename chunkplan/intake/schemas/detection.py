@@ -84,7 +84,8 @@ def _no_key(missing: list[str], columns: Said, candidates: list[str], records: l
         words = (
             ["in place of it, ", TRY, *spaced(column_flags(found[1]))] if is_typed else [f"is it `{found[1][role]}`?"]
         )
-    return LayoutError(f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}", words)
+    message = f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}"
+    return LayoutError(message, words, missing=missing)
 
 
 def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:

@@ -43,10 +43,16 @@ def spaced(flags: Sequence[Flag]) -> list[str | Flag]:
 
 
 class LayoutError(DataError):
-    """How the records of a source are laid out is not known; `words` are the parts of the hint, flags among them."""
+    """How the records of a source are laid out is not known; `words` are the parts of the hint, flags among them.
 
-    def __init__(self, message: str, words: Sequence[str | Flag], *, where: str | None = None) -> None:
+    `missing` are roles for which the user has named keys that no record has.
+    """
+
+    def __init__(
+        self, message: str, words: Sequence[str | Flag], *, where: str | None = None, missing: Sequence[str] = ()
+    ) -> None:
         self.words = tuple(words)
+        self.missing = tuple(missing)
         super().__init__(message, where=where, hint=self.hint_for(None))
 
     def hint_for(self, source: str | None) -> str:

@@ -145,7 +145,10 @@ def _unanswered(records: Sequence[JsonObject], key: str) -> str:
             f"`{key}` has no answer: add `{answer}` to its messages as one with the `role` assistant, "
             "and name the list `messages`"
         )
-    return f"`{key}` is a conversation: each of its messages needs a `role` and a `content`, and one has to be the assistant's"
+    return (
+        f"`{key}` is a conversation: each of its messages needs a `role` and a `content`, "
+        "and one has to be the assistant's"
+    )
 
 
 def _are_objects(value: Any) -> bool:
