@@ -87,7 +87,7 @@ def find_record(
     with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
         total = 0
         row = 0
-        pieces, records = look_ahead(cut(file, 0, Path(spool)), replace(options, on_error="skip"))
+        pieces, records = look_ahead(cut(file, 0, Path(spool)), source, replace(options, on_error="skip"))
         for piece in pieces:
             if source.layout is None:
                 source.layout = find_layout(source, records)

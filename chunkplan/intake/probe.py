@@ -21,12 +21,13 @@ from chunkplan.intake.readers.stream import Taken, chunks
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
+from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.flags import LayoutError
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import LINK, SourceFile
 
-#: Records that say how those of a source are laid out.
-_RECORDS = 100
+#: Records that say how those of a source are laid out, and how many are looked at where these are null.
+_RECORDS, _MOST_RECORDS = 100, 10_000
 
 #: Kinds of files of which nothing is known before they are fetched whole.
 _FETCHED = ("arrow", "npy")
@@ -63,7 +64,9 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     if piece is None and is_stream(file):
         return None
     try:
-        found, records = look_ahead(iter([piece]) if piece else cut(file, index, spool), options)
+        found, records = look_ahead(iter([piece]) if piece else cut(file, index, spool), source, options)
+        if piece and len(records) >= _RECORDS and _are_null(records, source):
+            return None  # what comes behind the beginning says more
         layout = find_layout(source, records)
         if options.on_error == "stop":
             _check_records(source, next(found), layout, records, options)
@@ -73,11 +76,14 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     return None if is_stream(file) else layout
 
 
-def look_ahead(found: Iterator[Piece], options: IntakeOptions) -> tuple[Iterator[Piece], list[JsonObject]]:
-    """All pieces of `found`, from the first of a source, and the first records of it that can be read.
+def look_ahead(
+    found: Iterator[Piece], source: Source, options: IntakeOptions
+) -> tuple[Iterator[Piece], list[JsonObject]]:
+    """All pieces of `found`, from the first of `source`, and the first records of it that can be read.
 
     Pieces of lines are taken, and temporary ones written, up to the one with the first record: those before it may be
-    too large, or no records. Where errors stop the run, they are taken up to the first that does.
+    too large, or no records, or null where they would say something. Where errors stop the run, they are taken up to
+    the first that does.
     An error that ends `found` meanwhile comes behind the pieces before it.
 
     Raises:
@@ -88,17 +94,27 @@ def look_ahead(found: Iterator[Piece], options: IntakeOptions) -> tuple[Iterator
     records: list[JsonObject] = []
     try:
         for piece in found:
-            records = first_records(piece, _RECORDS, max_record_bytes=options.max_record_bytes)
+            for count in (_RECORDS, _MOST_RECORDS):
+                found_here = first_records(piece, count, max_record_bytes=options.max_record_bytes)
+                are_null = bool(found_here) and _are_null(found_here, source)
+                if not are_null or len(found_here) < count:
+                    break
             held.append(piece)
-            if records or piece.reader not in _OF_LINES:
+            records = found_here or records
+            if (found_here and not are_null) or piece.reader not in _OF_LINES:
                 break
-            if options.on_error == "stop" and _first_bad(piece, _NO_RECORD, options):
+            if not are_null and options.on_error == "stop" and _first_bad(piece, _NO_RECORD, options):
                 break
     except RecordError as error:
         if not held:
             raise
         return chain(held, _raising(error)), records
     return chain(held, found), records
+
+
+def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
+    """Whether these records say nothing of how those of `source` are laid out, as they are null."""
+    return all(is_null(record, source.asked_schema, source.asked_columns) for record in records)
 
 
 def _first_bad(piece: Piece, layout: RecordLayout, options: IntakeOptions) -> Rejected | None:

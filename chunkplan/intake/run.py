@@ -161,7 +161,7 @@ class IntakeRun:
         opened = self._opened.pop(index)
         found, records = cut(file, index, self._spool), list[JsonObject]()
         if source.layout is None:
-            found, records = look_ahead(found, self._options)
+            found, records = look_ahead(found, source, self._options)
         for piece in found:
             if source.layout is None:
                 source.layout = find_layout(source, records)

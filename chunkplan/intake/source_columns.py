@@ -109,9 +109,19 @@ def name_of_sources(some: Collection[str], paths: Sequence[str]) -> str | None:
     folders = {path.rpartition("/")[0] for path in some}
     suffixes = {path.rpartition("/")[2].partition(".")[2] for path in some}
     files = ["*", *(f"*.{_as_pattern(suffix)}" for suffix in suffixes)] if len(suffixes) == 1 else ["*"]
+    names_of_files = [path.rpartition("/")[2] for path in some]
+    beginning = _as_pattern(_beginning(names_of_files))
+    end = _as_pattern(_beginning([name[::-1] for name in names_of_files])[::-1])
+    files += [f"{beginning}{between}{end}" for between in ("*", "[0-9]*")]
     above = [f"{_as_pattern(end)}/" for folder in folders for end in _ends(folder)] if len(folders) == 1 else []
     names = (f"{folder}{file}" for folder in ["", *above] for file in files)
     return next((name for name in names if _is_for(name, {*some}, paths)), None)
+
+
+def _beginning(names: Collection[str]) -> str:
+    """What all of `names` begin with."""
+    first, last = min(names), max(names)
+    return first[: next((index for index, letter in enumerate(first) if last[index : index + 1] != letter), len(first))]
 
 
 def _ends(path: str) -> list[str]:

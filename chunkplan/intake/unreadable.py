@@ -15,7 +15,7 @@ from chunkplan.options import toml_name
 from chunkplan.quantities import counted
 
 #: Sources that an error names, and letters of what it says of each: a screenful in all.
-_NAMED, _LETTERS = 8, 120
+_NAMED, _LETTERS = 12, 120
 
 #: Letters of a line to be pasted, unless the flags of the first source alone have more.
 _LONGEST_LINE = 1000
@@ -106,24 +106,29 @@ def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:
 def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[str]:
     """The line that has those sources read of which the keys are known, as a part of a hint; nothing for none.
 
-    Sources of the same keys are named by a pattern where there is one.
+    Sources of the same keys are named by a pattern where there is one, else each if they are few. Of keys that only
+    sources have which the error does not name there is nothing in it.
     """
     groups: dict[tuple[Flag, ...], list[str]] = {}
-    for source, error in problems:
-        if isinstance(error, LayoutError) and error.line:
+    for number, (source, error) in enumerate(problems):
+        if isinstance(error, LayoutError) and error.line and (error.line in groups or number < _NAMED):
             groups.setdefault(error.line, []).append(source.file.path)
     flags: list[str] = []
-    num_read = 0
+    num_read = num_alike = 0
     for line, group in groups.items():
-        for name, number in _names(group, paths).items():
-            typed = line_of(line, name)
-            if not flags or len(" ".join([*flags, typed])) <= _LONGEST_LINE:
-                flags.append(typed)
-                num_read += number
+        names = _names(group, paths)
+        if len(names) > _FEW:
+            names = dict([next(iter(names.items()))])
+        typed = " ".join(line_of(line, name) for name in names)
+        if names and (not flags or len(" ".join([*flags, typed])) <= _LONGEST_LINE):
+            flags.append(typed)
+            num_read += sum(names.values())
+            num_alike += len(group) - sum(names.values()) if len(group) > _FEW else 0
     if not flags:
         return []
     of_them = "" if num_read == len(problems) else f"for {num_read:,} of them "
-    return [of_them + TRY + " ".join(flags)]
+    alike = f"({num_alike:,} more have the same keys) " if num_alike else ""
+    return [of_them + alike + TRY + " ".join(flags)]
 
 
 def _names(group: Sequence[str], paths: Sequence[str]) -> dict[str | None, int]:

@@ -179,8 +179,8 @@ def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run
 
 
 def test_a_source_that_no_flag_can_name_alone_is_to_be_renamed(run: Run) -> None:
-    for name in ("a=b.jsonl", "a<b.jsonl"):
-        write(f"a folder/{name}", {"body": "some words"})
+    for name, key in (("a=b.jsonl", "story"), ("a<b.jsonl", "body")):
+        write(f"a folder/{name}", {key: "some words"})
     hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
     assert hint.endswith("; for 1 of them try this: --column 'a<b.jsonl:text=body'\n")
     write("a folder/a<b.jsonl", {"text": "some words"})
@@ -188,16 +188,46 @@ def test_a_source_that_no_flag_can_name_alone_is_to_be_renamed(run: Run) -> None
     assert hint.endswith("; rename this file, which no flag can name without naming another\n")
 
 
-def test_the_line_for_many_sources_is_as_long_as_can_be_pasted(run: Run) -> None:
-    """Those it has no room for come next, when it has been pasted."""
+def test_the_line_is_for_sources_that_the_error_names(run: Run) -> None:
+    """Of the others nothing is pasted unseen: they come next."""
     for number in range(60):
         write(f"a folder/{number:02}.jsonl", {f"body_{number}": "some words"})
-    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
-    number, line = re.findall(r"; for (\d+) of them try this: (.*)", hint)[0]
-    assert line.count("--column") == int(number) > 20
-    assert 900 < len(line) <= 1000
+    error = run("analyze", "a folder", *MAPPING).err
+    number, line = re.findall(r"; for (\d+) of them try this: (.*)", error)[0]
+    named = re.findall(r"^  a folder/(.*?): ", error, re.MULTILINE)
+    assert [word.partition(":")[0] for word in _in_shell(line)[1::2]] == named
+    assert (int(number), "and 48 more" in error) == (12, True)
     again = run("analyze", "a folder", *MAPPING, *_in_shell(line)).err
-    assert again.startswith(f"error: {60 - int(number)} of 62 sources cannot be read")
+    assert again.startswith("error: 48 of 62 sources cannot be read")
+
+
+def test_a_line_is_as_long_as_can_be_pasted(run: Run) -> None:
+    for number in range(9):
+        write(f"a folder/{number}.jsonl", {f"body_{number}{'x' * 90}": "some words"})
+    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
+    line = re.findall(r"; for 8 of them try this: (.*)", hint)[0]
+    assert 900 < len(line) <= 1000
+
+
+def test_sources_of_the_same_keys_are_named_by_what_their_names_have_in_common(run: Run) -> None:
+    for number in range(1, 31):
+        write(f"a folder/f{number}.jsonl", {"q": "is it so?", "a": "it is so"})
+    for other in ("ok.jsonl", "good.jsonl", "f.jsonl"):
+        write(f"a folder/{other}", {"text": "some words"})
+        hint = run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING).err.partition("try this: ")[2]
+        name = "f[0-9]*.jsonl" if other == "f.jsonl" else "f*.jsonl"
+        assert hint == f"--column '{name}:question=q' --column '{name}:answer=a'\n"
+        assert run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING, *_in_shell(hint)).code == 0
+
+
+def test_of_many_sources_that_no_pattern_names_one_is_named(run: Run) -> None:
+    for name in ("ant", "bee", "cat", "dog", "eel", "fox"):
+        write(f"a folder/{name}.jsonl", {"q": "is it so?", "a": "it is so"})
+    hint = run("analyze", "a folder", *MAPPING).err.partition("lists them; ")[2]
+    assert hint == (
+        "for 1 of them (5 more have the same keys) "
+        "try this: --column ant.jsonl:question=q --column ant.jsonl:answer=a\n"
+    )
 
 
 def test_without_a_line_to_paste_the_hint_of_several_names_the_first(run: Run) -> None:

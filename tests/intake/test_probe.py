@@ -99,8 +99,8 @@ def test_many_are_a_screenful(data: Path, tmp_path: Path) -> None:
         (data / f"empty-{number:02}.jsonl").touch()
     with pytest.raises(DataError) as caught:
         analyze(data, tmp_path / "out", tokenizer=TOKENIZER)
-    assert len(caught.value.lines) == 9
-    assert caught.value.lines[-1] == f"and {20 + len(BAD) - 8} more"
+    assert len(caught.value.lines) == 13
+    assert caught.value.lines[-1] == f"and {20 + len(BAD) - 12} more"
 
 
 def test_one_is_reported_as_it_is_with_a_way_on_if_there_is_another(data: Path, tmp_path: Path) -> None:
@@ -249,3 +249,25 @@ def test_damage_behind_a_first_record_that_is_too_large_keeps_what_is_before_it(
     other = write_lines(tmp_path / "other.jsonl", [{"text": "good"}])
     analysis = analyze([tmp_path / "a.json", other], tmp_path / "out", SKIP, tokenizer=TOKENIZER, workers=1)
     assert analysis.manifest["rejected"] == {"not-an-object": 1, "too-large": 1, "unreadable": 1}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
+@pytest.mark.parametrize("piece_bytes", [200, 1 << 20])
+def test_records_that_are_null_say_nothing_of_how_the_others_are_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece_bytes: int
+) -> None:
+    """They are looked behind as blank ones are, and are each a record that cannot be read."""
+    monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", piece_bytes)
+    rows = [{"text": None, "n": 1}] * 150 + [{"text": f"some words {number}", "n": 1} for number in range(5)]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
+    [source] = analyze(tmp_path / name, tmp_path / "out", SKIP, tokenizer=TOKENIZER, workers=1).manifest["sources"]
+    assert (source["schema"], source["num_sequences"], source["reasons"]) == ("text", 5, {"schema": 150})
+    with pytest.raises(DataError, match="`text` is null, expected a string"):
+        analyze(tmp_path / name, tmp_path / "out", tokenizer=TOKENIZER, workers=1)
+
+
+def test_records_that_are_all_null_are_said_to_be(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"text": None, "n": 1}] * 50)
+    with pytest.raises(DataError, match="`text` in 50 of 50, always null, `n` in 50 of 50"):
+        analyze(path, tmp_path / "out", tokenizer=TOKENIZER)

@@ -53,9 +53,10 @@ def detect(
     if missing:
         raise _no_key(missing, columns, candidates, readable)
     chosen = [choose_reading(record, candidates, columns, is_chosen=schema is not None) for record in readable]
+    are_null = [_is_null(record, candidates, columns) for record in readable]
     wanted = Counter(None if reading is None else reading.schema for reading in chosen)
     resolved = {name: _resolve(name, columns, readable, chosen) for name in candidates}
-    num_unfit = wanted.pop(None, 0)
+    num_unfit = wanted.pop(None, 0) - sum(are_null)
     if schema is not None and (wanted or not readable):
         evidence = f"--format {schema}{_evidence(schema, resolved[schema], readable)}"
         return RecordLayout(schema, resolved[schema], evidence)
@@ -104,6 +105,24 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
     other = what_else(records)
     words: Sequence[str | Flag] = ["say which with ", *_SAY, f"; {_LIST}"] if other is None else [other]
     return LayoutError(message, words)
+
+
+def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
+    """Whether `record` fits no schema, or not the one that the user has named, only as what it would have is null.
+
+    Raises:
+        UsageError: there is no such schema or role.
+    """
+    said = Said.of(columns)
+    return None in record.values() and _is_null(record, _candidates(schema, said), said)
+
+
+def _is_null(record: JsonObject, names: list[str], columns: Mapping[str, str]) -> bool:
+    if None not in record.values():
+        return False
+    choices = [keys for name in names for keys in SCHEMAS[name].choices(columns)]
+    fits = any(has_all(record, keys) for keys in choices)
+    return not fits and any(all(key in record for key in keys.values()) for keys in choices)
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
@@ -217,7 +236,11 @@ def _roles(values: list[Any]) -> list[str]:
 
 def _found(records: list[JsonObject]) -> str:
     counts = Counter(key for record in records for key in record)
-    most = [f"`{shortened(key)}` in {count} of {len(records)}" for key, count in counts.most_common(MOST_LISTED)]
+    said = {key for record in records for key, value in record.items() if value is not None}
+    most = [
+        f"`{shortened(key)}` in {count} of {len(records)}{'' if key in said else ', always null'}"
+        for key, count in counts.most_common(MOST_LISTED)
+    ]
     return listed(most, len(counts)) or "no keys"
 
 

@@ -117,9 +117,8 @@ def _message(message: JsonObject, path: str) -> Message:
     elif content is None and not fields.get("tool_calls"):
         state = "null" if "content" in message else "missing"
         others = [key for key, value in message.items() if value is not None]
-        wrong(
-            f"`{path}.content` is {state} and there are no `tool_calls`, expected a string; found the keys {quoted(others)}"
-        )
+        found = f"found the keys {quoted(others)}"
+        wrong(f"`{path}.content` is {state} and there are no `tool_calls`, expected a string; {found}")
     elif content is not None:
         content = field(message, "content", str, path)
     return Message(role, content, loss, fields, parts)
