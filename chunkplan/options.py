@@ -220,15 +220,15 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
     Raises:
         UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
     """
+    options = [one for config in configs for one in options_of(config).values()]
+    typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
+    declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint="give a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"not TOML: {error}", where=str(path), hint="lines such as seed = 0") from error
-    options = [one for config in configs for one in options_of(config).values()]
-    typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
-    declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
+        raise UsageError(f"not TOML: {error}", where=str(path), hint=f"lines such as {_example(declared)}") from error
     values = {}
     for entry, value in entries.items():
         name = entry.replace("_", "-")
@@ -243,7 +243,7 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
             raise UsageError(f"unknown entry `{entry}`", where=str(path), hint=hint)
         loaded = found.domain.load(value)
         if found.domain.is_written_too and isinstance(value, str):
-            loaded = found.read(value)
+            loaded = _read_written(found, value)
         if not found.domain.holds(loaded):
             name, wrong = _wrong_entry(found.domain, entry, value)
             raise UsageError(
@@ -253,6 +253,23 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
             )
         values[name.replace("-", "_") if name in renamed else found.name] = loaded
     return values
+
+
+def _example(declared: Mapping[str, Option]) -> str:
+    """A line that a file of these entries may have."""
+    for name, one in declared.items():
+        value = one.domain.completed[0] if one.domain.completed else one.default
+        if type(value) in (int, str):
+            return f"{name} = {json.dumps(value)}"
+    return ", ".join(declared)
+
+
+def _read_written(option: Option, value: str) -> Any:
+    """What is written as it is typed; where that is none, the text as it is."""
+    try:
+        return option.read(value)
+    except UsageError:
+        return value
 
 
 def _wrong_entry(domain: Domain, entry: str, value: Any) -> tuple[str, Any]:

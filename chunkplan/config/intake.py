@@ -107,8 +107,8 @@ def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:
 
 
 FORMAT = Domain(
-    lambda value: isinstance(value, str),
-    "the name of a schema",
+    lambda value: value in SCHEMAS,
+    f"one of {', '.join(SCHEMAS)}",
     read=_read_formats,
     typed="NAME or SOURCE=NAME",
     metavar="NAME",

@@ -6,6 +6,7 @@ touched, and neither is what is behind a URL if it has to be fetched whole.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
 from chunkplan.intake import pieces
-from chunkplan.intake.files import is_url
+from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
 from chunkplan.intake.readers.json_files import contents
@@ -22,12 +23,15 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
-from chunkplan.intake.schemas.flags import LayoutError
+from chunkplan.intake.schemas.flags import TRY, LayoutError
 from chunkplan.intake.source import Source
-from chunkplan.intake.sources import LINK, SourceFile
+from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
 
 #: Records that say how those of a source are laid out, and how many are looked at where these are null.
 _RECORDS, _MOST_RECORDS = 100, 10_000
+
+#: Bytes of a first line that is looked at.
+_FIRST_LINE = 100
 
 #: Kinds of files of which nothing is known before they are fetched whole.
 _FETCHED = ("arrow", "npy")
@@ -176,18 +180,33 @@ def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path
 def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
-    """Refuse a source of whose first records none can be read, with the first that ends the run.
+    """Refuse a source of whose first records none can be read, or whose first line begins one of several, with the first.
 
     Raises:
         RecordError: of that record, with its place.
     """
-    if any(_is_readable(layout, record) for record in records):
+    goes_on = _goes_on(piece)
+    if not goes_on and any(_is_readable(layout, record) for record in records):
         return
     rejected = _first_bad(piece, layout, options)
     if rejected is not None:
         source.reader = piece.reader
         where = source.place(0, rejected.number)
-        raise RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint, where=where)
+        hint = rejected.hint
+        if rejected.reason == "not-json" and rejected.number == 0 and goes_on:
+            suffix = {None: ""} | {how: suffix for suffix, how in COMPRESSIONS.items()}
+            name = f"{name_of(source.file.path)}=json{suffix[source.file.compression]}"
+            hint = f"a value goes on over several lines, as in .json: {TRY}--format {shlex.quote(name)}"
+        raise RecordError(rejected.message, reason=rejected.reason, hint=hint, where=where)
+
+
+def _goes_on(piece: Piece) -> bool:
+    """Whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
+    if piece.reader != "lines":
+        return False
+    with Path(piece.path).open("rb") as file:
+        file.seek(piece.start)
+        return file.read(_FIRST_LINE).split(b"\n")[0].strip() in (b"{", b"[")
 
 
 def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:

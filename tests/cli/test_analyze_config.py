@@ -81,6 +81,8 @@ def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
         ("max-record-mb = 4", 2, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
         ('colums = "x"', 2, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
         ("turns = 3", 2, "a.toml: `turns` is 3, expected rendered or last or each", "fix this entry"),
+        ('schema = "txt"', 2, 'a.toml: `schema` is "txt", expected one of text, messages', "fix this entry"),
+        ('max-length = "8Q"', 2, 'a.toml: `max-length` is "8Q", expected a number of tokens from 1, such as', "fix"),
         ("max-length = true", 2, "a.toml: `max-length` is true, expected a number of tokens from 1, such as", "fix"),
         ('columns = "x=y"', 2, 'a.toml: `columns` is "x=y", expected keys by role, or by source and role', "fix"),
         ("[columns.a]\ntext = 1", 2, "a.toml: `columns.a.text` is 1, expected keys by role", "fix"),
@@ -214,7 +216,7 @@ def test_what_a_file_is_and_how_its_records_are_laid_out_is_said_by_source(run: 
     ("arguments", "message"),
     [
         (("data/x.log",), "data/x.log has a suffix that is not known"),
-        (("data", "--format", "qa.jsonl"), "--format qa.jsonl: there is no such schema"),
+        (("data", "--format", "qa.jsonl"), "--format is 'qa.jsonl', expected one of text, "),
         (("data", "--format", "qa.jsonl=foo"), "--format qa.jsonl=foo: there is no such schema, and no such kind"),
         (("data", "--format", "qa.jsonl=npy.gz"), "--format qa.jsonl=npy.gz: there is no such schema, and no such"),
         (("data", "--format", "qa.jsonl=json,jsonl"), "--format qa.jsonl=json,jsonl says twice what it is"),
@@ -298,3 +300,12 @@ def test_a_key_that_is_said_of_all_sources_is_to_be_said_of_those_that_have_it(r
     )
     Path("chunkplan-out/workspace.toml").write_text('[columns."x.jsonl"]\ntext = "ws"\n')
     assert len(analyzed(run, "mixed").manifest["sources"]) == others + 1
+
+
+@pytest.mark.parametrize("text", ['{\n  "text": "some words"\n}\n', '[\n  {"text": "some words"}\n]\n'])
+def test_the_line_for_lines_that_are_none_works(run: Run, text: str) -> None:
+    Path("my data.jsonl").write_text(text)
+    ran = run("analyze", "my data.jsonl")
+    assert ran.code == 3
+    assert ran.err.partition("hint: ")[2].endswith("try this: --format 'my data.jsonl=json'\n")
+    assert analyzed(run, "my data.jsonl", "--format", "my data.jsonl=json").num_sequences == 1

@@ -34,7 +34,7 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
         (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
-        (("dataset.jsonl", "--format", "chat"), 2, "--format chat: there is no such schema"),
+        (("dataset.jsonl", "--format", "chat"), 2, "--format is 'chat', expected one of text, "),
         (
             ("dataset.jsonl", "--format", "messages"),
             3,

@@ -111,7 +111,7 @@ def test_one_is_reported_as_it_is_with_a_way_on_if_there_is_another(data: Path, 
     with pytest.raises(DataError, match="no schema fits") as caught:
         analyze(data / "c.json", tmp_path / "out", SKIP, tokenizer=TOKENIZER)
     assert "--on-error skip" not in caught.value.hint
-    with pytest.raises(UsageError, match="there is no such schema"):
+    with pytest.raises(UsageError, match="--format is 'chat', expected one of text, messages"):
         analyze(data, tmp_path / "out", IntakeOptions(schema="chat"), tokenizer=TOKENIZER)
 
 

@@ -57,3 +57,12 @@ def test_bad_settings_are_named(tmp_path: Path, content: bytes, message: str) ->
         Workspace(tmp_path).tokenizer()
     assert caught.value.where == str(tmp_path / "workspace.toml")
     assert message in caught.value.message
+
+
+def test_the_hint_of_a_file_that_is_not_toml_is_a_line_that_it_takes(tmp_path: Path) -> None:
+    file = tmp_path / "workspace.toml"
+    file.write_text("schema = ")
+    with pytest.raises(UsageError, match="not TOML") as caught:
+        Workspace(tmp_path).settings()
+    file.write_text(caught.value.hint.removeprefix("lines such as "))
+    assert Workspace(tmp_path).settings() == {"schema": "text"}
