@@ -180,7 +180,7 @@ def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path
 def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
-    """Refuse a source of whose first records none can be read, or that begins with a part of one, with the first bad one.
+    """Refuse a source of whose first records none can be read, or that begins with a part of one, with the first bad.
 
     Raises:
         RecordError: of that record, with its place.
