@@ -25,6 +25,7 @@ from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplat
 from chunkplan.intake.template_left_out import find_left_out, refuse_left_out
 from chunkplan.intake.template_nulls import MarkedNulls
 from chunkplan.intake.template_parts import calls_put_out, other_forms, reads_parts
+from chunkplan.intake.template_prompts import Prompts
 from chunkplan.intake.template_sandbox import Pieces, TemplateEnvironment, Variables, compile_tree
 from chunkplan.intake.template_shapes import MOST_SHAPES, shape_of
 from chunkplan.intake.template_spans import Span, beginning_span, refuse_missing_calls
@@ -81,9 +82,11 @@ class ChatTemplate:
             self._marked = compile_tree(environment, tree) if num_marks(tree) else None
             self._watched = WatchedTemplate(environment, without_marks(environment.parse(source)))
             bos, eos = special_tokens.get("bos_token", ""), special_tokens.get("eos_token", "")
-            has_fixed_prompt = self._watched.has_fixed_prompt
             self._turns = TurnFinder(
-                self._render_watched, {*ends, eos} - ({bos} - {eos}), eos, has_fixed_prompt=has_fixed_prompt
+                self._render_watched,
+                {*ends, eos} - ({bos} - {eos}),
+                Prompts(self._render_watched, eos, self._watched.asked),
+                has_fixed_prompt=self._watched.has_fixed_prompt,
             )
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""

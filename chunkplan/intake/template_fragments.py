@@ -28,6 +28,9 @@ NOBODY = -1
 _KEY = secrets.token_hex(16)
 _ENTER, _AT, _LEAVE = (f"{name}_{_KEY}" for name in ("enter", "at", "leave"))
 
+#: Methods of strings that look for their argument.
+_ASKING = {"startswith", "endswith", "find", "rfind", "index", "count", "replace", "split", "rsplit", "partition"}
+
 
 class Fragment(NamedTuple):
     """The characters [start, stop) of a rendering that were put out for the message with this index, or NOBODY."""
@@ -58,6 +61,7 @@ class WatchedTemplate:
 
     `has_fixed_prompt`: nothing before the end of its last loop asks for the generation prompt, and nothing behind it
     reads what the template has set or what a conversation can reach: what is put out behind it is always the same.
+    `asked`: the words that it looks for in texts.
     """
 
     def __init__(self, environment: TemplateEnvironment, tree: nodes.Template) -> None:
@@ -75,6 +79,7 @@ class WatchedTemplate:
 
         environment.filters |= {_ENTER: enter, _AT: watch.at, _LEAVE: leave}
         self.has_fixed_prompt = _has_fixed_prompt(tree)
+        self.asked = _words_asked(tree)
         tree.body = _watch_loops(tree.body)
         self._pieces = compile_tree(environment, tree)
 
@@ -111,6 +116,17 @@ def _has_fixed_prompt(tree: nodes.Template) -> bool:
         return {name.name for node in body for name in _names(node)}
 
     return not changing & used(tree.body[behind:]) and "add_generation_prompt" not in used(tree.body[:behind])
+
+
+def _words_asked(tree: nodes.Template) -> set[str]:
+    """The constants of `word in text` and of calls such as `text.startswith(word)`."""
+    asked = [compare.expr for compare in tree.find_all(nodes.Compare) if compare.ops[0].op in ("in", "notin")]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _ASKING:
+            asked += call.args[:1]
+    return {
+        word.value for word in asked if isinstance(word, nodes.Const) and isinstance(word.value, str) and word.value
+    }
 
 
 def _names(node: nodes.Node) -> Iterator[nodes.Name]:
@@ -170,7 +186,9 @@ def _watch_loops(body: list[nodes.Node]) -> list[nodes.Node]:
         watched.append(node)
         match node:
             case nodes.For(recursive=False, target=nodes.Name(name=name)):
-                node.body = [_note(_AT, node, name), *_watch_items(_watch_loops(node.body), name)]
+                node.body = _watch_items(_watch_loops(node.body), name)
+                if not _is_over_numbers(node):
+                    node.body.insert(0, _note(_AT, node, name))
                 watched[-1:] = [_note(_ENTER, node), node, _note(_LEAVE, node)]
             case nodes.If():
                 for branch in (node, *node.elif_):
@@ -179,6 +197,13 @@ def _watch_loops(body: list[nodes.Node]) -> list[nodes.Node]:
             case nodes.For() | nodes.Scope() | nodes.With():
                 node.body = _watch_loops(node.body)
     return watched
+
+
+def _is_over_numbers(loop: nodes.For) -> bool:
+    """Whether it is `for ... in range(...)`, the items of which are no messages; some are run for every message."""
+    return (
+        isinstance(loop.iter, nodes.Call) and isinstance(loop.iter.node, nodes.Name) and loop.iter.node.name == "range"
+    )
 
 
 def _watch_items(body: list[nodes.Node], index: str) -> list[nodes.Node]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import NOBODY, Rendered
-from chunkplan.intake.template_shapes import MOST_SHAPES, TEXTS, shape_of, with_text, word_of
+from chunkplan.intake.template_shapes import MOST_SHAPES, TEXTS, shape_of, with_text, word_of, words_in
 
 #: What tools a conversation has.
 Tools = list[JsonObject] | None
@@ -72,20 +72,16 @@ class Proofs:
         fragments: dict[int, str] = dict.fromkeys(range(NOBODY, len(messages)), "")
         for message, start, stop in rendered.fragments:
             fragments[message] += rendered.text[start:stop].lower()
-        whole = rendered.text.lower()
-        stands = {
-            (index, owner)
-            for (index, _), word in words.items()
-            if word in whole
-            for owner, text in fragments.items()
-            if word in text
-        }
+        whole = words_in(rendered.text.lower())
+        found = {owner: words_in(text) for owner, text in fragments.items()}
+        index_of = {word: index for (index, _), word in words.items()}
+        stands = {(index_of[word], owner) for owner, some in found.items() for word in some if word in index_of}
         assistants = {index for index, message in enumerate(messages) if message["role"] == "assistant"}
         said = [
             (index, key != "content") for index, message in enumerate(messages) for key in TEXTS if message.get(key)
         ]
         return Proof(
             holds=all(index == owner for index, owner in stands if index in assistants or owner in assistants),
-            own=frozenset(text for text in said if words[text] in fragments[text[0]]),
+            own=frozenset(text for text in said if words[text] in found[text[0]]),
             left_out=frozenset(text for text in said if words[text] not in whole),
         )

@@ -52,6 +52,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         elif (kind is str and attribute in _STR_METHODS) or (kind is LoopContext and attribute in _LOOP_VALUES):
             return getattr(obj, attribute)
+        elif kind is _Namespace and attribute[:1] != "_":  # it has nothing but what the template has put into it
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from chunkplan.intake.records import JsonObject
@@ -11,6 +12,9 @@ MOST_SHAPES = 1 << 12
 
 #: Keys of a message that templates may read text of the message from: what it says, and what it thinks.
 TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+
+#: Every word of `word_of`, also where one overlaps another.
+_WORDS = re.compile("(?=(qz[a-p]+zq))")
 
 
 def shape_of(message: JsonObject) -> Any:
@@ -45,3 +49,8 @@ def word_of(index: int) -> str:
         letters += "abcdefghijklmnop"[letter]
         if not index:
             return f"qz{letters}zq"
+
+
+def words_in(text: str) -> set[str]:
+    """The words of `word_of` that stand in `text`."""
+    return set(_WORDS.findall(text))

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template_fragments import Rendered
 from chunkplan.intake.template_left_out import refuse_left_out
+from chunkplan.intake.template_prompts import Prompts, num_common
 from chunkplan.intake.template_proofs import Proofs, Render, Tools
 from chunkplan.intake.template_shapes import TEXTS, with_text, word_of
 from chunkplan.intake.template_spans import Span
@@ -53,16 +53,16 @@ class TurnFinder:
     Args:
         render: renders messages.
         ends: the tokens that end a turn or a text, among them those that begin a turn of somebody else.
-        end_of_text: the one that ends a text.
+        prompts: the template's generation prompts.
         has_fixed_prompt: whether the generation prompt is the same behind every conversation.
     """
 
-    def __init__(self, render: Render, ends: Collection[str], end_of_text: str, *, has_fixed_prompt: bool) -> None:
+    def __init__(self, render: Render, ends: Collection[str], prompts: Prompts, *, has_fixed_prompt: bool) -> None:
         self._render = render
-        self._end_of_texts = end_of_text
         self._ends = tuple(sorted(filter(None, ends), key=len, reverse=True))
         self._has_fixed_prompt = has_fixed_prompt
         self._frames: dict[bool, _Frame] = {}  # by whether there are tools
+        self._prompts = prompts
         self.proofs = Proofs(render)
 
     def is_proved(self, messages: list[JsonObject], tools: Tools) -> bool:
@@ -86,6 +86,7 @@ class TurnFinder:
         for message, start, stop in rendered.fragments:
             if message in fragments:
                 fragments[message].append((start, stop))
+        self._prompts.begin(messages, rendered)
         found: list[Span] = []
         for index in counting:
             spans = fragments[index]
@@ -188,14 +189,14 @@ class TurnFinder:
         """How many characters of `text`, what was put out for a message of the assistant first, are its header."""
         prompt = None
         if not self._has_fixed_prompt:
-            prompt = self._prompt(messages[: max(index, 1)], tools)
+            prompt = self._prompts.before(messages, tools, index, text)
             if prompt and prompt.strip() and text.startswith(prompt):
                 return len(prompt)
         known = self._known_header(text, tools)
         if known:
             return known
         if self._has_fixed_prompt:
-            prompt = self._prompt(messages[: max(index, 1)], tools)
+            prompt = self._prompts.before(messages, tools, index, text)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
         own = self._header_of_fields(messages, tools, text, index) or _header_before(messages[index], text, prompt)
@@ -239,20 +240,6 @@ class TurnFinder:
         """How many characters of `text` are a header of the template; 0 if it begins with none."""
         return next((len(header) for header in self._frame(tools).headers if text.startswith(header)), 0)
 
-    def _prompt(self, messages: list[JsonObject], tools: Tools) -> str | None:
-        """What follows `messages` where the model is to answer them; None where they are rendered otherwise then."""
-        without, with_prompt = self._render(messages, tools, False), self._render(messages, tools, True)
-        stop = without.stop_of_messages
-        if with_prompt.text[:stop] != without.text[:stop]:
-            return None
-        if not stop:  # all of them are put out outside of the loop, as a first question is that has the tools
-            prompt = with_prompt.text.removeprefix(without.text)
-            return prompt if 0 < len(prompt) < len(with_prompt.text) else None
-        tail, prompt = without.text[stop:], with_prompt.text[stop:]
-        if tail != prompt:
-            return prompt.removesuffix(tail)
-        return "" if tail.strip() == self._end_of_texts else prompt  # which some put out whether asked for or not
-
     def _frame(self, tools: Tools) -> _Frame:
         found = self._frames.get(bool(tools))
         if found is None:
@@ -264,7 +251,7 @@ class TurnFinder:
         ask: JsonObject = {"role": "user", "content": "ask"}
         blocks: list[list[str]] = [[], []]
         try:
-            prompt = self._prompt([ask], tools) or ""
+            prompt = self._prompts.after([ask], tools) or ""
             for first, last in (("one", "two"), ("this", "any")):
                 answers: list[JsonObject] = [{"role": "assistant", "content": text} for text in (first, last)]
                 rendered = self._render([ask, answers[0], ask | {}, answers[1]], tools, False)
@@ -309,5 +296,4 @@ def _joined(rendered: Rendered, spans: list[Span]) -> str:
 
 def _common(first: str, second: str) -> str:
     """What both begin with."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return "".join(letter for letter, _ in pairs)
+    return first[: num_common(first, second)]
