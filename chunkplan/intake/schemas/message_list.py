@@ -103,8 +103,10 @@ def _message(message: JsonObject, path: str) -> Message:
     loss = _stated_loss(message, path)
     role = role_of(field(message, "role", str, path), f"{path}.role", says_if_it_counts=loss is not None)
     message = _with_content(message, path)
-    # Rows of a table have every key of every row: null says nothing.
+    # Rows of a table have every key of every row: null says nothing, and neither does an empty list of calls.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
+    if fields.get("tool_calls") == []:
+        del fields["tool_calls"]
     if not SUSPECT.isdisjoint(fields):
         refuse_media(fields, path)
     if "function_call" in fields:
