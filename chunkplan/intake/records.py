@@ -59,13 +59,13 @@ class Message(NamedTuple):
         """The message as transformers gives it to chat templates.
 
         Keys that are null are left out, `content` too: templates print None as a word. Reasoning is there under every
-        name that templates read it by.
+        name that templates read it by, if there is any: some would put out an empty thought.
         """
         message = {"role": self.role} if self.content is None else {"role": self.role, "content": self.content}
         if not self.fields:
             return message
         message.update(self.fields)
-        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        reasoning = next((message[key] for key in _REASONING if message.get(key)), None)
         if reasoning is None:
             return message
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}

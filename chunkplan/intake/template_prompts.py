@@ -18,8 +18,8 @@ from chunkplan.intake.template_fragments import Rendered
 from chunkplan.intake.template_proofs import Render, Tools
 from chunkplan.intake.template_shapes import TEXTS, shape_of
 
-#: The prompt that two messages agree on, and how many characters of it each of them begins with.
-_Agreed = tuple[str, int]
+#: The prompt that two messages agree on, or that there is none, and how many characters of it each of them begins with.
+_Agreed = tuple[str | None, int]
 
 
 class Prompts:
@@ -68,7 +68,7 @@ class Prompts:
                 if group[0] not in self._agreed:
                     self._agreed[group[0]] = self._agree(group, tools)
                 agreed = self._agreed[group[0]]
-                if agreed is not None and num_common(agreed[0], text) == agreed[1]:
+                if agreed is not None and num_common(agreed[0] or "", text) == agreed[1]:
                     return agreed[0]
         return self.after(messages[: max(index, 1)], tools)
 
@@ -76,9 +76,9 @@ class Prompts:
         """What the first and the last of a group agree on, or None."""
         first, last = group[0], group[-1]
         prompt = self.after(self._messages[:first], tools)
-        if prompt is None or prompt != self.after(self._messages[:last], tools):
+        if prompt != self.after(self._messages[:last], tools):
             return None
-        length, other = (num_common(prompt, self._texts[index]) for index in (first, last))
+        length, other = (num_common(prompt or "", self._texts[index]) for index in (first, last))
         return (prompt, length) if length == other else None
 
     def _group(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -10,7 +11,9 @@ from transformers import AutoTokenizer
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import detect, parse
 from chunkplan.intake.template import ChatTemplate
+from chunkplan.intake.template_fragments import WatchedTemplate
 from tests.support.places import ROOT
 from tests.support.template_cases import (
     ENDS,
@@ -147,3 +150,54 @@ def test_an_answer_with_the_end_of_a_thought_alone_counts_from_behind_the_header
         assert counting(name, conversation("Hi?", said)) == [f"{said}<|im_end|>"]
     counted = counting(name, conversation("Hi?", "hm</think>Hello.", "And?", "im</think>Well."))
     assert counted == ["hm</think>Hello.<|im_end|>", "im</think>Well.<|im_end|>"]
+
+
+#: Keys that say nothing, and the templates that take one of them for something.
+NOTHING: list[dict[str, Any]] = [{"tool_calls": []}, {"function_call": None, "tool_calls": None}]
+
+
+@pytest.mark.parametrize("said", NOTHING)
+@pytest.mark.parametrize("name", ["deepseekv3", "gptoss", "llama3_1", "llama3_2", "qwen3", "gemma4"])
+def test_no_calls_are_no_calls_however_that_is_written(name: str, said: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo there"}]
+    record = {"messages": [messages[0], {**messages[1], **said, "reasoning_content": ""}], "tools": []}
+    asked = parse(detect([record]), record)
+    assert isinstance(asked, Conversation)
+    plain = Conversation((Message("user", "hi"), Message("assistant", "yo there")))
+    assert template(name).render(asked) == template(name).render(plain)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "deepseekv3", "qwen3"])
+def test_a_conversation_of_many_turns_takes_a_few_renderings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ChatTemplate(source_of(name), SPECIAL, name, ends=ENDS)
+    few, many = (conversation(*(f"text {at} is said" for at in range(2 * turns))) for turns in (2, 50))
+    made.render(few)
+    rendered = []
+    render = WatchedTemplate.render
+
+    def counted(self: WatchedTemplate, messages: Any, variables: Any) -> Any:
+        rendered.append(len(messages))
+        return render(self, messages, variables)
+
+    monkeypatch.setattr(WatchedTemplate, "render", counted)
+    text, spans = made.render(many)
+    said = [text[start:stop] for start, stop in spans]
+    assert len(said) == 50 and all(f"text {2 * at + 1} is said" in one for at, one in enumerate(said))
+    assert len(rendered) <= 6
+
+
+def test_a_prompt_that_a_word_of_the_user_changes_is_the_header_of_the_answers_behind_that_word() -> None:
+    """Also where the first and the last of many answers have the same prompt."""
+    source = (
+        "{% set ns = namespace(no = false) %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% if '/no' in m.content %}{% set ns.no = true %}{% endif %}"
+        "{% if '/yes' in m.content %}{% set ns.no = false %}{% endif %}{% endif %}"
+        "<{{ m.role }}>{% if m.role == 'assistant' %}(){% endif %}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>({% if ns.no %}){% endif %}{% endif %}"
+    )
+    made = ChatTemplate(source, SPECIAL, "x", ends=ENDS)
+    asked = ["ask", "ask", "ask /no", "ask", "ask", "ask /yes", "ask", "ask"]
+    said = [text for number, question in enumerate(asked) for text in (question, f"answer {number}")]
+    text, spans = made.render(conversation(*said))
+    begins = ["" if 2 <= number < 5 else ")" for number in range(8)]
+    assert [text[start:stop] for start, stop in spans] == [f"{begin}answer {at}</s>" for at, begin in enumerate(begins)]
