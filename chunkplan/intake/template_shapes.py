@@ -24,7 +24,7 @@ def shape_of(message: JsonObject) -> Any:
         return message["role"] if content else (message["role"],)
     calls = message.get("tool_calls")
     kind = (type(content).__name__, len(content) if isinstance(content, list) else bool(content))
-    keys = tuple(sorted(key for key, value in message.items() if value))
+    keys = tuple(sorted((key, bool(value)) for key, value in message.items()))  # some ask for keys, some for values
     return message["role"], kind, keys, len(calls) if isinstance(calls, list) else 0
 
 

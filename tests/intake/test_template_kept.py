@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.records import Conversation, Message
+from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import detect, parse
 from chunkplan.intake.template import ChatTemplate
@@ -201,3 +201,17 @@ def test_a_prompt_that_a_word_of_the_user_changes_is_the_header_of_the_answers_b
     text, spans = made.render(conversation(*said))
     begins = ["" if 2 <= number < 5 else ")" for number in range(8)]
     assert [text[start:stop] for start, stop in spans] == [f"{begin}answer {at}</s>" for at, begin in enumerate(begins)]
+
+
+def test_what_is_known_of_a_message_with_an_empty_key_is_not_held_against_one_without_it() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if 'name' not in m %}{{ m.content }}{% endif %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    made = ChatTemplate(source, SPECIAL, "x", ends=ENDS)
+    fields: list[JsonObject] = [{"name": "", "id": ""}, {"id": ""}]
+    named, other = (Conversation((Message("user", "ask"), Message("assistant", "an answer", None, f))) for f in fields)
+    with pytest.raises(RecordError, match="leaves out what the assistant says"):
+        made.render(named)
+    text, [(start, stop)] = made.render(other)
+    assert text[start:stop] == "an answer</s>"
