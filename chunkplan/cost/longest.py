@@ -41,6 +41,8 @@ def longest_sequences(
 
     def fits(num_tokens: int, num_ranks: int) -> bool:
         own, kept = -(-num_tokens // num_ranks), k * chunk_size
+        if num_ranks > 1:  # of a chunk a rank has two slices at most, each of which may have a token more
+            own += 2 * -(-num_tokens // (num_ranks * chunk_size))
         stages = stage_memory(
             cost,
             dp=dp,

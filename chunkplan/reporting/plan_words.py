@@ -72,8 +72,8 @@ def may_share_words(config: PlanConfig) -> str:
 
 def unshared_words(predicted_us: float, unshared_lower_bound_us: float | None) -> str:
     """Say what steps in which ranks share sequences would take at least without, and how many times as long that is."""
-    if unshared_lower_bound_us is None:
-        return ""
+    if unshared_lower_bound_us is None or unshared_lower_bound_us <= predicted_us:
+        return ""  # a bound below what it takes says nothing of what sharing gains
     times = unshared_lower_bound_us / max(predicted_us, 1e-30)
     return f"; if none were shared, at least {seconds(unshared_lower_bound_us)}, {times:.2f} times as long"
 
@@ -87,6 +87,8 @@ def rank_time_words(row: RankRow) -> list[str]:
 
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
+    if all(each.num_tokens is None for each in longest):
+        return "Sequences of any length fit"
     alone, *shared = ("none" if each.num_tokens == 0 else tokens_words(each.num_tokens) for each in longest)
     words = [f"by {each.num_ranks:,} {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
     return f"Longest sequence that fits, in tokens: {alone}{'; shared ' if words else ''}{', '.join(words)}"

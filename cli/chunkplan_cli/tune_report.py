@@ -143,7 +143,11 @@ def _verdict(tuning: Tuning) -> list[Text]:
         gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
     lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
     memory = tuning.options.gpu_memory
-    lines.append(Text(f"{longest_words(longest_of(choice.config, choice.cost, choice.memory, memory))}."))
+    longest = longest_of(choice.config, choice.cost, choice.memory, memory)
+    can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
+    lines.append(Text(f"{longest_words(longest if can_share else longest[:1])}."))
+    if choice.cost.sharding == "weights" and choice.layout.dp > 1 and not choice.plan_only:
+        lines.append(Text("Train it with --reshard: its memory is that of sharded weights."))
     if choice is not rivals[0]:
         lines.append(Text("Of those as fast within 0.5%, it takes least memory."))
     if not tuning.recommended:

@@ -46,6 +46,15 @@ def test_a_plan_with_the_longest_sequence_fits_and_with_a_longer_one_does_not(
     assert not memory_of(tmp_path, int(longest.num_tokens * 1.02), cost, **config).fits
 
 
+def test_a_sequence_of_just_the_length_that_fits_shared_does_fit(tmp_path: Path) -> None:
+    """Slices are cut in whole tokens, so that a rank may have some more than its part."""
+    config: dict[str, Any] = {"dp": 8, "cp": "auto", "chunk_size": 2048}
+    cost = CostModel(checkpointing="full")
+    longest = memory_of(tmp_path, 1 << 20, cost, **config).longest[-1].num_tokens
+    assert longest is not None and longest > 1 << 20
+    assert memory_of(tmp_path, longest, cost, **config).fits
+
+
 def test_a_million_tokens_fit_eight_gpus_that_share_them_and_all_states(tmp_path: Path) -> None:
     """Qwen2.5-7B on H100s without offload: neither ZeRO-1 nor one rank has room for it, at a ChunkSize of 4K."""
     million = 1 << 20

@@ -13,6 +13,7 @@ from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
@@ -66,6 +67,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
         tera = peak_flops / 1e12
         shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
         lines.append(f"profile   {cost.hardware.name}, {shown} TFLOP/s: MFU is a share of this")
+    lines += _of_sharding(cost, config, data.plan)
     device = [] if peak_flops else [_of_device(cost.hardware.name, devices)]
     differences = [*_of_model(cost.shape, config, data), *device, *_of_options(cost, config, data)]
     if differences:
@@ -74,6 +76,15 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
         lines.append(f"predicts  {nothing}: the plan's times are for {planned}; this run has {here}")
         lines += _what_helps(differences, config)
     return Comparison(not differences, peak_flops, lines)
+
+
+def _of_sharding(cost: CostModel, config: TrainConfig, plan: Plan) -> list[str]:
+    """Say that the plan counts on more being shared among data-parallel ranks than this run shares."""
+    if plan.config.dp == 1 or not cost.shares("gradients") or (cost.shares("weights") and config.reshard):
+        return []
+    what = "weights (ZeRO-3)" if cost.shares("weights") else "gradients (ZeRO-2)"
+    helps = "--reshard shares weights" if cost.shares("weights") and plan.config.cp == "off" else "it may not fit"
+    return [f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; {helps}"]
 
 
 def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> list[_Difference]:

@@ -18,6 +18,7 @@ from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.layout import choose_layout
@@ -62,7 +63,8 @@ def made(
         write_analysis(folder / "analysis", random_sequences(lengths, seed=3))
         settings = {"chunk_size": 8, "k": 2, "dp": 4, "cp": "auto", "global_batch": len(lengths), **plan}
         with given_blocks(blocks):
-            built = build(folder / "analysis", folder / "plan", PlanConfig(**settings), workers=1)
+            cost = CostModel(shape=replace(QWEN2_5_7B, num_kv_heads=8))
+            built = build(folder / "analysis", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
         assert validate(built.path).ok
         found = {chunk for chunks in next(built.iter_steps()).chunks.values() for chunk in chunks if chunk.cp_size > 1}
         shapes = {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in found}
