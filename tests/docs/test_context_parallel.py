@@ -54,7 +54,13 @@ def test_the_summary_has_the_figures_of_the_table() -> None:
     row = r"^\| (long-sft|lmsys-like) \| (\d+) \| (\d+) \| 8,192 \| 4 \| ([\d.]+) \| ([\d.]+) \|"
     found = {tuple(place): (float(off), float(on)) for *place, off, on in re.findall(row, PAGE, re.M)}
     summary = PAGE.split("- **It helps**")[1].split("```")[0]
-    for place, stated in {("long-sft", "8", "1"): ("6.2", "1.05"), ("long-sft", "32", "1"): ("24.9", "1.12")}.items():
-        assert all(word in summary for word in stated)
-        assert [round(found[place][0], 1), round(found[place][1], 2)] == [float(word) for word in stated]
-    assert [round(figure, 1) for figure in found["long-sft", "8", "4"][::-1]] == [2.5, 8.1]
+    pattern = (
+        r"takes ([\d.]+) times .*? on 8 ranks without groups, and ([\d.]+) times with; on 32 ranks it\s+is ([\d.]+) "
+        r"and ([\d.]+) .*? on four stages ([\d.]+) of ([\d.]+) remain, while .* have ([\d.]+)\."
+    )
+    [stated] = re.findall(pattern, summary, re.S)
+    eight, many, staged = found["long-sft", "8", "1"], found["long-sft", "32", "1"], found["long-sft", "8", "4"]
+    for words, figure in zip(stated, (*eight, *many, *staged[::-1], many[1]), strict=True):
+        # A figure that lies between two roundings (1.045) may be stated as either.
+        decimals = len(words.partition(".")[2])
+        assert abs(float(words) - figure) <= 0.51 * 10**-decimals, (words, figure)
