@@ -114,7 +114,7 @@ def measure_rules(mixtures: dict[str, Int64Array], source_of_megatron: Path | No
             if source_of_megatron:
                 most = max(CHUNK_SIZE, -(-int(values.max()) // dp))
                 rules["Megatron-LM, dynamic"] = megatron(source_of_megatron, cost, dp, most)
-            off = plan_times(source, PlanConfig(chunk_size=CHUNK_SIZE, k=K, dp=dp)).predicted
+            off = plan_times(source, PlanConfig(chunk_size=CHUNK_SIZE, k=K, dp=dp, cp="off")).predicted
             rows.append(row(name, dp, "chunkplan --cp auto", 1.0, CHUNK_SIZE))
             rows.append(row(name, dp, "chunkplan --cp off", off / ours, CHUNK_SIZE))
             for rule, step in rules.items():

@@ -38,11 +38,12 @@ Row = dict[str, Any]
 
 
 def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
-    """Measure `chunkplan build --dp 8` and `chunkplan validate` on long-tail lengths, as a user runs them."""
+    """Measure `chunkplan build --dp 8 --cp off` and `chunkplan validate` on long-tail lengths, as a user runs them."""
     rows = []
     for size in sizes:
         source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
-        build = ["build", source, "--chunk-size", "8192", "--k", "4", "--dp", "8", "--output", folder / "plan"]
+        options = ["--chunk-size", "8192", "--k", "4", "--dp", "8", "--cp", "off"]
+        build = ["build", source, *options, "--output", folder / "plan"]
         validate = ["validate", folder / "plan"]
         run(build)
         build_seconds, build_bytes = run(build)
@@ -91,7 +92,7 @@ def measure_balance(distributions: dict[str, np.ndarray], folder: Path) -> list[
     for name, values in distributions.items():
         for dp in (8, 16):
             for chunk_size in (2048, 8192):
-                plan = build(values, folder, chunk_size=chunk_size, k=4, dp=dp)
+                plan = build(values, folder, chunk_size=chunk_size, k=4, dp=dp, cp="off")
                 steps, chunks = plan.steps(), plan.chunks()
                 summary = chunkplan.summarize_plan(steps, chunks, plan.manifest)
                 rest = steps.filter(pc.invert(steps.column("exceeds_share")))

@@ -13,7 +13,7 @@ import chunkplan
 from chunkplan.planfile.plan import Chunk, PlanStep
 
 LENGTHS = [30000, 20000, 12000, 7400, 6800, 6100, 5200, 4700, 3000]
-CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4)
+CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4, cp="off")
 
 # Everything is measured in units of the view box.
 LEFT, RIGHT, GAP = 72, WIDTH - 14, 26

@@ -12,7 +12,7 @@ from chunkplan.planfile.plan import Action, PlanStep
 from chunkplan_runtime.layout import RankLayout
 
 LENGTHS = [20000, 13000, 9000, 8000, 7900, 6000, 5000, 4000, 3000, 2000, 1500, 900, 700, 500, 300]
-CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4, pp=2)
+CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4, pp=2, cp="off")
 PROCESSES = 4
 
 # Everything is measured in units of the view box.

@@ -13,7 +13,7 @@ import chunkplan
 from chunkplan.planfile.plan import Action, Chunk, PlanStep
 
 LENGTHS = [27500, 12000, 7400, 5200, 4700, 3900, 3100, 2600, 2100, 1700, 1300, 1000, 800, 600]
-CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=2)
+CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=2, cp="off")
 
 # Everything is measured in units of the view box.
 STEP_X, RANK_X, CHUNK_X, ORDER_X = 14, 166, 322, 534

@@ -18,7 +18,8 @@ from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_
 class ExportSource:
     """A plan or an analysis (`kind`) at `path`, and its rows of at most `chunk_size` tokens.
 
-    `rows` have all sequences, some of them in parts; `whole_rows` makes those without them.
+    `rows` have all sequences, some of them in parts; `whole_rows` makes those without them. `may_share`: some parts may
+    be what ranks share of a sequence.
     """
 
     path: Path
@@ -28,6 +29,7 @@ class ExportSource:
     chunk_size: int
     rows: ExportRows
     whole_rows: Callable[[], ExportRows]
+    may_share: bool = False
 
     def refusal(self, split: SplitSequences, to: str, output: Path) -> UsageError:
         """That some sequences are in parts, what an export in the format `to` can do about it, and what that costs."""
@@ -37,6 +39,7 @@ class ExportSource:
         longest = str(self.analysis.num_tokens.max())
         words = ["export", analysis, "--chunk-size", longest, "--to", to, "--output", str(output)]
         command = shlex.join(["chunkplan", *words])
+        unshared = "; a plan built with `--cp off` may split fewer" if self.may_share else ""
         found = "are split" if self.kind == "plan" else f"have more than {self.chunk_size:,} tokens, and would be split"
         return UsageError(
             f"{whole.num_sequences:,} of {self.rows.num_sequences:,} sequences {found} into {split.num_parts:,} parts; "
@@ -45,7 +48,7 @@ class ExportSource:
             hint=f"--whole-only leaves these sequences out ({whole.num_tokens:,} tokens, {whole.num_target_tokens:,} "
             f"targets); --allow-split makes a sequence of each part ({split.num_tokens_without_prefix:,} tokens do not "
             f"see what is before their part, {split.num_lost_targets:,} targets are lost); `{command}` packs all of "
-            "the analysis into rows that split none",
+            f"the analysis into rows that split none{unshared}",
         )
 
 
@@ -57,8 +60,7 @@ def open_source(
     `chunk_size` and `packing` are for an analysis, `analysis` is that of a plan, if it has moved.
 
     Raises:
-        UsageError: there is nothing, an option is missing or for the other kind, there is no such packing, or ranks
-            may share sequences in the plan.
+        UsageError: there is nothing, an option is missing or for the other kind, or there is no such packing.
         DataError: a file is damaged, or the analysis is not the plan's.
     """
     if is_analysis(path):
@@ -72,13 +74,6 @@ def open_source(
             where=str(path),
             hint="leave them out: the rows of a plan are its chunks; or give the ANALYSIS",
         )
-    if plan.config.cp != "off" and plan.config.dp > 1:
-        raise UsageError(
-            f"ranks may share sequences in the plan (cp {plan.config.cp}); "
-            "other trainers do not join what is in rows of several ranks",
-            where=str(path),
-            hint="build it with `--cp off`, which gives every sequence to one rank",
-        )
     found = load_same_analysis(plan, analysis)
     rows = plan_rows(plan, found)
     return ExportSource(
@@ -89,6 +84,7 @@ def open_source(
         chunk_size=plan.config.chunk_size,
         rows=rows,
         whole_rows=lambda: rows.only(~rows.is_part),
+        may_share=plan.config.cp != "off" and plan.config.dp > 1,
     )
 
 

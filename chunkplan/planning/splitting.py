@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_runs
-from chunkplan.config.plan import KByLength, PlanConfig, Split
+from chunkplan.config.plan import PlanConfig, Split
+from chunkplan.config.plan_domains import KByLength
 from chunkplan.cost.durations import attention_pairs_of, recompute_ns, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares

@@ -116,6 +116,9 @@ class TuneOptions(Options):
         "cp",
         help="Try also plans in which ranks share sequences: auto (as many as pay), N (at most so many), or off.",
         group=_TRIED,
+        default="auto",
+        default_words=None,
+        depends=None,
     )
 
     def check_together(self) -> None:
@@ -127,7 +130,7 @@ class TuneOptions(Options):
         if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
             raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
         shares = [layout for layout in self.layouts() if len(self.ways_of(layout)) > len(self.schedules_of(layout))]
-        if self.cp != "off" and not shares:
+        if isinstance(self.cp, int) and not shares:
             raise UsageError(
                 f"cp is {self.cp}, and no layout can have such groups",
                 hint="they take several data-parallel ranks, which cp divides, and schedule 1f1b on a pipeline",

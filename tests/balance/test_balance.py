@@ -152,6 +152,8 @@ def test_every_screen_has_the_same_figure_of_balance(tmp_path: Path, command: Ru
         2,
         "--global-batch",
         16,
+        "--cp",
+        "off",
         "--output",
         "plan",
     )

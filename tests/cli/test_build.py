@@ -67,11 +67,11 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
         (("--pp", "8", "--chunk-size", "65536"), "a smaller --chunk-size or --k, or --checkpointing full"),
         (("--pp", "8", "--checkpointing", "full"), "train with --kv-offload, which keeps keys and values (KV)"),
         (
-            ("--dp", "8", "--chunk-size", "8192", "--k", "4"),
+            ("--dp", "8", "--cp", "off", "--chunk-size", "8192", "--k", "4"),
             "a smaller --chunk-size or --k, or --checkpointing full; and train with --kv-offload",
         ),
         (
-            ("--dp", "8", "--chunk-size", "65536", "--checkpointing", "full"),
+            ("--dp", "8", "--cp", "off", "--chunk-size", "65536", "--checkpointing", "full"),
             "a smaller --chunk-size or --k; and train with --kv-offload",
         ),
     ],

@@ -208,7 +208,7 @@ def test_what_ranks_share_is_an_option_and_every_screen_has_its_time_and_memory(
 
 def test_sharding_that_the_trainer_cannot_run_is_said(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([300, 100, 27] * 8))
-    shared = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--sharding")
+    shared = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--cp", "off", "--sharding")
     for arguments, said in (
         (("gradients",), "cannot run sharded gradients yet"),
         (("weights",), "cannot run sharded weights with unequal chunk counts yet"),

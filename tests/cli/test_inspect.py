@@ -126,7 +126,7 @@ def test_no_number_of_a_step_is_cut_at_80_columns(command: Command, tmp_path: Pa
     lengths = np.random.default_rng(0).integers(50, 400, 12_000)
     lengths[10_001] = 1_200_000
     np.save(tmp_path / "lengths.npy", lengths)
-    config = chunkplan.PlanConfig(chunk_size=131_072, k=1, dp=2, global_batch=lengths.size)
+    config = chunkplan.PlanConfig(chunk_size=131_072, k=1, dp=2, cp="off", global_batch=lengths.size)
     [step] = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1).iter_steps()
     shown = command("inspect", "plan", "--step", 0).out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80

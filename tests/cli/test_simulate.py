@@ -32,7 +32,7 @@ def plans(run: Run, tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     lengths = np.minimum(random.lognormal(6, 1.2, 500).astype(int) + 10, 20_000)
     np.save(tmp_path / "lengths.npy", lengths)
-    options = ("--chunk-size", 1024, "--k", 2, "--global-batch", 200)
+    options = ("--chunk-size", 1024, "--k", 2, "--global-batch", 200, "--cp", "off")
     assert run("build", "lengths.npy", *options, "--pp", 8, "--dp", 2).code == 0
     assert run("build", "lengths.npy", *options, "--output", "one").code == 0
     return tmp_path

@@ -45,9 +45,7 @@ def test_what_cannot_be_exported_is_refused_by_name(workspace, tmp_path) -> None
     np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
     chunkplan.build(tmp_path / "lengths.npy", tmp_path / "bare", chunkplan.PlanConfig(chunk_size=64, k=1))
     plan, analysis = workspace / "plan", workspace / "analysis"
-    chunkplan.build(analysis, tmp_path / "shared", chunkplan.PlanConfig(chunk_size=16, k=2, dp=2, cp="auto"))
     for source, options, message in (
-        (tmp_path / "shared", {"allow_split": True}, r"ranks may share sequences in the plan \(cp auto\)"),
         (plan, {"to": "npz"}, "there is no format 'npz'"),
         (plan, {"whole_only": True, "allow_split": True}, "exclude each other"),
         (plan, {"chunk_size": 64}, "are for an analysis, this is a plan"),
@@ -97,15 +95,22 @@ def run(workspace, tmp_path, command) -> Callable[..., Any]:
     return command
 
 
-def test_a_plan_in_which_ranks_share_sequences_is_refused_with_what_to_build(run) -> None:
-    assert run("build", "--chunk-size", 16, "--k", 2, "--dp", 2, "--cp", "auto").code == 0
-    ran = run("export", "--to", "jsonl", "--allow-split")
+def test_slices_that_ranks_share_are_parts_as_those_of_one_rank_are(tmp_path, random_sequences, command) -> None:
+    lengths = (40_000, 3_000, 2_000, 1_000)
+    write_analysis(tmp_path / "chunkplan-out" / "analysis", random_sequences(lengths))
+    assert command("build", "--chunk-size", 4096, "--k", 2, "--dp", 2, "--cp", "auto").code == 0
+    assert max(chunkplan.load_plan("chunkplan-out/plan").chunks()["cp_size"].to_pylist()) == 2
+    ran = command("export", "--to", "jsonl")
     assert ran.code == 2
-    assert (
-        "error: chunkplan-out/plan: ranks may share sequences in the plan (cp auto); other trainers do not join"
-        in ran.err
-    )
-    assert "hint: build it with `--cp off`" in ran.err
+    assert "sequences are split into" in ran.err and "a plan built with `--cp off` may split fewer" in ran.err
+    assert command("export", "--to", "jsonl", "--allow-split").code == 0
+    rows = [json.loads(line) for path in Path("chunkplan-out/export-jsonl").glob("*.jsonl") for line in path.open()]
+    assert sum(len(row["input_ids"]) for row in rows) == sum(lengths)
+    assert command("export", "--to", "jsonl", "--whole-only", "--output", "whole").code == 0
+    kept = [
+        n for path in Path("whole").glob("*.jsonl") for line in path.open() for n in json.loads(line)["seq_lengths"]
+    ]
+    assert kept and set(kept) <= set(lengths[1:])
 
 
 @pytest.mark.parametrize("width", [80, 120])

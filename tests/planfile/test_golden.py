@@ -26,13 +26,16 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
 
 #: The plan of lengths.npy that version 3 wrote before there was a version 4.
-PLAN_3: dict[str, Any] = {**SMALL, "dp": 2, "pp": 2, "seed": 3}
+PLAN_3: dict[str, Any] = {**SMALL, "dp": 2, "pp": 2, "cp": "off", "seed": 3}
 PLAN_3_HASH = "6718d933b9a563d952258c061e3149b274ef575dd4b704019d51b0461c2402ae"
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "one GPU": ({}, "b7b80d3e69b781a41b58fc5eb96a04faae189224fb9edf0f717342f67f5730d2"),
-    "1F1B": ({"dp": 2, "pp": 2, "seed": 3}, "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62"),
+    "1F1B": (
+        {"dp": 2, "pp": 2, "cp": "off", "seed": 3},
+        "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
+    ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
         "fc7047470edda62a6be2e94d14eb50df02363904dce422ad9307d546d569ae97",
@@ -123,7 +126,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
 def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) -> None:
     """Neither in its configuration, which is hashed, nor in its columns: it is the one that was built before."""
     config, expected = PLANS["1F1B"]
-    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config, "cp": "off"}))
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
     assert plan.content_hash == expected
     assert "cp" not in plan.manifest["config"]
     assert pq.read_schema(plan.path / "chunks.parquet").names == CHUNKS.names

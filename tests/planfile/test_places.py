@@ -39,7 +39,7 @@ DAMAGES: dict[tuple[str, str], tuple[str, Callable[[Rows], None]]] = {
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     np.save(tmp_path / "lengths.npy", np.full(12, 128))
-    config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, pp=2, global_batch=6)
+    config = chunkplan.PlanConfig(chunk_size=128, k=1, dp=2, pp=2, cp="off", global_batch=6)
     return chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config).path
 
 

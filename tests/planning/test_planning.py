@@ -79,7 +79,8 @@ def test_the_same_input_makes_the_same_plan_in_another_process_with_any_workers(
     code = (
         "import chunkplan, sys; from chunkplan.planning import pipeline; pipeline.BLOCK_SEQUENCES = 256\n"
         "print(chunkplan.build(sys.argv[1], sys.argv[2], chunkplan.PlanConfig("
-        "chunk_size=256, k=2, global_batch=64, dp=3, pp=2, seed=5, epochs=2), workers=int(sys.argv[3])).content_hash)"
+        "chunk_size=256, k=2, global_batch=64, dp=3, pp=2, cp='off', seed=5, epochs=2), "
+        "workers=int(sys.argv[3])).content_hash)"
     )
     hashes = {
         subprocess.run(
@@ -194,7 +195,7 @@ def test_equal_chunks_fill_up_every_rank(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 2), st.booleans())
 def test_no_plan_of_a_step_has_fewer_chunks_than_its_bounds(lengths: list[int], dp: int, tail_sharing: bool) -> None:
     """Against every way to put the short sequences into chunks: those of parts, or of their own."""
-    config = PlanConfig(chunk_size=8, k=1, dp=dp, tail_sharing=tail_sharing)
+    config = PlanConfig(chunk_size=8, k=1, dp=dp, cp="off", tail_sharing=tail_sharing)
     with tempfile.TemporaryDirectory() as folder:
         step = next(build(save(Path(folder), lengths), Path(folder) / "plan", config).iter_steps())
     rooms = [

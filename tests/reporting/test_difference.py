@@ -22,7 +22,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 900, 90)
 
 
 def build(folder: Path, lengths: Path, **changes: object) -> Plan:
-    config = {"chunk_size": 512, "k": 1, "global_batch": 10, **changes}
+    config = {"chunk_size": 512, "k": 1, "global_batch": 10, "cp": "off", **changes}
     return chunkplan.build(chunkplan.load_analysis(lengths), folder, chunkplan.PlanConfig(**config))  # type: ignore[arg-type]
 
 

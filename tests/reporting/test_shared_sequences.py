@@ -223,7 +223,19 @@ def test_a_step_with_too_long_a_sequence_hints_at_sharing_where_that_is_possible
     np.save(tmp_path / "lengths.npy", [9000, 30, 40, 7])
     ways = {"--dp 2": True, "--dp 2 --pp 2": True, "--dp 2 --pp 2 --schedule zero-bubble": False}
     for number, (words, hints) in enumerate(ways.items()):
-        options = ["--chunk-size", 1000, "--k", 1, "--global-batch", 4, *words.split(), "--output", f"plan{number}"]
+        options = [
+            "--chunk-size",
+            1000,
+            "--k",
+            1,
+            "--global-batch",
+            4,
+            "--cp",
+            "off",
+            *words.split(),
+            "--output",
+            f"plan{number}",
+        ]
         ran = command("build", "lengths.npy", *options, width=120)
         said = " ".join(ran.out.replace("│", " ").split())
         assert ran.code == 0 and "which no assignment can balance" in said

@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callable[.
     def make(cost: CostModel | None = None, **settings: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("layout")
         write_analysis(folder / "analysis", random_sequences([9, 20, 3, 14]))
-        config = PlanConfig(**{"chunk_size": 6, "k": 1, "global_batch": 4, **settings})
+        config = PlanConfig(**{"chunk_size": 6, "k": 1, "global_batch": 4, "cp": "off", **settings})
         build(folder / "analysis", folder / "plan", config, cost=cost)
         return folder / "plan", folder / "analysis"
 

@@ -162,7 +162,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_of_a_plan_takes_the_time_that_the_plan_predicts(
     lengths: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    config = chunkplan.PlanConfig(chunk_size=1024, k=2, global_batch=25, dp=2, **options)
+    config = chunkplan.PlanConfig(chunk_size=1024, k=2, global_batch=25, dp=2, cp="off", **options)
     plan = chunkplan.build(lengths, tmp_path / "plan", config)
     for step in plan.iter_steps():
         for rank in range(2):

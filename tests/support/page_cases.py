@@ -25,7 +25,7 @@ def build_plan(folder: Path, **changes: Any) -> Plan:
     lengths = np.random.default_rng(0).lognormal(6, 1, 60).astype(np.int32).clip(2, 4000)
     lengths[7] = 20_000
     np.save(folder / "lengths.npy", lengths)
-    given: dict[str, Any] = {"chunk_size": 2048, "k": 2, "dp": 2, "pp": 2, "global_batch": 16}
+    given: dict[str, Any] = {"chunk_size": 2048, "k": 2, "dp": 2, "pp": 2, "global_batch": 16, "cp": "off"}
     config = chunkplan.PlanConfig(**(given | changes))
     return chunkplan.build(folder / "lengths.npy", folder / "plan", config, workers=1)
 
@@ -43,6 +43,7 @@ def tuning_of(folder: Path) -> dict[str, Any]:
         chunk_sizes=(1024, 4096, 16384),
         ks=(1, 4),
         schedules=("1f1b", "zero-bubble"),
+        cp="off",
     )
     document = json.loads(json.dumps(tuning_document(chunkplan.tune(folder / "lengths.npy", options))))
     assert isinstance(document, dict)

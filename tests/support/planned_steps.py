@@ -33,6 +33,6 @@ def save(path: Path, lengths: list[int]) -> Path:
 
 def first_step(folder: Path, lengths: list[int], **config: Any) -> PlanStep:
     """The first step of a plan of some lengths, which has to keep every invariant."""
-    plan = build(save(folder, lengths), folder / "plan", PlanConfig(**{"chunk_size": 8, "k": 1, **config}))
+    plan = build(save(folder, lengths), folder / "plan", PlanConfig(**{"chunk_size": 8, "k": 1, "cp": "off", **config}))
     assert validate(plan.path).ok
     return next(plan.iter_steps())

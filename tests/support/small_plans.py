@@ -24,7 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def built(folder: Path, lengths: Any, **config: Any) -> Plan:
     np.save(folder / "lengths.npy", lengths)
-    settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, **config}
+    settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, "cp": "off", **config}
     return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
 
 

@@ -48,7 +48,7 @@ def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequence
     }
     cost = cost_of_a_run(folder)
     for name, options in plans.items():
-        config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, **options})
+        config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, "cp": "off", **options})
         build(folder / "analysis", folder / name, config, cost=cost)
     return folder
 

@@ -30,5 +30,6 @@ def options_with(**changes: Any) -> TuneOptions:
         "chunk_sizes": (2048, 8192, 32768),
         "ks": (1, 4, 16),
         "schedules": ("1f1b",),
+        "cp": "off",
     }
     return TuneOptions(**(given | changes))

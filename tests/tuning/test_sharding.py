@@ -20,7 +20,7 @@ from chunkplan.tuning.tune import tune
 from tests.support.tuning_cases import GIB, options_with
 
 #: Four GPUs of 79 GiB, on which weights, gradients and optimizer states of 7B take 63 GiB with ZeRO-1.
-FOUR: dict[str, Any] = {"tp": 1, "dp": 4, "pp": 1, "schedules": None, "gpu_memory": 79 * GIB}
+FOUR: dict[str, Any] = {"tp": 1, "dp": 4, "pp": 1, "schedules": None, "cp": "off", "gpu_memory": 79 * GIB}
 
 
 def of(choices: tuple[Choice, ...], sharding: Sharding) -> list[tuple[PlanConfig, float, bool]]:

@@ -40,7 +40,7 @@ def analysis(tmp_path: Path) -> Path:
 @pytest.fixture
 def plan(tmp_path: Path, analysis: Path) -> Path:
     """Two steps of ten sequences on two ranks of two stages; K = 2, so the split sequences recompute."""
-    config = PlanConfig(chunk_size=16, k=2, global_batch=10, dp=2, pp=2, tail_sharing=True)
+    config = PlanConfig(chunk_size=16, k=2, global_batch=10, dp=2, pp=2, cp="off", tail_sharing=True)
     return build(analysis, tmp_path / "plan", config).path
 
 

@@ -27,7 +27,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     (folder / "config.json").write_text(json.dumps(tiny_config("qwen2", head_dim=64, hidden_size=256)))
     spread = {"one": {}, "dp": {"dp": 2}, "pp": {"pp": 2}, "search": {"pp": 2, "schedule": "search"}}
     for name, how in (*spread.items(), ("equal", {"dp": 2, "k": 1, "equal_chunks": True})):
-        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, **how}
+        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off", **how}
         (folder / "gpus").mkdir(exist_ok=True)
         build(folder / "analysis", folder / "gpus" / name, PlanConfig(**settings))
     return folder

@@ -50,7 +50,7 @@ def made(
         sequences = enumerate(random_sequences(lengths, seed=3))
         targets = ((ids, target & (record not in no_targets)) for record, (ids, target) in sequences)
         write_analysis(folder / "analysis", targets)
-        settings = {"chunk_size": 8, "k": 2, "global_batch": len(lengths), **plan}
+        settings = {"chunk_size": 8, "k": 2, "global_batch": len(lengths), "cp": "off", **plan}
         build(folder / "analysis", folder / "plan", PlanConfig(**settings))
         (folder / "config.json").write_text(json.dumps(tiny_config(**four_layers(model or {"model_type": "qwen2"}))))
         return {"plan": folder / "plan", "config": folder / "config.json"}

@@ -49,10 +49,11 @@ PLANS: dict[str, dict[str, Any]] = {
 def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     folder = make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
     for name, changes in PLANS.items():
-        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, **changes}
+        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, "cp": "off", **changes}
         build(folder / "analysis", folder / name, PlanConfig(**settings))
     of_three_layers = CostModel(shape=replace(QWEN2_5_7B, num_layers=3))
-    uneven = PlanConfig(chunk_size=8, k=2, global_batch=4, epochs=6, holdout=2, dp=2, pp=2, stage_layers=(1, 2))
+    layers = {"pp": 2, "stage_layers": (1, 2)}
+    uneven = PlanConfig(chunk_size=8, k=2, global_batch=4, epochs=6, holdout=2, dp=2, cp="off", **layers)
     build(folder / "analysis", folder / "uneven", uneven, cost=of_three_layers)
     tied = tiny_config("qwen2", tie_word_embeddings=True, num_hidden_layers=3)
     (folder / "tied.json").write_text(json.dumps(tied))
@@ -149,7 +150,7 @@ def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2", tie_word_embeddings=False)))
     several = {"dp": 2, **changes}
     for name, size, how in (("one", 1, {}), ("two", 2 * several.get("pp", 1), several)):
-        settings = {"chunk_size": 16, "k": 1, "global_batch": 2, "epochs": 2, **how}
+        settings = {"chunk_size": 16, "k": 1, "global_batch": 2, "epochs": 2, "cp": "off", **how}
         build(tmp_path / "analysis", tmp_path / name, PlanConfig(**settings))
         words = ("--precision", "bf16", "--save-every", 0, *(more if how else ()))
         all_well(pool, size, options(tmp_path, tmp_path / f"{name}-run", *words, plan=name))

@@ -49,7 +49,7 @@ def plan(analysis: Path, tmp_path: Path) -> Plan:
 
 
 def build_plan(analysis: Path, folder: Path, **changes: Any) -> Plan:
-    settings: dict[str, Any] = {"chunk_size": 8, "k": 2, "global_batch": len(LENGTHS), **changes}
+    settings: dict[str, Any] = {"chunk_size": 8, "k": 2, "global_batch": len(LENGTHS), "cp": "off", **changes}
     build(analysis, folder, PlanConfig(**settings))
     return load_plan(folder)
 
