@@ -19,7 +19,7 @@ from chunkplan_runtime.layout import RankLayout
 
 # Newer names of the same; the old ones warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Exchanges:
     def reduce(self, rows: Tensor, members: tuple[int, ...]) -> Tensor:
         """The sum over `members` of what they have of this one's rows: [num_rows / members, width]."""
         out = rows.new_empty(rows.shape[0] // len(members), rows.shape[1])
-        _reduce_scatter(out, rows, group=self.groups[members])
+        reduce_scatter(out, rows, group=self.groups[members])
         return out
 
     def greet(self, device: torch.device) -> None:

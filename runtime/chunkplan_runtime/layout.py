@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
@@ -51,6 +52,15 @@ class RankLayout:
     def rank_of(self, stage: int, dp_rank: int) -> int:
         """The rank of the process that has a stage of a pipeline."""
         return stage * self.dp + dp_rank
+
+    def replicas_by_machine(self, stage: int, machine_size: int) -> list[list[int]]:
+        """The ranks of the replicas of a stage, those on each machine of `machine_size` processes.
+
+        Nothing where they lie on one machine, are not equally many on each, or are alone there.
+        """
+        ranks = range(stage * self.dp, (stage + 1) * self.dp)
+        rows = [list(row) for _, row in groupby(ranks, lambda rank: rank // machine_size)]
+        return rows if len(rows) > 1 and {1} != {len(row) for row in rows} == {len(rows[0])} else []
 
     def rows(self, plan_dp: int) -> list[range]:
         """By pipeline, which data-parallel ranks of a plan for `plan_dp` of them it runs, one after another."""

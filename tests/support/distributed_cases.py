@@ -75,7 +75,12 @@ class StageProcess:
         """The loss of all processes; gradients are left in the weights."""
         if self.shards:
             self.shards.begin_step()
-        loss = sum(self.executor.run(each, work.step.num_target_tokens).loss for each in work.ranks)
+        before = self.shards.reduce_in_backward if self.shards else None
+        num_target_tokens = work.step.num_target_tokens
+        loss = 0.0
+        for each in work.ranks:
+            before_last = before if each is work.last else None
+            loss += self.executor.run(each, num_target_tokens, before_last=before_last).loss
         if self.shards:
             self.shards.reduce_gradients()
         return _sum(loss)
@@ -218,7 +223,9 @@ def make_stage(
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(plan, layout.dp))
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
     model = cut_stage(model, layers, layout)
-    shards = Shards(model, groups.replicas, master_weights=master_weights) if layout.dp > 1 else None
+    shards = None
+    if layout.dp > 1:
+        shards = Shards(model, groups.replicas, groups.machines, master_weights=master_weights)
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
     executor = Executor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)

@@ -27,7 +27,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     Of gradients that are summed, so many as a process sends that passes sums on.
     """
     counts: Counter[tuple[str, torch.dtype]] = Counter()
-    all_to_all, gather, reduce = dist.all_to_all_single, exchange._all_gather, exchange._reduce_scatter
+    all_to_all, gather, reduce = dist.all_to_all_single, exchange._all_gather, exchange.reduce_scatter
 
     def counted_all_to_all(
         out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
@@ -49,7 +49,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
         patch.object(exchange, "_all_gather", counted_gather),
-        patch.object(exchange, "_reduce_scatter", counted_reduce),
+        patch.object(exchange, "reduce_scatter", counted_reduce),
     ):
         stage.run(stage.work(0))
     return counts

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from chunkplan_runtime.distributed.reduction import MachineGroups
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.layout import RankLayout
@@ -28,6 +29,7 @@ class Groups:
 
     Attributes:
         replicas: the mesh of the replicas of its stage, one in each pipeline; None where there is one.
+        machines: of these, where they lie on several machines, as many on each and more than one; else None.
         before, after: its links; None where the pipeline ends.
         ends: the first and last stage of its pipeline; None on the others, and where there is one stage.
         control: all processes, for objects on the CPU.
@@ -38,6 +40,7 @@ class Groups:
     layout: RankLayout
     device: torch.device
     replicas: DeviceMesh | None
+    machines: MachineGroups | None
     before: Link | None
     after: Link | None
     ends: dist.ProcessGroup | None
@@ -50,14 +53,21 @@ class Groups:
         return Links(wire, self.before, self.after) if self.layout.pp > 1 else None
 
 
-def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, blocks: Sequence[Block] = ()) -> Groups:
+def make_groups(
+    layout: RankLayout,
+    device: torch.device,
+    timeout: timedelta,
+    blocks: Sequence[Block] = (),
+    machine_size: int | None = None,
+) -> Groups:
     """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
     The first use of a group of NCCL connects its processes and waits for the device, which must not be in the middle of
     a step. Those of links are used once by `Links`, which begins with the sends and receives that they are for: NCCL
     has a connection of its own for these.
 
-    `blocks`: those of processes that share sequences, see `sharing.blocks_on`.
+    `blocks`: those of processes that share sequences, see `sharing.blocks_on`. `machine_size`: how many processes each
+    machine has, numbered in a row; None if that is not so, or not known.
     """
 
     def own(members: list[list[int]], *, is_link: bool = False) -> dist.ProcessGroup | None:
@@ -71,12 +81,16 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     def pairs(stage: int, other: int) -> list[list[int]]:
         return [[layout.rank_of(stage, dp_rank), layout.rank_of(other, dp_rank)] for dp_rank in range(layout.dp)]
 
-    replicas, ends = None, None
+    replicas, machines, ends = None, None, None
     if layout.dp > 1:
         stages = [[layout.rank_of(stage, dp_rank) for dp_rank in range(layout.dp)] for stage in range(layout.pp)]
         group = own(stages)
         assert group is not None
         replicas = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        spread = [layout.replicas_by_machine(stage, machine_size or layout.world_size) for stage in range(layout.pp)]
+        within = own([row for rows in spread for row in rows])
+        across = own([list(column) for rows in spread for column in zip(*rows, strict=True)])
+        machines = MachineGroups(within, across) if within and across else None
     links: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = [
         (own(pairs(stage, stage + 1), is_link=True), own(pairs(stage, stage + 1), is_link=True))
         for stage in range(layout.pp - 1)
@@ -84,7 +98,8 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     if layout.pp > 1:
         ends = own(pairs(0, layout.pp - 1))
     control = dist.new_group(backend="gloo", timeout=timeout)
-    for group in (dist.group.WORLD, replicas.get_group() if replicas else None, ends):
+    spread_groups = (machines.within, machines.across) if machines else ()
+    for group in (dist.group.WORLD, replicas.get_group() if replicas else None, *spread_groups, ends):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     dist.all_reduce(torch.zeros(1), group=control)
@@ -109,7 +124,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
     after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     assert control is not None
-    return Groups(layout, device, replicas, before, after, ends, control, exchanges, sharing_seconds)
+    return Groups(layout, device, replicas, machines, before, after, ends, control, exchanges, sharing_seconds)
 
 
 class GroupOptions(TypedDict, total=False):

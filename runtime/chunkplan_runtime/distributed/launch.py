@@ -47,6 +47,17 @@ def local_device_index() -> int:
     return 0 if torch.cuda.device_count() == 1 else place
 
 
+def machine_size() -> int | None:
+    """How many processes each machine has, as LOCAL_WORLD_SIZE says; None where not all say the same, or it does not.
+
+    torchrun sets it, and numbers the processes of a machine in a row. All processes have to call this.
+    """
+    own = os.environ.get("LOCAL_WORLD_SIZE") or ""
+    sizes: list[str] = [own] * dist.get_world_size()
+    dist.all_gather_object(sizes, own)
+    return int(own) if own.isdecimal() and int(own) > 0 and set(sizes) == {own} else None
+
+
 @dataclass(frozen=True)
 class OwnGpu:
     """The GPU that a process takes: `index` of the `num_seen` that its machine shows it; what it is, None if not there.

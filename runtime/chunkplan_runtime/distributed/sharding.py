@@ -1,9 +1,12 @@
 """A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
-narrower, and reduced once at its end, however many chunks each process had: the reduction runs in the backward of one
-padding token at zero loss, which every process does last, so that all take part in the same reductions in the same
-order. The loss is divided by the step's target tokens already, so gradients are summed, not averaged.
+narrower, and reduced once, however many chunks each process had: a layer's while the last backward of the process goes
+on to the layers before it (`feed.last_backward` says when it may), those of embeddings and head after it. A process
+without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else. So every
+process takes part in the same reductions in the same order: layers from last to first, of those whose input needs no
+gradient from first to last, then embeddings and head. The loss is divided by the step's target tokens already, so
+gradients are summed, not averaged.
 
 With `reshard_after_forward` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its
 gradients are reduced in every backward. All processes then have to run the same forwards and backwards, see
@@ -21,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.feed.stream import padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM, call_directly
@@ -29,12 +33,18 @@ from chunkplan_runtime.models.model import CausalLM, call_directly
 class Shards:
     """The weights of `model`, from now on sharded over `replicas`; use `self.model` in its place.
 
-    `master_weights`: trained weights become float32 and are used in the model's dtype. `reshard_after_forward`:
-    see above.
+    `machines`: where these lie on several, see `reduction`. `master_weights`: trained weights become float32 and are
+    used in the model's dtype. `reshard_after_forward`: see above.
     """
 
     def __init__(
-        self, model: CausalLM, replicas: DeviceMesh, *, master_weights: bool, reshard_after_forward: bool = False
+        self,
+        model: CausalLM,
+        replicas: DeviceMesh,
+        machines: MachineGroups | None = None,
+        *,
+        master_weights: bool,
+        reshard_after_forward: bool = False,
     ) -> None:
         dtype = model.dtype
         if master_weights:
@@ -47,30 +57,60 @@ class Shards:
             reduce_dtype=torch.float32 if narrow else None,
             cast_forward_inputs=False,
         )
-        root = _Root(model.model)
+        root: Any = _Root(model.model)
         for layer in model.own_layers.values():
             fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+        self._root = root
+        self._layers = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
         self._reshard_after_forward = reshard_after_forward
-        self._modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        for module in self._modules:
+        self._reductions: Any = Reductions(machines)
+        #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
+        self._always_waits = reshard_after_forward or (narrow and not master_weights)
+        for module in (root, *self._layers):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
-        self._root: Any = root
+            module.set_custom_reduce_scatter(self._reductions)
+            # Else a backward that gathers ahead would gather again what the last one has sharded.
+            module.set_reshard_after_backward(reshard_after_forward and module is not root, recurse=False)
+        self._reduced = False
         self.model = replace(model, call=root, compute_dtype=dtype)
 
     def begin_step(self) -> None:
         """From now on gradients are summed here, and weights stay gathered."""
-        self._set_last(False)
+        self._reduced = False
+        self._reductions.waits = self._always_waits or any(
+            parameter.grad is not None for parameter in self._root.parameters()
+        )
+        # Where it is, FSDP2 forgets the order of forwards, by which a backward gathers ahead, also after a backward of
+        # the head alone, of which processes have different numbers.
+        self._root.set_is_last_backward(False)
+        self._root.set_requires_gradient_sync(False, recurse=False)
+        for layer in self._layers:
+            layer.set_requires_gradient_sync(self._reshard_after_forward, recurse=False)
+
+    def reduce_in_backward(self) -> None:
+        """The backward that comes next, through all layers, is the last one of the step: each layer is reduced in it.
+
+        Embeddings and head are not: the head's gradients are there before it, and in float32 where those of the
+        embeddings are not yet, which FSDP2 does not reduce together.
+        """
+        self._reduced = True
+        for layer in self._layers:
+            layer.set_requires_gradient_sync(True, recurse=False)
 
     def reduce_gradients(self) -> None:
-        """Reduce what the step's chunks left, onto the shards; the weights are sharded again."""
-        self._set_last(True)
-        loss = self._root(self._zero_loss)
-        if loss.requires_grad:
-            loss.backward()
-        else:  # a first stage without anything that is trained
-            self.free()
+        """Reduce what no backward has, wait for what is still on its way, and shard the weights again."""
+        if not self._reduced:
+            self.reduce_in_backward()
+            loss = self._root(self._zero_loss)
+            if loss.requires_grad:  # not on a first stage without anything that is trained
+                loss.backward()
+        self._root.set_is_last_backward(True)
+        self._root.set_requires_gradient_sync(True, recurse=False)
+        self._root(self._nothing).backward()  # at its end FSDP2 reduces what is left: embeddings and head
+        self._reductions.finish()
+        self.free()
 
     def run_padding(self) -> None:
         """Run one padding token forward, so that other processes can gather the weights that their forwards need."""
@@ -78,19 +118,13 @@ class Shards:
             self._root(self._zero_loss)
 
     def free(self) -> None:
-        """Shard the weights again that forwards without a backward have gathered."""
-        for module in self._modules:
+        """Shard the weights again that are still gathered."""
+        for module in (self._root, *self._layers):
             module.reshard()
 
-    def _set_last(self, last: bool) -> None:
-        """Whether the next backward is the step's last one. Embeddings and head are never sharded before it."""
-        # Not before: FSDP2 then forgets the order of forwards, by which a backward gathers ahead, also after a backward
-        # of the head alone, of which processes have different numbers.
-        self._root.set_is_last_backward(last)
-        for module in self._modules:
-            every = last or (self._reshard_after_forward and module is not self._root)
-            module.set_requires_gradient_sync(every, recurse=False)
-            module.set_reshard_after_backward(every, recurse=False)
+    def _nothing(self) -> torch.Tensor:
+        """A loss of no weight."""
+        return torch.zeros((), device=self.model.device, requires_grad=True) * 0
 
     def _zero_loss(self) -> torch.Tensor:
         """Every weight takes part: one without a gradient would be left out of its process's reduction."""

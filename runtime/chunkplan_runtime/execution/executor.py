@@ -104,11 +104,18 @@ class Executor:
         """See `Executor.doing`."""
         self._doing = words
 
-    def run(self, work: RankWork, num_target_tokens: int, around: Around = lambda action: nullcontext()) -> RankLoss:
+    def run(
+        self,
+        work: RankWork,
+        num_target_tokens: int,
+        around: Around = lambda action: nullcontext(),
+        before_last: Callable[[], None] | None = None,
+    ) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
-        `around` is entered around every action, after what it waits for from other stages has come. Only the last stage
-        knows losses; on others there are none.
+        `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
+        called in its last action, when all that is left to do is to go backward through the layers; not where nothing
+        in them is trained. Only the last stage knows losses; on others there are none.
 
         Raises:
             UsageError: an op is not known here.
@@ -118,15 +125,16 @@ class Executor:
         done: dict[int, str | None] = dict.fromkeys(work.chunks)
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
-            for action in work.actions:
+            for place, action in enumerate(work.actions, 1):
                 _check(action, done, where)
                 chunk_id = action.chunk_id
                 if action.op == "backward":
                     self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
                     gradient = None if self.model.is_last else self._connected.receive_gradient(chunk_id)
                     self.doing = f"{where}, in the backward of chunk {chunk_id}"
+                    before = before_last if place == len(work.actions) else None
                     with around(action):
-                        found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1))
+                        found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1), before)
                     if found is not None:
                         losses[chunk_id] = found
                 else:
@@ -227,10 +235,18 @@ class Executor:
             return hidden
         return get_gradient_edge(hidden) if hidden.requires_grad else None
 
-    def _backward(self, work: RankWork, chunk_id: int, gradient: Tensor | None, scale: float) -> Tensor | None:
+    def _backward(
+        self,
+        work: RankWork,
+        chunk_id: int,
+        gradient: Tensor | None,
+        scale: float,
+        before: Callable[[], None] | None,
+    ) -> Tensor | None:
         """Run a chunk backward; returns its losses [num_tokens] on the last stage, where they are computed only now.
 
-        `gradient` [num_tokens, hidden_size] is that from the stage after, on all other stages.
+        `gradient` [num_tokens, hidden_size] is that from the stage after, on all other stages. `before` is called
+        before it goes through the layers.
         """
         tensors = work.tensors[chunk_id]
         for part in tensors.parts:
@@ -246,6 +262,8 @@ class Executor:
                 begin = None
         if begin is not None:
             assert gradient is not None
+            if before is not None:
+                before()
             torch.autograd.backward(begin, gradient)
         for part in tensors.parts:
             self.store.finish_backward(part)

@@ -20,6 +20,7 @@ from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, schedule_chunks
 from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.feed.last_backward import may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import SharedPart, check_sharing, shared_part
@@ -65,10 +66,19 @@ class RankWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: its row of the plan, and the work of a process's data-parallel ranks in order of dp_rank."""
+    """One optimizer step: its row of the plan, and the work of a process's data-parallel ranks in order of dp_rank.
+
+    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`feed.last_backward`).
+    """
 
     step: PlanStep
     ranks: list[RankWork]
+    reduces_early: bool
+
+    @property
+    def last(self) -> RankWork | None:
+        """The work whose last action is this process's last one, if gradients may be reduced in it."""
+        return next((work for work in reversed(self.ranks) if self.reduces_early and work.actions), None)
 
 
 class StreamPosition(TypedDict):
@@ -198,13 +208,15 @@ class PlanStream(IterableDataset[StepWork]):
     def _read(self) -> Iterator[StepWork]:
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
-            yield StepWork(step, [self._with_tensors(work, gather) for work in self._own_work(step)])
+            for dp_rank in self._dp_ranks:
+                check_sharing(step, dp_rank)
+                _check_links(step, dp_rank, self._plan.config.pp)
+            ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
+            yield StepWork(step, ranks, not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks)))
 
-    def _own_work(self, step: PlanStep) -> list[RankWork]:
-        """What this process does in a step, without tensors."""
-        stage, dp_ranks = self._layout.stage, self._dp_ranks
-        for dp_rank in dp_ranks:
-            check_sharing(step, dp_rank)
+    def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
+        """What the process of these ranks does in a step on this stage, without tensors."""
+        stage = self._layout.stage
         if len(dp_ranks) > 1 and is_shared(step):
             joined = join_chunks(step, dp_ranks)
             actions = schedule_chunks(joined, self._plan, stage)
@@ -212,10 +224,15 @@ class PlanStream(IterableDataset[StepWork]):
         found = []
         for dp_rank in dp_ranks:
             if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
-                _check_links(step, dp_rank, self._plan.config.pp)
                 chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
                 found.append(RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, {}))
         return found
+
+    def _last_chunks(self, step: PlanStep) -> list[Chunk | None]:
+        """The chunk that each process of this stage runs backward last."""
+        processes = [self._work_of(step, dp_ranks) for dp_ranks in self._layout.rows(self._plan.config.dp)]
+        lasts = (next((work for work in reversed(ranks) if work.actions), None) for ranks in processes)
+        return [None if work is None else work.chunks.get(work.actions[-1].chunk_id) for work in lasts]
 
     def _with_tensors(self, work: RankWork, gather: TokenGather) -> RankWork:
         tensors = _tensors_of(list(work.chunks.values()), gather)

@@ -14,7 +14,7 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, refuse_shared_gpus
+from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, machine_size, refuse_shared_gpus
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
@@ -55,7 +55,7 @@ def train_together(config: TrainConfig) -> None:
             # Of the main process: one that was given another plan makes the same groups, and is refused after.
             blocks = [sharing_blocks(config, layout)]
             dist.broadcast_object_list(blocks, src=0)
-            groups = make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0])
+            groups = make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0], machine_size())
             job = Job(layout, groups, watchdog)
             train(config, job)
             job.barrier()

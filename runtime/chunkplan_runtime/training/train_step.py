@@ -65,7 +65,11 @@ class TrainStep:
         self._shards = None
         if groups and groups.replicas:
             self._shards = Shards(
-                model, groups.replicas, master_weights=master_weights, reshard_after_forward=config.reshard
+                model,
+                groups.replicas,
+                groups.machines,
+                master_weights=master_weights,
+                reshard_after_forward=config.reshard,
             )
         self.model = self._shards.model if self._shards else model
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
@@ -97,7 +101,12 @@ class TrainStep:
                 self._shards.begin_step()
             aligned = Aligned(self._paddings(work.step), self._run_padding)
             rank_losses = [
-                self.executor.run(rank, work.step.num_target_tokens, aligned.around(clock.around(rank.dp_rank)))
+                self.executor.run(
+                    rank,
+                    work.step.num_target_tokens,
+                    aligned.around(clock.around(rank.dp_rank)),
+                    self._shards.reduce_in_backward if self._shards and rank is work.last else None,
+                )
                 for rank in work.ranks
             ]
             aligned.finish()
