@@ -116,6 +116,7 @@ def compare_steps(
     checkpointing: bool = False,
     kv_offload: bool = False,
     stage_layers: tuple[int, ...] | None = None,
+    machine_size: int | None = None,
     steps: Sequence[int] = (0,),
     evaluates: bool = False,
 ) -> list[Compared]:
@@ -132,7 +133,8 @@ def compare_steps(
             references.append(take_gradients(model))
         if checkpointing:
             model.enable_checkpointing()
-        stage = make_stage(rank, opened, analysis, model, kv_offload=kv_offload, stage_layers=stage_layers)
+        how = {"kv_offload": kv_offload, "stage_layers": stage_layers, "machine_size": machine_size}
+        stage = make_stage(rank, opened, analysis, model, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = stage.work(step)
             evaluated = stage.evaluate(work) if evaluates else None
@@ -162,7 +164,9 @@ def compare_steps(
     return compared
 
 
-def compare_master_weights(rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = ()) -> tuple[float, int]:
+def compare_master_weights(
+    rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = (), machine_size: int | None = None
+) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
 
     And of how many weights. With `targets`, of adapters on these.
@@ -180,7 +184,7 @@ def compare_master_weights(rank: int, *, plan: Path, config: Path, targets: tupl
     for each in work.ranks:
         executor.run(each, work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
-    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True)
+    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, machine_size=machine_size)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
     stage.run(stage.work(0))
     gradients, norm = stage.finish_gradients(weights)
@@ -218,9 +222,11 @@ def make_stage(
     kv_offload: bool = False,
     master_weights: bool = False,
     stage_layers: tuple[int, ...] | None = None,
+    machine_size: int | None = None,
 ) -> StageProcess:
     layout = choose_layout(plan, dist.get_world_size(), rank)
-    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(plan, layout.dp))
+    blocks = blocks_on(plan, layout.dp)
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks, machine_size)
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
     model = cut_stage(model, layers, layout)
     shards = None
