@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +19,7 @@ from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from tests.support.distributed_cases import make_stage, open_for_its_stages
+from tests.support.process_pool import ProcessPool
 
 
 class Event(NamedTuple):
@@ -47,6 +49,9 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
 
+    def begin_layer(self, index: int, *_: Any) -> None:
+        self.events.append(Event("layer", index, 0))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
@@ -57,36 +62,26 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_steps(
-    rank: int,
-    *,
-    plan: Path,
-    config: Path,
-    steps: Sequence[int] = (0,),
-    machine_size: int | None = None,
-    always: bool = False,
-) -> list[Recorded]:
-    """What this process does in `steps`; `always`: it reduces in its last backward whether it may or not."""
+def record_step(
+    rank: int, *, plan: Path, config: Path, machine_size: int | None = None, always: bool = False
+) -> Recorded:
+    """What this process does in the first step; `always`: it reduces in its last backward whether it may or not."""
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float32, seed=1)
     stage = make_stage(rank, opened, analysis, model, machine_size=machine_size)
-    groups, found = stage.groups, []
-    spread = (groups.machines.within, groups.machines.across) if groups.machines else ()
-    reducing = [group.group_name for group in (groups.replicas.get_group(), *spread)]
+    replicas, machines = stage.groups.replicas, stage.groups.machines
+    assert replicas is not None
+    reducing = [replicas.get_group(), *((machines.within, machines.across) if machines else ())]
     recorder = _Recorder()
     for index, layer in stage.model.own_layers.items():
-        layer.mlp.down_proj.register_full_backward_pre_hook(
-            lambda *_, index=index: recorder.events.append(Event("layer", index, 0))
-        )
-    for step in steps:
-        with patch.object(stream, "may_reduce", lambda *_: True) if always else nullcontext():
-            work = stage.work(step)
-        recorder.events = []
-        with recorder:
-            stage.run(work)
-        stage.model.model.zero_grad()
-        found.append(Recorded(recorder.events, reducing, list(stage.model.own_layers), work.reduces_early))
-    return found
+        begun = partial(recorder.begin_layer, index)
+        cast(Any, layer).mlp.down_proj.register_full_backward_pre_hook(begun)
+    with patch.object(stream, "may_reduce", lambda *_: True) if always else nullcontext():
+        work = stage.work(0)
+    with recorder:
+        stage.run(work)
+    names = [group.group_name for group in reducing]
+    return Recorded(recorder.events, names, list(stage.model.own_layers), work.reduces_early)
 
 
 def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tuple[Any, ...]]:
@@ -109,6 +104,28 @@ def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tu
                 order.add(node, ("send", event.where, place))
             before = node
     return order
+
+
+def record(pool: ProcessPool, plan: dict[str, Path], world_size: int = 4, **how: Any) -> list[Recorded]:
+    """What processes do in the first step, which they launch in one order; all replicas reduce the same."""
+    processes = pool.run(world_size, record_step, **plan, **how)
+    launched_in_one_order(processes).prepare()
+    for process in processes:
+        same = [other.reductions for other in processes if other.reducing[0] == process.reducing[0]]
+        sizes = [[event.num_numbers for event in reductions] for reductions in same]
+        assert all(found == sizes[0] for found in sizes)
+    return processes
+
+
+def layers_ahead(process: Recorded) -> list[int]:
+    """To how many layers the last backward has yet to come when each reduction is launched, within machines if any."""
+    group = [*process.reducing, process.reducing[0]][len(process.reducing) > 1]
+    ahead, found = 0, []
+    for event in reversed(process.events):
+        ahead += event.what == "layer"
+        if event.where == group and "reduce_scatter" in event.what:
+            found.append(ahead)
+    return found[::-1]
 
 
 def step_gradients(

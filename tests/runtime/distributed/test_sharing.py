@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
 from tests.support.distributed_cases import compare_master_weights
 from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
 from tests.support.sharing_cases import sent_bytes
 from tests.support.wait_cases import compare_waiting, used_groups
@@ -194,6 +196,46 @@ def test_groups_that_share_sequences_are_used_before_the_first_step(pool: Proces
     for before, during in pool.run(4, used_groups, **made(BY_BOTH)):
         assert len(during) == 4
         assert during <= before
+
+
+#: Processes 2 and 3 run one chunk, which all share, and 0 and 1 meet in another one after it.
+ONE_MEETING_AFTER_ANOTHER = {97: (0, 4, 4), 26: (0, 2, 1)}
+
+
+def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_reduced_before_all_are_done(
+    pool: ProcessPool, made: Any
+) -> None:
+    """All have the same shared chunk last, or each its own; but not one that another process goes on after."""
+    plans = {
+        "all meet last": {97: (0, 4, 4)},
+        "pairs meet last": {97: (0, 4, 1), 26: (0, 2, 2), 30: (2, 2, 1)},
+        "some meet later": ONE_MEETING_AFTER_ANOTHER,
+    }
+    for what, blocks in plans.items():
+        plan = made(blocks, lengths=list(blocks), k=1)
+        processes = record(pool, plan)
+        assert {process.reduces_early for process in processes} == {what != "some meet later"}
+        num_layers = len(processes[0].layers)
+        assert [layers_ahead(process) for process in processes] == [[*reversed(range(num_layers)), 0]] * 4
+        for process in processes:  # a padding token comes after what is of the plan
+            assert sum(event.what == "layer" for event in process.events) % num_layers == 0
+        check(pool, 4, plan)
+
+
+def test_reducing_in_last_backwards_whoever_meets_would_launch_in_no_one_order(pool: ProcessPool, made: Any) -> None:
+    plan = made(ONE_MEETING_AFTER_ANOTHER, lengths=list(ONE_MEETING_AFTER_ANOTHER), k=1)
+    record(pool, plan)
+    with pytest.raises(CycleError):
+        record(pool, plan, always=True)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: ProcessPool, made: Any, pp: int) -> None:
+    blocks = {97: (0, 8, 4), 26: (4, 2, 1), 30: (4, 4, 2), 9: (2, 2, 2)}
+    plan = made(blocks, lengths=[*blocks, *[8] * 16], dp=8, pp=pp, chunk_size=4, k=1)
+    for process in record(pool, plan):
+        assert process.reduces_early
+        assert layers_ahead(process) == [*reversed(range(len(process.layers))), 0]
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 153), marks=pytest.mark.soak)], ids=["few", "many"])
