@@ -27,7 +27,8 @@ def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int]) ->
 
     A ring over the float32 gradients that no backward has reduced, and one over the updated weights, but for those of
     layers that every chunk fetches. Ranks that share nothing each update all weights: they share the sums instead. The
-    same on every rank: it takes as long as on the stage that has most, and hides behind nothing.
+    same on every rank: it takes as long as on the stage that has most. What the runtime hides of it behind the last
+    backwards of a step is not taken off.
     """
     most = 0.0
     for of_layers, of_ends in stage_parameters(cost, pp, layers):

@@ -54,9 +54,8 @@ def losses_and_gradient(
 def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
     """Give the head's parameters a gradient of zero, where no chunk of a step has a target that would give them one.
 
-    What chunks leave to sharded weights is summed in float32, and what the padding at the end of a step leaves is
-    narrower: FSDP2 does not reduce both together, so no weight may have its first gradient there. `hidden` are hidden
-    states like those that the head gets.
+    A weight without a gradient is left out of its process's reduction, which then is not that of the others. `hidden`
+    are hidden states like those that the head gets.
     """
     row, label = torch.zeros_like(hidden[:1]), torch.zeros(1, dtype=torch.int32)
     losses_and_gradient(head, row, label, vocab_size, scale=0.0)
