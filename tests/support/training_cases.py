@@ -7,6 +7,7 @@ import io
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pandas  # noqa: F401  # which pyarrow imports as soon as it is there
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import chunkplan_runtime.training.processes  # noqa: F401  # all that a run imports, before processes are forked
+from chunkplan_runtime.distributed import reduction
+from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.train import main
 
 
@@ -26,6 +29,27 @@ def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])
     dist.init_process_group = lambda backend, **how: join("gloo", **how)  # this torch may have no NCCL
     return run_main(rank, **arguments)
+
+
+def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> tuple[int, str, int, list[int]]:
+    """`run_main` on machines of so many processes; also how many padding tokens are run, and the sizes of its groups.
+
+    Those are the groups that gradients are reduced in within machines and across them.
+    """
+    paddings, sizes = [], []
+    zero_loss, make = Shards._zero_loss, reduction.Reductions.__init__
+
+    def counted(shards: Shards) -> torch.Tensor:
+        paddings.append(1)
+        return zero_loss(shards)
+
+    def seen(reductions: reduction.Reductions, machines: reduction.MachineGroups | None) -> None:
+        sizes.extend([machines.within.size(), machines.across.size()] if machines else [])
+        make(reductions, machines)
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(machine_size)
+    with patch.object(Shards, "_zero_loss", counted), patch.object(reduction.Reductions, "__init__", seen):
+        return *run_main(rank, **arguments), len(paddings), sizes
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

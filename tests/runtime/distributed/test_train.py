@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
 from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.training_cases import run_main, run_main_on_gpus
+from tests.support.training_cases import run_main, run_main_on_gpus, run_main_on_machines
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
 from tests.support.wait_cases import stalled_main
 
@@ -138,6 +139,19 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         assert [row["process"] for row in rows] == list(range(size))
         assert all(row["busy_seconds"] > 0 and 0 <= row["bubble"] < 1 for row in rows)
         assert hidden_files(output) == []
+
+
+def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(made, tmp_path, pool):
+    """A process without a chunk runs a padding token, no other one does. An evaluation comes between steps."""
+    more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 3)
+    assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
+    how = {"size": 4, "port": free_port(), "arguments": [options(made, tmp_path / "four", *more, plan="four")]}
+    told = pool.run(4, run_main_on_machines, machine_size=2, **how)
+    pool.stop()
+    steps = list(itertools.islice(load_plan(made / "four").iter_steps(), 3))
+    expected = [(0, sum(not step.chunks.get(rank) for step in steps), [2, 2]) for rank in range(4)]
+    assert [(code, *rest) for code, _, *rest in told] == expected
+    same_run(tmp_path / "one", tmp_path / "four")
 
 
 @pytest.mark.parametrize(("more", "changes"), [((), {}), ((), {"pp": 2}), (("--reshard",), {"equal_chunks": True})])
