@@ -31,11 +31,15 @@ class Event(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers."""
+    """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers.
+
+    `num_backwards`: of the plan, those of padding tokens beside.
+    """
 
     events: list[Event]
     reducing: list[str]
     layers: list[int]
+    num_backwards: int
     reduces_early: bool
 
     @property
@@ -81,7 +85,8 @@ def record_step(
     with recorder:
         stage.run(work)
     names = [group.group_name for group in reducing]
-    return Recorded(recorder.events, names, list(stage.model.own_layers), work.reduces_early)
+    num_backwards = sum(action.op == "backward" for each in work.ranks for action in each.actions)
+    return Recorded(recorder.events, names, list(stage.model.own_layers), num_backwards, work.reduces_early)
 
 
 def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tuple[Any, ...]]:
@@ -107,10 +112,16 @@ def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tu
 
 
 def record(pool: ProcessPool, plan: dict[str, Path], world_size: int = 4, **how: Any) -> list[Recorded]:
-    """What processes do in the first step, which they launch in one order; all replicas reduce the same."""
+    """What processes do in the first step, which they launch in one order; all replicas reduce the same.
+
+    A padding token goes through the layers only where a process has no backward, or may not reduce in its last one.
+    """
     processes = pool.run(world_size, record_step, **plan, **how)
     launched_in_one_order(processes).prepare()
     for process in processes:
+        is_padded = not (process.num_backwards and (process.reduces_early or how.get("always")))
+        num_layers = sum(event.what == "layer" for event in process.events)
+        assert num_layers == (process.num_backwards + is_padded) * len(process.layers)
         same = [other.reductions for other in processes if other.reducing[0] == process.reducing[0]]
         sizes = [[event.num_numbers for event in reductions] for reductions in same]
         assert all(found == sizes[0] for found in sizes)
