@@ -164,7 +164,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
 
 def test_the_line_about_groups_that_share_sequences_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4), {(0, 1): None, (0, 2): None})
-    groups = Groups(exchanges.layout, torch.device("cpu"), None, None, None, None, None, exchanges, 0.0512)
+    groups = Groups(exchanges.layout, torch.device("cpu"), None, None, None, None, None, None, exchanges, 0.0512)
     assert sharing_lines(groups) == [SHARES.strip()]
 
 
