@@ -83,7 +83,7 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     assert needs.largest == 12
     assert len(needs.pages) > 1
 
-    memory.reserve(needs, *model.kv_shape, torch.bfloat16)
+    memory.reserve(needs, model.kv_shapes, torch.bfloat16)
     with no_device_waits():
         (executor.evaluate if evaluates else executor.run)(work, 1)
 

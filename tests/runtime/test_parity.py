@@ -297,9 +297,7 @@ def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random
 
     def lose(*asked):
         for block in blocks(*asked):
-            if block.grad_key is not None:
-                block = replace(block, grad_key=block.grad_key.clone(), grad_value=block.grad_value.clone())
-            yield block
+            yield replace(block, gradients=tuple(gradient.clone() for gradient in block.gradients))
 
     monkeypatch.setattr(DeviceMemory, "blocks", lose)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])

@@ -60,7 +60,7 @@ class ChunkAttention(torch.autograd.Function):
                 form = attention.form(context.causal, tokens.borders)
                 out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
             else:
-                context.store.write(tokens.part, attention.layer, keys, values)
+                context.store.write(tokens.part, attention.layer, (keys, values))
                 out[:, here], lse[:, here] = _attend(queries, keys, values, tokens, context, attention)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.context, ctx.attention = context, attention
@@ -94,10 +94,11 @@ def _attend(
     out = query.new_empty(*query.shape[:2], value.shape[2], dtype=wide(query.dtype))
     lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
-    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window), Asked(key, value))
+    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window), Asked((key, value)))
     for block in blocks:
+        block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
-            found = attention.kernel.forward(query[:, queries], block.key[:, keys], block.value[:, keys], form)
+            found = attention.kernel.forward(query[:, queries], block_key[:, keys], block_value[:, keys], form)
             if queries.stop > seen:
                 seen = queries.stop
             else:
@@ -118,19 +119,19 @@ def _attend_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a part's queries, and of its keys and values from all parts of the sequence."""
-    part, asked = tokens.part, Asked(key, value, with_gradients=True)
+    part, asked = tokens.part, Asked((key, value), with_gradients=True)
     assert part is not None
     grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
     for block in context.store.blocks(part, attention.layer, part.first_seen(attention.window), asked):
-        assert block.grad_key is not None and block.grad_value is not None
+        block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
             grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
-            add_query, add_key, add_value = attention.kernel.backward(
-                grad_rows, query_rows, block.key[:, keys], block.value[:, keys], out_rows, lse_rows, form
+            add_query, *added = attention.kernel.backward(
+                grad_rows, query_rows, block_key[:, keys], block_value[:, keys], out_rows, lse_rows, form
             )
             grad_query[:, queries] += add_query
-            block.grad_key[:, keys].add_(add_key)
-            block.grad_value[:, keys].add_(add_value)
+            for gradient, add in zip(block.gradients, added, strict=True):
+                gradient[:, keys].add_(add)
     grad_key, grad_value = asked.gradients
     return grad_query, grad_key, grad_value
 

@@ -208,7 +208,7 @@ class Executor:
     def _reserve(self, memory: HostMemory, work: RankWork, page_tokens: int, *, with_gradients: bool) -> None:
         """Take the memory of all pages, for parts of which as many processes share heads at once."""
         model = self.model
-        of_all, (kv_heads, head_dim) = windows(model.config), model.kv_shape
+        of_all = windows(model.config)
         own = [of_all[layer] for layer in model.own_layers]
         parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
         for chunk_id, tensors in work.tensors.items():
@@ -216,7 +216,7 @@ class Executor:
             parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
         for num_sharing, by_chunk in parts.items():
             needs = page_needs(work.actions, by_chunk, page_tokens, own, with_gradients=with_gradients)
-            memory.reserve(needs, kv_heads // num_sharing, head_dim, model.dtype)
+            memory.reserve(needs, [(heads // num_sharing, dim) for heads, dim in model.kv_shapes], model.dtype)
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""

@@ -2,8 +2,9 @@
 
 What holds the own tokens is another memory, on the device or the host. A block is gathered from all processes and put
 into the order of the sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are
-of, and are summed there. All processes ask for the same blocks in the same order, also one of whose queries none sees
-any of it. Where it costs no more than memory, the next block is on its way while one is attended to.
+of, and are summed there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the
+same blocks in the same order, also one of whose queries none sees any of it. Where it costs no more than memory, the
+next block is on its way while one is attended to.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class GatheredMemory:
         self._exchanges = exchanges
         self._own = part.holdings[part.place]
 
-    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """See `pages.PageMemory.new_page`."""
         first = self._own.before(start)
-        own = self._inner.new_page(first, self._own.before(start + capacity) - first, key, value)
-        return _SharedPage(start, capacity, own.key, own.value, own=own)
+        own = self._inner.new_page(first, self._own.before(start + capacity) - first, tensors)
+        return _SharedPage(start, capacity, own.tensors, own=own)
 
-    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`: of this process's tokens from `start` on."""
-        self._inner.write(_own(page), self._own.before(start), key, value)
+        self._inner.write(_own(page), self._own.before(start), tensors)
 
     def give_back(self, page: Page) -> None:
         """See `pages.PageMemory.give_back`."""
@@ -98,7 +99,7 @@ class GatheredMemory:
         own = next(source, None)
         if own is None:
             return None
-        rows = torch.cat([_rows(tensor) for tensor in (own.key, own.value)], 1)  # [own tokens, width]
+        rows = _rows(own.tensors)  # [own tokens, width]
         return _Coming(page_slice, own, self._exchanges.gather(self._padded(rows, page_slice), self._part.pages))
 
     def _arrived(self, coming: _Coming, asked: Asked) -> KVBlock:
@@ -112,18 +113,16 @@ class GatheredMemory:
             for place, offset, first, stop in self._pieces(page_slice)
         ]
         in_order = torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])  # [num_tokens, width]
-        heads, key_dim, value_dim = coming.own.key.shape[0], coming.own.key.shape[2], coming.own.value.shape[2]
-        views = _views(in_order, heads, (key_dim, value_dim))
+        like = coming.own.tensors
+        gradients: tuple[Tensor, ...] = ()
         if asked.with_gradients:
-            gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype))  # [num_tokens, width]
-            views += _views(gradients, heads, (key_dim, value_dim))
-        return KVBlock(page_slice.start, page_slice.stop, *views)
+            gradients = _views(torch.zeros_like(in_order, dtype=wide(in_order.dtype)), like)
+        return KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), gradients)
 
     def _send_back(self, coming: _Coming, block: KVBlock) -> None:
         """Give the gradients of a block to those whose tokens they are of, and add what the others give."""
         page_slice, own = coming.page_slice, coming.own
-        assert block.grad_key is not None and block.grad_value is not None
-        gradients = torch.cat([_rows(tensor) for tensor in (block.grad_key, block.grad_value)], 1)
+        gradients = _rows(block.gradients)  # [num_tokens, width]
         most, width = self._most(page_slice), gradients.shape[1]
         by_process: list[list[Tensor]] = [[] for _ in self._part.pages]
         for place, _, first, stop in self._pieces(page_slice):
@@ -133,12 +132,7 @@ class GatheredMemory:
         rows = torch.cat([piece for pieces in by_process for piece in pieces])  # [processes x most tokens, width]
         with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
             summed = self._exchanges.reduce(rows, self._part.pages)[: own.stop - own.start]  # [own tokens, width]
-        assert own.grad_key is not None and own.grad_value is not None
-        for home, added in zip(
-            (own.grad_key, own.grad_value),
-            _views(summed, own.key.shape[0], (own.key.shape[2], own.value.shape[2])),
-            strict=True,
-        ):
+        for home, added in zip(own.gradients, _views(summed, own.tensors), strict=True):
             home.add_(added)
 
     def _pieces(self, page_slice: PageSlice) -> Iterator[tuple[int, int, int, int]]:
@@ -169,13 +163,15 @@ def _own(page: Page) -> Page:
     return page.own
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[kv_heads, num_tokens, dim] as [num_tokens, kv_heads x dim]."""
-    return tensor.transpose(0, 1).flatten(1)
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """[heads, num_tokens, dim] each, side by side: [num_tokens, sum of heads x dim]."""
+    return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in tensors], 1)
 
 
-def _views(rows: Tensor, heads: int, dims: Sequence[int]) -> list[Tensor]:
-    """[num_tokens, heads x all dims] as [heads, num_tokens, dim] each."""
-    columns = torch.split(rows, [heads * dim for dim in dims], 1)
-    shaped = (column.view(len(rows), heads, dim) for column, dim in zip(columns, dims, strict=True))
-    return [each.transpose(0, 1) for each in shaped]
+def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same rows as [heads, num_tokens, dim] each, of the heads and dims of `like`."""
+    columns = torch.split(rows, [tensor.shape[0] * tensor.shape[2] for tensor in like], 1)
+    return tuple(
+        column.view(len(rows), tensor.shape[0], tensor.shape[2]).transpose(0, 1)
+        for column, tensor in zip(columns, like, strict=True)
+    )

@@ -26,7 +26,7 @@ from torch import Tensor
 from chunkplan_runtime.device_waits import new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice, heads_first
 
 
 class _Queue:
@@ -67,12 +67,10 @@ class _HostPage(Page):
 
 @dataclass
 class _Buffer:
-    """Room for a block on the device, tokens first: [num_tokens, kv_heads, head_dim] each."""
+    """Room for a block on the device, tokens first: [num_tokens, heads, dim] each."""
 
-    key: Tensor
-    value: Tensor
-    grad_key: Tensor
-    grad_value: Tensor
+    tensors: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
     ready: torch.cuda.Event | None = None
     free: torch.cuda.Event | None = None
 
@@ -88,36 +86,36 @@ class HostMemory:
         self._writing = _Queue.new(device)
         self._buffers: list[_Buffer] = []
         self._turn = 0
-        #: Host memory that nobody uses, by its shape [tokens, kv_heads, head_dim] and dtype.
+        #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
         self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def reserve(self, needs: PageNeeds, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Take the memory for all pages of a step, before there are any, so that none is taken later."""
+    def reserve(self, needs: PageNeeds, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        """Take the memory for all pages of a step, before there are any, so that none is taken later.
+
+        `shapes`: (heads, dim) of each tensor of a page.
+        """
         wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
             for tokens, count in counts.items():
-                wanted[(tokens, kv_heads, head_dim), held_as] += 2 * count  # for keys and for values
-        for (shape, held_as), count in wanted.items():
-            unused = self.unused[shape, held_as]
-            unused += [new_host_memory(shape, held_as, self._device) for _ in range(count - len(unused))]
+                for shape in shapes:
+                    wanted[(tokens, *shape), held_as] += count
+        for (room_for, held_as), count in wanted.items():
+            unused = self.unused[room_for, held_as]
+            unused += [new_host_memory(room_for, held_as, self._device) for _ in range(count - len(unused))]
         if needs.largest:
-            kv = torch.empty(needs.largest, kv_heads, head_dim, dtype=dtype, device="meta")
+            largest = tuple(torch.empty(needs.largest, *shape, dtype=dtype, device="meta") for shape in shapes)
             for _ in range(2):
-                self._next_buffer(_HostPage(0, needs.largest, kv, kv))
+                self._next_buffer(largest)
 
     def num_buffer_bytes(self) -> int:
         """Bytes of the two buffers on the device."""
-        return sum(
-            tensor.nbytes
-            for buffer in self._buffers
-            for tensor in (buffer.key, buffer.value, buffer.grad_key, buffer.grad_value)
-        )
+        return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.tensors + buffer.gradients)
 
-    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """See `pages.PageMemory.new_page`."""
-        memory = [self._take(capacity, each, each.dtype) for each in (key, value)]
-        held_key, held_value = (tensor[:capacity] for tensor in memory)
-        return _HostPage(start, capacity, held_key, held_value, memory=memory, added_from=start + capacity)
+        memory = [self._take(capacity, tensor.transpose(0, 1), tensor.dtype) for tensor in tensors]
+        held = tuple(tensor[:capacity] for tensor in memory)
+        return _HostPage(start, capacity, held, memory=memory, added_from=start + capacity)
 
     def give_back(self, page: Page) -> None:
         """See `pages.PageMemory.give_back`."""
@@ -126,50 +124,44 @@ class HostMemory:
             self.unused[tensor.shape, tensor.dtype].append(tensor)
         page.memory = []
 
-    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`."""
         assert isinstance(page, _HostPage)
-        tokens = slice(start - page.start, start - page.start + key.shape[1])
-        sent = [
-            tensor.detach().transpose(0, 1).contiguous() for tensor in (key, value)
-        ]  # [num_tokens, kv_heads, head_dim]
+        sent = [tensor.detach().transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
+        homes = [home[start - page.start :][: len(rows)] for home, rows in zip(page.tensors, sent, strict=True)]
         page.written_before = page.written
-        page.written = self._write_back([(page.key[tokens], sent[0]), (page.value[tokens], sent[1])])
+        page.written = self._write_back(homes, sent)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
         with_gradients = asked.with_gradients
         current = _Queue.current(self._device)
-        buffers = [self._next_buffer(slices[0].page)]
+        buffers = [self._next_buffer(slices[0].page.tensors)]
         self._fetch(buffers[0], slices[0], with_gradients)
         for index, page_slice in enumerate(slices):
             if index + 1 < len(slices):
-                buffers.append(self._next_buffer(slices[index + 1].page))
+                buffers.append(self._next_buffer(slices[index + 1].page.tensors))
                 self._fetch(buffers[-1], slices[index + 1], with_gradients)
             buffer = buffers[index]
             current.wait(buffer.ready)
             num_tokens = page_slice.stop - page_slice.start
             num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
             if num_fetched < num_tokens:
-                buffer.key[num_fetched:num_tokens] = asked.key.transpose(0, 1)
-                buffer.value[num_fetched:num_tokens] = asked.value.transpose(0, 1)
-            names = ("key", "value", "grad_key", "grad_value") if with_gradients else ("key", "value")
-            held = {name: getattr(buffer, name)[:num_tokens] for name in names}  # [num_tokens, kv_heads, head_dim]
-            views = {name: tensor.transpose(0, 1) for name, tensor in held.items()}  # [kv_heads, num_tokens, head_dim]
-            block = KVBlock(page_slice.start, page_slice.stop, **views)
+                for held, tensor in zip(buffer.tensors, asked.tensors, strict=True):
+                    held[num_fetched:num_tokens] = tensor.transpose(0, 1)
+            gradients = buffer.gradients if with_gradients else ()
+            views = (heads_first(tensors, slice(num_tokens)) for tensors in (buffer.tensors, gradients))
+            block = KVBlock(page_slice.start, page_slice.stop, *views)
             yield block
             asked.take_own(block, page_slice.own_start)
             if with_gradients:
                 # What the part itself was sent has been taken and is not needed again.
                 page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)
                 assert isinstance(page, _HostPage)
-                pairs = [
-                    (home[tokens], held[name][:num_fetched])
-                    for name, home in (("grad_key", page.grad_key), ("grad_value", page.grad_value))
-                    if home is not None
-                ]
                 page.added_from = min(page.added_from, page_slice.start)
-                buffer.free = page.added = self._write_back(pairs)
+                buffer.free = page.added = self._write_back(
+                    [home[tokens] for home in page.gradients], [held[:num_fetched] for held in gradients]
+                )
             else:
                 buffer.free = current.record()
 
@@ -183,62 +175,61 @@ class HostMemory:
         self._reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
         self._reading.wait(page.added if with_gradients else None)
         with self._reading.use():
-            buffer.key[:num_fetched].copy_(page.key[tokens], non_blocking=True)
-            buffer.value[:num_fetched].copy_(page.value[tokens], non_blocking=True)
+            for held, home in zip(buffer.tensors, page.tensors, strict=True):
+                held[:num_fetched].copy_(home[tokens], non_blocking=True)
             if with_gradients:
                 self._fetch_gradients(buffer, page, page_slice)
         buffer.ready = self._reading.record()
 
     def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, page_slice: PageSlice) -> None:
         """Start filling a buffer with the gradients that later parts added; zeros for tokens that none of them saw."""
-        if page.grad_key is None or page.grad_value is None:
-            kv = (page.key, page.value)
-            memory = [self._take(page.capacity, each.transpose(0, 1), wide(each.dtype)) for each in kv]
+        if not page.gradients:
+            memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory
-            page.grad_key, page.grad_value = (tensor[: page.capacity] for tensor in memory)
+            page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
         known = slice(min(max(page.added_from, page_slice.start), page_slice.stop) - page.start, page_slice.tokens.stop)
         num_new, num_tokens = known.start - page_slice.tokens.start, page_slice.stop - page_slice.start
-        for held, home in ((buffer.grad_key, page.grad_key), (buffer.grad_value, page.grad_value)):
+        for held, home in zip(buffer.gradients, page.gradients, strict=True):
             held[:num_new].zero_()
             held[num_new:num_tokens].copy_(home[known], non_blocking=True)
 
-    def _write_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Start copying (to the host, from the device), after what was asked of the device until now."""
+    def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
+        """Start copying tensors to their homes on the host, after what was asked of the device until now."""
         self._writing.wait(_Queue.current(self._device).record())
         with self._writing.use():
-            for home, tensor in pairs:
+            for home, tensor in zip(homes, tensors, strict=True):
                 home.copy_(tensor, non_blocking=True)
                 if self._writing.copies:
                     tensor.record_stream(torch.cuda.current_stream(self._device))
         return self._writing.record()
 
-    def _next_buffer(self, page: Page) -> _Buffer:
-        """The buffer whose turn it is, with room for any page as large as this one."""
+    def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
+        """The buffer whose turn it is, with room for any page as large as this one, [capacity, heads, dim] each."""
         if len(self._buffers) < 2:
-            self._buffers.append(self._new_buffer(page))
+            self._buffers.append(self._new_buffer(tensors))
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
-        fits = (
-            buffer.key.shape[0] >= page.capacity
-            and buffer.key.shape[1:] == page.key.shape[1:]
-            and buffer.value.shape[1:] == page.value.shape[1:]
-            and buffer.key.dtype == page.key.dtype
-        )
-        if not fits:
+        if not _has_room(buffer.tensors, tensors):
             # The kernels that use the old one's memory come before those that may get it next, in the same stream.
-            buffer = self._buffers[self._turn] = self._new_buffer(page)
+            buffer = self._buffers[self._turn] = self._new_buffer(tensors)
         return buffer
 
-    def _new_buffer(self, page: Page) -> _Buffer:
-        key, value = (
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in (page.key, page.value)
-        )
-        gradients = torch.empty_like(key, dtype=wide(key.dtype)), torch.empty_like(value, dtype=wide(value.dtype))
+    def _new_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
+        held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
+        gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
         # The memory may be that of a tensor which kernels still read.
-        return _Buffer(key, value, *gradients, free=_Queue.current(self._device).record())
+        return _Buffer(held, gradients, free=_Queue.current(self._device).record())
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """PageMemory for a page, of keys or values like [kv_heads, any, head_dim]."""
-        shape = room(capacity), like.shape[0], like.shape[2]
+        """Memory for a tensor of a page, like [any, heads, dim]."""
+        shape = room(capacity), *like.shape[1:]
         unused = self.unused[shape, dtype]
         return unused.pop() if unused else new_host_memory(shape, dtype, self._device)
+
+
+def _has_room(tensors: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+    """Whether `tensors` have room for as many tokens of the same: [tokens, heads, dim] each."""
+    return len(tensors) == len(wanted) and all(
+        held.shape[0] >= other.shape[0] and held.shape[1:] == other.shape[1:] and held.dtype == other.dtype
+        for held, other in zip(tensors, wanted, strict=True)
+    )

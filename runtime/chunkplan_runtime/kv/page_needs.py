@@ -67,7 +67,7 @@ def page_needs(
     return needs
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = (torch.empty(0),)
 
 
 def _do(
@@ -82,12 +82,12 @@ def _do(
     """Do with the part of a sequence what the executor and the attention do, on a store without memory."""
     if action.op != "backward":
         store.start_forward(span, shared)
-        store.write(span, 0, _NOTHING, _NOTHING)
+        store.write(span, 0, _NOTHING)
         if not with_gradients and span.stop == span.length:
             store.drop(span)
     else:
         store.start_backward(span)
-        for _ in store.blocks(span, 0, span.first_seen(window), Asked(_NOTHING, _NOTHING, with_gradients=True)):
+        for _ in store.blocks(span, 0, span.first_seen(window), Asked(_NOTHING, with_gradients=True)):
             pass
         store.finish_backward(span)
 
@@ -104,23 +104,23 @@ class _Counting:
         self.most_gradients: Counter[int] = Counter()
         self.largest = 0
 
-    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         self._pages[room(capacity)] += 1
         self.most_pages |= self._pages  # the larger of each two counts
         self.largest = max(self.largest, capacity)
-        return Page(start, capacity, key, value)
+        return Page(start, capacity, tensors)
 
-    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         pass
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         for page_slice in slices:
-            if asked.with_gradients and page_slice.page.grad_key is None:
-                page_slice.page.grad_key = _NOTHING
+            if asked.with_gradients and not page_slice.page.gradients:
+                page_slice.page.gradients = _NOTHING
                 self._gradients[room(page_slice.page.capacity)] += 1
         self.most_gradients |= self._gradients
         return iter(())
 
     def give_back(self, page: Page) -> None:
         self._pages[room(page.capacity)] -= 1
-        self._gradients[room(page.capacity)] -= page.grad_key is not None
+        self._gradients[room(page.capacity)] -= bool(page.gradients)

@@ -3,6 +3,9 @@
 A sequence is kept in pages of whole parts, each preallocated: a part is written to its slice, a later part reads pages
 as they are, and a page is given back as soon as the last of its parts has done its backward. Pages bound what a kernel
 call reads at once, and with it what expanding KV heads or fetching from host memory costs.
+
+A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention keeps of a token. Only
+that knows what they are; today the first is the key and the second the value.
 """
 
 from __future__ import annotations
@@ -19,50 +22,46 @@ from chunkplan_runtime.dtypes import wide
 
 @dataclass
 class Page:
-    """Tokens from `start` on of one sequence in one layer, room for `capacity`: [capacity, kv_heads, head_dim] each.
+    """Tokens from `start` on of one sequence in one layer, room for `capacity`: [capacity, heads, dim] each.
 
-    Tokens come first, so that those of a part lie together. The gradients are there after the first backward.
+    Tokens come first, so that those of a part lie together. The gradients, one for each of the `tensors`, are there
+    after the first backward.
     """
 
     start: int
     capacity: int
-    key: Tensor
-    value: Tensor
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
+    tensors: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all its tensors."""
-        tensors = (self.key, self.value, self.grad_key, self.grad_value)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors + self.gradients)
 
 
 @dataclass(frozen=True)
 class KVBlock:
-    """Tokens [start, stop) of a sequence, on the device, for one kernel call: [kv_heads, stop - start, head_dim] each.
+    """Tokens [start, stop) of a sequence, on the device, for one kernel call: [heads, stop - start, dim] each.
 
-    The gradients are there to be added to, in at least float32. Good until the next block is asked for.
+    The gradients, where they were asked for, are there to be added to, in at least float32. Good until the next block
+    is asked for.
     """
 
     start: int
     stop: int
-    key: Tensor
-    value: Tensor
-    grad_key: Tensor | None = None
-    grad_value: Tensor | None = None
+    tensors: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...] = ()
 
 
 @dataclass
 class Asked:
-    """What a part brings along that asks for blocks: its own key and value, [kv_heads, num_tokens, head_dim] each.
+    """What a part brings along that asks for blocks: its own `tensors`, [heads, num_tokens, dim] each.
 
-    With gradients it gets back `gradients`, those of its own key and value in their dtype, from all parts of the
-    sequence: they are there when the last block was given back.
+    With gradients it gets back `gradients`, those of its own tensors in their dtypes, from all parts of the sequence:
+    they are there when the last block was given back.
     """
 
-    key: Tensor
-    value: Tensor
+    tensors: tuple[Tensor, ...]
     with_gradients: bool = False
     gradients: tuple[Tensor, ...] = ()
 
@@ -71,11 +70,10 @@ class Asked:
         if not self.with_gradients or own_start >= block.stop:
             return
         own = slice(own_start - block.start, None)
-        assert block.grad_key is not None and block.grad_value is not None
         # Copies: the next block may lie where this one did.
-        self.gradients = (
-            block.grad_key[:, own].to(self.key.dtype, copy=True),
-            block.grad_value[:, own].to(self.value.dtype, copy=True),
+        self.gradients = tuple(
+            gradient[:, own].to(tensor.dtype, copy=True)
+            for gradient, tensor in zip(block.gradients, self.tensors, strict=True)
         )
 
 
@@ -102,12 +100,12 @@ class PageMemory(Protocol):
 
     keeps_blocks: bool
 
-    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
-        """Make an empty page for keys and values like `key` and `value`, [kv_heads, num_tokens, head_dim] each."""
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
+        """Make an empty page for tensors like these, [heads, num_tokens, dim] each."""
         ...
 
-    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
-        """Write the KV [kv_heads, num_tokens, head_dim] of the tokens from `start` on of the sequence."""
+    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
+        """Write the tensors [heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
         ...
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
@@ -124,25 +122,23 @@ class DeviceMemory:
 
     keeps_blocks = True
 
-    def new_page(self, start: int, capacity: int, key: Tensor, value: Tensor) -> Page:
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """See `PageMemory.new_page`."""
-        return Page(start, capacity, *(_empty(tensor, capacity) for tensor in (key, value)))
+        return Page(start, capacity, tuple(_empty(tensor, capacity) for tensor in tensors))
 
-    def write(self, page: Page, start: int, key: Tensor, value: Tensor) -> None:
+    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `PageMemory.write`."""
-        tokens = slice(start - page.start, start - page.start + key.shape[1])
-        page.key[tokens] = key.transpose(0, 1)
-        page.value[tokens] = value.transpose(0, 1)
+        for home, tensor in zip(page.tensors, tensors, strict=True):
+            home[start - page.start :][: tensor.shape[1]] = tensor.transpose(0, 1)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `PageMemory.blocks`."""
         for page_slice in slices:
             page, tokens = page_slice.page, page_slice.tokens
-            if asked.with_gradients and page.grad_key is None:
-                page.grad_key, page.grad_value = (zeros_wide(tensor) for tensor in (page.key, page.value))
-            tensors = (page.key, page.value, *((page.grad_key, page.grad_value) if asked.with_gradients else ()))
-            held = (tensor[tokens] for tensor in tensors if tensor is not None)  # [num_tokens, kv_heads, head_dim]
-            views = (tensor.transpose(0, 1) for tensor in held)  # [kv_heads, num_tokens, head_dim]
+            if asked.with_gradients and not page.gradients:
+                page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
+            gradients = page.gradients if asked.with_gradients else ()
+            views = (heads_first(tensors, tokens) for tensors in (page.tensors, gradients))
             block = KVBlock(page_slice.start, page_slice.stop, *views)
             yield block
             asked.take_own(block, page_slice.own_start)
@@ -151,10 +147,15 @@ class DeviceMemory:
         """See `PageMemory.give_back`: its memory is free as soon as nobody holds it."""
 
 
+def heads_first(tensors: Sequence[Tensor], tokens: slice) -> tuple[Tensor, ...]:
+    """Views of some tokens of [num_tokens, heads, dim] each, as [heads, num_tokens, dim]."""
+    return tuple(tensor[tokens].transpose(0, 1) for tensor in tensors)
+
+
 def zeros_wide(tensor: Tensor) -> Tensor:
     """Zeros in at least float32: bfloat16 would lose what many small contributions add up to."""
     return torch.zeros_like(tensor, dtype=wide(tensor.dtype))
 
 
 def _empty(tensor: Tensor, capacity: int) -> Tensor:
-    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])  # [capacity, kv_heads, head_dim]
+    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])  # [capacity, heads, dim]

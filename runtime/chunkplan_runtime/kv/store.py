@@ -99,21 +99,21 @@ class StateStore:
             for page in pages:
                 sequence.memory.give_back(page)
 
-    def write(self, span: Span, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the KV of a part, or what this process has of it: [kv_heads, num_tokens, head_dim] each."""
+    def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...]) -> None:
+        """Keep the KV of a part, or what this process has of it: [heads, num_tokens, dim] each."""
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers.setdefault(layer, [])
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
         if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
             capacity = min(max(sequence.page_tokens, span.stop - span.start), sequence.length - span.start)
-            page = sequence.memory.new_page(span.start, capacity, key, value)
+            page = sequence.memory.new_page(span.start, capacity, tensors)
             pages.append(page)
-        sequence.memory.write(page, span.start, key, value)
+        sequence.memory.write(page, span.start, tensors)
 
     def blocks(self, span: Span, layer: int, start: int, asked: Asked) -> Iterator[KVBlock]:
         """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
-        `asked` has the key and value of the part, as they were written.
+        `asked` has the tensors of the part, as they were written.
         """
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers[layer]

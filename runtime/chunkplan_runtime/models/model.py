@@ -106,11 +106,11 @@ class CausalLM:
         return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
 
     @property
-    def kv_shape(self) -> tuple[int, int]:
-        """The shape of the keys, and of the values, of a token in a layer: (kv_heads, head_dim)."""
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """What a layer keeps of a token: (heads, dim) of its key, and of its value."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_key_value_heads, head_dim
+        return (config.num_key_value_heads, head_dim), (config.num_key_value_heads, head_dim)
 
     @property
     def is_causal(self) -> bool:
@@ -176,13 +176,13 @@ class CausalLM:
             UsageError: there is none for a kind.
         """
         config = self.config
-        _, head_dim = self.kv_shape
+        (_, key_dim), (_, value_dim) = self.kv_shapes
         softcap = getattr(config, "attn_logit_softcapping", None)
         return {
             "full" if window is None else "sliding window": self.kernels.choose(
                 device or self.device,
                 self.dtype,
-                (head_dim, head_dim),
+                (key_dim, value_dim),
                 Form(1.0, self.is_causal, reach=window, softcap=softcap),
             ).name
             for window in sorted({*windows(config)}, key=lambda window: window or 0)

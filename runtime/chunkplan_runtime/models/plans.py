@@ -15,7 +15,7 @@ def check_plan(model: CausalLM, plan: Plan, dp: int = 1) -> None:
         UsageError: the plan splits sequences and the model looks both ways, or more processes are to share heads of
             keys and values than can.
     """
-    kv_heads, _ = model.kv_shape
+    kv_heads = model.config.num_key_value_heads
     uneven = [block.heads for block in blocks_on(plan, dp) if kv_heads % block.heads]
     if uneven:
         raise UsageError(

@@ -163,7 +163,7 @@ def test_pages_are_given_back_as_their_parts_run_backward():
     parts = [Span(0, start, start + 4, length=24, chunk_start=0) for start in range(0, 24, 4)]
     for part in parts:
         store.start_forward(part)
-        store.write(part, 0, kv, kv)
+        store.write(part, 0, (kv, kv))
     for part in reversed(parts):
         store.start_backward(part)
         held.append(store.num_bytes())

@@ -70,10 +70,10 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, chunk_start=0)
     kv = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
-    store.write(span, 0, kv, kv)
-    (block,) = store.blocks(span, 0, 0, Asked(kv, kv, with_gradients=True))
-    assert block.key.dtype == torch.bfloat16
-    assert block.grad_key.dtype == block.grad_value.dtype == torch.float32
+    store.write(span, 0, (kv, kv))
+    (block,) = store.blocks(span, 0, 0, Asked((kv, kv), with_gradients=True))
+    assert {tensor.dtype for tensor in block.tensors} == {torch.bfloat16}
+    assert [gradient.dtype for gradient in block.gradients] == [torch.float32] * 2
 
 
 GROUP = [("forward", 0), ("forward", 1), ("forward", 2), ("forward", 3)]
