@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,26 +22,37 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Activity(NamedTuple):
+    """What a process is at, in words, and the processes that it waits for in an exchange with them."""
+
+    words: str = ""
+    waits_for: tuple[int, ...] = ()
+
+
+#: What is not known, or waits for nobody.
+NO_ACTIVITY = Activity()
+
+
 @dataclass
 class Exchanges:
     """The groups of processes that share heads or pages with this one.
 
     `groups`: by their places among the replicas of a stage, ascending. `at`: what is waited for, in words that go on
-    with a sentence; "" if nothing is.
+    with a sentence, and the processes that have to come; nothing if nothing is.
     """
 
     layout: RankLayout = field(default_factory=RankLayout)
     groups: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    at: str = ""
+    at: Activity = NO_ACTIVITY
 
     @contextmanager
     def waiting(self, what: str, members: tuple[int, ...]) -> Iterator[None]:
         """Within the block this process waits for the others of `members`, and says for what."""
         others = [member for member in members if member != self.layout.dp_rank]
-        ranks = ", ".join(str(self.layout.rank_of(self.layout.stage, member)) for member in others)
-        self.at = f", {what} process{'es' if len(others) > 1 else ''} {ranks}"
+        ranks = tuple(self.layout.rank_of(self.layout.stage, member) for member in others)
+        self.at = Activity(f", {what} {named_processes(ranks)}", ranks)
         yield
-        self.at = ""  # after an error it stays
+        self.at = NO_ACTIVITY  # after an error it stays
 
     def all_to_all(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], members: tuple[int, ...]
@@ -69,6 +80,11 @@ class Exchanges:
             rows = torch.zeros(len(members), 1, device=device)
             self.all_to_all(rows, [1] * len(members), [1] * len(members), members)
             self.reduce(self.gather(rows[:1], members).wait(), members)
+
+
+def named_processes(ranks: Sequence[int]) -> str:
+    """Processes by their numbers, in words."""
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from chunkplan.options import options_of
 from chunkplan_cli.main import main
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, Exchanges
 from chunkplan_runtime.failures import stall
-from chunkplan_runtime.failures.fate import Fate, Place, lost
+from chunkplan_runtime.failures.fate import Fate, Place, last_heard, lost
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER
 from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
@@ -43,7 +43,7 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, WARNING, FETCHING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 SCRIPTS = Path(sys.executable).parent
 
 #: What is another where there are two processes in place of four.
@@ -149,6 +149,20 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
     assert told.splitlines()[0] == WARNING.strip().replace("5.0 min", "50.0 ms")
 
 
+def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
+    """`tests/runtime/failures/test_exchange_faults.py` has some that do."""
+    doing = "step 12, rank {}, in the backward of chunk 0"
+    exchanges = [Exchanges(RankLayout(dp=4, rank=rank)) for rank in range(4)]
+    activities = {3: Activity(doing.format(3))}
+    for rank, each in enumerate(exchanges[:3]):
+        words = EXCHANGING.partition("in the backward of chunk 0, ")[2].partition(" processes")[0]
+        with each.waiting(words, (0, 1, 2, 3)):
+            activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
+    heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
+    error = lost(Fate.GONE, RankLayout(4, 1, 3).describe(), "at step 12", heard)
+    assert EXCHANGING == f"error: {error}\nhint: {error.hint}\n"
+
+
 def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     """`tests/runtime/distributed/test_train_sharing.py` has one that waits."""
     span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
@@ -158,8 +172,8 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     page = memory.new_page(0, 65536, (torch.empty(1, 0, 1),))
     words = memory._words("fetching", PageSlice(page, 0, 65536, 0), "from")
     with exchanges.waiting(words, part.pages):
-        assert FETCHING.strip().endswith(f"in the forward of chunk 0{exchanges.at}")
-    assert exchanges.at == ""
+        assert FETCHING.strip().endswith(f"in the forward of chunk 0{exchanges.at.words}")
+    assert exchanges.at == NO_ACTIVITY
 
 
 def test_the_line_about_groups_that_share_sequences_is_as_it_comes():

@@ -237,35 +237,36 @@ def run(case: Case, rank: int) -> None:
         sys.exit(143)
 
 
-def fork(case: str, rank: int, port: int, folder: Path) -> int:
+def fork(name: str, case: Case, rank: int, port: int, folder: Path) -> int:
     process = os.fork()
     if process == 0:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (folder / f"{case}-{rank}").open("w") as output:
+        with (folder / f"{name}-{rank}").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        run(CASES[case], rank)
+        run(case, rank)
         sys.exit(0)  # as any process ends
     return process
 
 
-def run_all(folder: Path) -> None:
+def run_all(cases: dict[str, Case], folder: Path) -> None:
+    """What the processes print goes into files of FOLDER, and their exit codes by case and rank into another one."""
     torch.set_num_threads(1)
-    cases, codes = list(CASES), {}
-    for first in range(0, len(cases), AT_ONCE):
-        codes |= run_at_once(cases[first : first + AT_ONCE], folder)
+    names, codes = list(cases), {}
+    for first in range(0, len(names), AT_ONCE):
+        codes |= run_at_once({name: cases[name] for name in names[first : first + AT_ONCE]}, folder)
     (folder / "codes.json").write_text(json.dumps(codes))
 
 
-def run_at_once(cases: list[str], folder: Path) -> dict[str, list[int]]:
+def run_at_once(cases: dict[str, Case], folder: Path) -> dict[str, list[int]]:
     """Exit codes of each case, by rank."""
     started = {}
-    for case in cases:
+    for name, case in cases.items():
         port = free_port()
-        started[case] = [fork(case, rank, port, folder) for rank in range(CASES[case].layout.world_size)]
+        started[name] = [fork(name, case, rank, port, folder) for rank in range(case.layout.world_size)]
     return {
-        case: [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-        for case, processes in started.items()
+        name: [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+        for name, processes in started.items()
     }
 
 
@@ -273,4 +274,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         run(CASES[sys.argv[1]], int(os.environ["RANK"]))
     else:
-        run_all(Path(sys.argv[1]))
+        run_all(CASES, Path(sys.argv[1]))

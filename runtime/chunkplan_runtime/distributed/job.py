@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.exchange import Activity
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 
@@ -47,6 +50,10 @@ class Job:
         """Have the watchdog know which step this process is at, for its messages; -1 is before the first."""
         if self.watchdog is not None:
             self.watchdog.at_step(step)
+
+    def telling(self, activity: Callable[[], Activity]) -> AbstractContextManager[None]:
+        """Within the block, have the watchdogs of the others know what this process is at."""
+        return nullcontext() if self.watchdog is None else self.watchdog.telling(activity)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""

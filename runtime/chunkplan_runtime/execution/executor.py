@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
-from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.feed.labels import NO_TARGET
@@ -97,12 +97,18 @@ class Executor:
     @property
     def doing(self) -> str:
         """What it does or waits for, in words, for a warning that it stalls."""
-        return self._doing + self._exchanges.at
+        return self.activity.words
 
     @doing.setter
     def doing(self, words: str) -> None:
         """See `Executor.doing`."""
         self._doing = words
+
+    @property
+    def activity(self) -> Activity:
+        """The same, with the processes that it waits for in an exchange."""
+        at = self._exchanges.at
+        return Activity(self._doing + at.words, at.waits_for)
 
     def run(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, named_processes
 
 RESUME = "--resume goes on from the last checkpoint"
 
@@ -93,6 +95,18 @@ def lost(fate: Fate, who: str, when: str, heard: str, place: Place | None = None
             said = f"{who} is silent {when} (suspended, stalled or gone): {heard}"
             hint = f"if it is gone, its own output says why {why}"
     return ChunkplanError(said, hint=f"{hint}; {RESUME}")
+
+
+def last_heard(rank: int, activities: Mapping[int, Activity]) -> str:
+    """What a process was last heard to do, and what those do that wait for it, as the end of a sentence."""
+    own = activities.get(rank, NO_ACTIVITY).words
+    said = f"; last heard of in {own}" if own else ""
+    waiting = [other for other, activity in activities.items() if rank in activity.waits_for and other != rank]
+    if waiting:
+        said += f"; process {waiting[0]} waits for it in {activities[waiting[0]].words}"
+    if waiting[1:]:
+        said += f"; so {'do' if waiting[2:] else 'does'} {named_processes(waiting[1:])}"
+    return said
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:

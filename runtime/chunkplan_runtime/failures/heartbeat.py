@@ -5,10 +5,12 @@ Process 0 reads the beats of all, every other process those of process 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
+from chunkplan_runtime.exchange import NO_ACTIVITY, Activity
 from chunkplan_runtime.failures.fate import Place
 
 #: The states of a process: it works; it has come to its regular end; it got a signal to stop and ends.
@@ -17,33 +19,41 @@ RUNNING, STOPPED, INTERRUPTED = "running", "stopped", "interrupted"
 
 @dataclass(frozen=True)
 class Beat:
-    """One beat of a process: the how-manieth it is, the state and the step of the process, and where it runs."""
+    """One beat of a process: the how-manieth it is, the state and the step of the process, where it runs, what it does.
+
+    What it does is not known between steps, and there are no words for it then.
+    """
 
     number: int
     state: str
     step: int
     place: Place
+    activity: Activity = NO_ACTIVITY
 
     @classmethod
     def parse(cls, text: str) -> Beat:
         """The beat that `str` made a string of."""
-        number, state, step, place = text.split()
-        return cls(int(number), state, int(step), Place.parse(place))
+        number, state, step, place, ranks, words = text.split(" ", 5)
+        waits_for = tuple(int(rank) for rank in ranks.split(",") if rank)
+        return cls(int(number), state, int(step), Place.parse(place), Activity(words, waits_for))
 
     def __str__(self) -> str:
-        """Four words for `parse`."""
-        return f"{self.number} {self.state} {self.step} {self.place}"
+        """Six entries for `parse`, of which the last one may have spaces."""
+        ranks = ",".join(map(str, self.activity.waits_for))
+        return f"{self.number} {self.state} {self.step} {self.place} {ranks} {self.activity.words}"
 
 
 class Heartbeat:
     """The beats of this process and the last ones of those it watches.
 
-    The main thread sets `state` and `step`, which the next beat carries; -1 stands for before the first step.
+    The main thread sets `state` and `step`, which the next beat carries; -1 stands for before the first step. The beat
+    asks `activity` what that thread is at.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.state = RUNNING
         self.step = -1
+        self.activity: Callable[[], Activity] = lambda: NO_ACTIVITY
         self.number = 0  # of the last beat; it does not change while a call to the store hangs
         self.place = Place.of_this_process()
         self.watched = range(1, world_size) if rank == 0 else range(1)
@@ -67,7 +77,7 @@ class Heartbeat:
             RuntimeError: the store is gone.
         """
         self.number += 1
-        own = Beat(self.number, self.state, self.step, self.place)
+        own = Beat(self.number, self.state, self.step, self.place, self.activity())
         self._store.set(_key(self._rank), str(own))
         beats = self._store.multi_get([_key(rank) for rank in self.watched])
         self.latest |= {rank: Beat.parse(beat.decode()) for rank, beat in zip(self.watched, beats, strict=True) if beat}
@@ -80,6 +90,11 @@ class Heartbeat:
     def place_of(self, rank: int) -> Place | None:
         """Where a process runs; None where it is not known yet."""
         return self.latest[rank].place if rank in self.latest else None
+
+    def activities(self) -> dict[int, Activity]:
+        """What the processes that are known here were last heard to do, and what this one does, by rank, ascending."""
+        heard = {rank: beat.activity for rank, beat in self.latest.items()} | {self._rank: self.activity()}
+        return dict(sorted(heard.items()))
 
     def step_of(self, rank: int) -> int:
         """The step that a process is at. Its beat may be some steps old, and all processes begin a step together."""

@@ -28,5 +28,6 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
         first_line = str(error).partition("\n")[0]
         raise ChunkplanError(
             f"the connection to another process broke: {first_line}",
+            where=watchdog.heartbeat.activity().words or None,
             hint="check the network between the machines; --resume goes on from the last checkpoint",
         ) from error

@@ -11,12 +11,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.failures.fate import RESUME, Fate, lost
+from chunkplan_runtime.exchange import NO_ACTIVITY, Activity
+from chunkplan_runtime.failures.fate import RESUME, Fate, last_heard, lost
 from chunkplan_runtime.failures.heartbeat import INTERRUPTED, RUNNING, STOPPED, Heartbeat
 from chunkplan_runtime.failures.signals import SignalListener
 from chunkplan_runtime.failures.stall import StallClock
@@ -92,6 +95,13 @@ class Watchdog:
                 self._verdict.settled.wait(self._interval / 10)
         if self._verdict.settled.is_set():
             self.await_end()
+
+    @contextmanager
+    def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:
+        """Within the block, have the others know what this process is at, for their messages."""
+        self.heartbeat.activity = activity
+        yield
+        self.heartbeat.activity = lambda: NO_ACTIVITY  # after an error it stays: what it waited for says who is missing
 
     def fail(self, exit_code: int) -> bool:
         """Report to the others that this process ends with an error; their watchdogs end them with that exit code.
@@ -234,6 +244,7 @@ class Watchdog:
         """The error about a process of which nothing is heard any more; `before_name` makes it something of its."""
         if self._clock.has_paused(self._dead_after):
             heard += f", after a pause of {self.layout.describe()} itself"
+        heard += last_heard(rank, self.heartbeat.activities())
         name = before_name + self.layout.describe(rank)
         return lost(fate, name, self._when(rank), heard, self.heartbeat.place_of(rank))
 

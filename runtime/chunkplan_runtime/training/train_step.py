@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,11 +164,17 @@ class TrainStep:
             self._shards.free()
         return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
 
-    def _warned_of_stall(self, on_device: Callable[[], str | None] = lambda: None) -> AbstractContextManager[None]:
-        """Within the block, a process of several prints a warning of where it is if it does not move."""
+    @contextmanager
+    def _warned_of_stall(self, on_device: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+        """Within the block, a process of several tells where it is, and prints a warning of it if it does not move."""
         if self._job.groups is None:
-            return nullcontext()
-        return warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device)
+            yield
+            return
+        with (
+            self._job.telling(lambda: self.executor.activity),
+            warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device),
+        ):
+            yield
 
     def _paddings(self, step: PlanStep) -> Iterable[int]:
         if not self._config.reshard:

@@ -28,9 +28,9 @@ END_IT = r"hint: if it is still there, `kill -CONT (\d+)` has it end as the othe
 class Outcomes:
     """What all cases came to: exit codes, by rank, and what the processes printed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cases: str = "tests.support.watchdog_cases") -> None:
         self._folder = folder
-        command = [sys.executable, "-m", "tests.support.watchdog_cases", str(folder)]
+        command = [sys.executable, "-m", cases, str(folder)]
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT, timeout=100)
         self._codes = json.loads((folder / "codes.json").read_text())
 
