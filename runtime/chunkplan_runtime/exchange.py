@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chunkplan.errors import UsageError
 from chunkplan_runtime.layout import RankLayout
 
 # Newer names of the same; the old ones warn.
@@ -75,11 +76,40 @@ class Exchanges:
         return out
 
     def greet(self, device: torch.device) -> None:
-        """Use every group once for all that it is for; all processes have to, at the same time."""
+        """Use every group once for all that it is for; all processes have to, at the same time.
+
+        Raises:
+            UsageError: its backend cannot do that with tensors on this device.
+        """
         for members in sorted(self.groups):
-            rows = torch.zeros(len(members), 1, device=device)
-            self.all_to_all(rows, [1] * len(members), [1] * len(members), members)
-            self.reduce(self.gather(rows[:1], members).wait(), members)
+            rows, ones = torch.zeros(len(members), 1, device=device), [1] * len(members)
+            with _supported("all-to-all", self.groups[members], device):
+                self.all_to_all(rows, ones, ones, members)
+            with _supported("all-gather", self.groups[members], device):
+                self.gather(rows[:1], members).wait()
+            with _supported("reduce-scatter", self.groups[members], device):
+                self.reduce(rows, members)
+
+
+@contextmanager
+def _supported(collective: str, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Refuse a backend that does not do within the block what is tried there for the first time."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_connection(error):
+            raise
+        raise UsageError(
+            f"processes cannot share sequences: the backend {dist.get_backend(group)} has no {collective} of tensors "
+            f"on {device} ({str(error).splitlines()[0]})",
+            hint="build the plan with `--cp off`, or train with a torch that has gloo for CPUs and NCCL for GPUs",
+        ) from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether that is what torch.distributed raises when another process is gone."""
+    # gloo raises plain RuntimeErrors, with the place in its source
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def named_processes(ranks: Sequence[int]) -> str:

@@ -142,7 +142,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         ChunkplanError: gradients are not finite.
     """
     opened, loaded_analysis = open_plan(plan, analysis)
-    check_plan(model, opened)
+    check_plan(model.config, opened)
     most = max_positions(model.config)
     stream = PlanStream(opened, loaded_analysis, vocab_size=model.vocab_size, max_positions=most)
     work = next(iter(stream))

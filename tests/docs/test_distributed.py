@@ -43,7 +43,9 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
+    r"```text\n(.*?)```", PAGE, re.S
+)
 SCRIPTS = Path(sys.executable).parent
 
 #: What is another where there are two processes in place of four.
@@ -160,7 +162,7 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
             activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
     heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
     error = lost(Fate.GONE, RankLayout(4, 1, 3).describe(), "at step 12", heard)
-    assert EXCHANGING == f"error: {error}\nhint: {error.hint}\n"
+    assert f"error: {error}\nhint: {error.hint}\n" == EXCHANGING
 
 
 def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():

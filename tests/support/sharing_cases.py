@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chunkplan.errors import UsageError
 from chunkplan_runtime import exchange
+from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.training_cases import run_main
@@ -53,6 +56,23 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     ):
         stage.run(stage.work(0))
     return counts
+
+
+def refused_backend(rank: int) -> str:
+    """What is said of a group whose backend does nothing for tensors on this device."""
+    dist.Backend.register_backend("idle", lambda store, rank, size, timeout: _Idle(rank, size), devices=["cpu"])
+    members = tuple(range(dist.get_world_size()))
+    exchanges = Exchanges(RankLayout(dp=len(members), rank=rank), {members: dist.new_group(backend="idle")})
+    try:
+        exchanges.greet(torch.device("cpu"))
+    except UsageError as error:
+        return f"{error}; {error.hint}"
+    return ""
+
+
+class _Idle(dist.ProcessGroup):
+    def getBackendName(self) -> str:
+        return "idle"
 
 
 def stalled_exchange(rank: int, **how: Any) -> tuple[int, str]:

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pandas  # noqa: F401  # which pyarrow imports as soon as it is there
 import torch
 import torch.distributed as dist
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+import transformers
+import transformers.models.qwen2.modeling_qwen2
 
 import chunkplan_runtime.training.processes  # noqa: F401  # all that a run imports, before processes are forked
 from chunkplan_runtime.distributed import reduction
@@ -50,6 +51,12 @@ def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> t
     os.environ["LOCAL_WORLD_SIZE"] = str(machine_size)
     with patch.object(Shards, "_zero_loss", counted), patch.object(reduction.Reductions, "__init__", seen):
         return *run_main(rank, **arguments), len(paddings), sizes
+
+
+def run_main_with_versions(rank: int, *, versions: list[str], **arguments: Any) -> tuple[int, str]:
+    """`run_main` where each process has a transformers that says it is of another version."""
+    with patch.object(transformers, "__version__", versions[rank]):
+        return run_main(rank, **arguments)
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from chunkplan.errors import ChunkplanError
+from chunkplan_runtime.exchange import is_lost_connection
 from chunkplan_runtime.failures.watchdog import Watchdog
 
 
@@ -21,8 +20,7 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors, with the place in its source
-        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+        if not is_lost_connection(error):
             raise
         watchdog.await_end()
         first_line = str(error).partition("\n")[0]

@@ -20,7 +20,6 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import max_positions
-from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.plans import check_plan
 
 
@@ -49,7 +48,7 @@ class PlanData(IterableDataset[StepBatch]):
         pin_memory: bool,
     ) -> None:
         config: Any = model.config
-        check_plan(CausalLM(model), plan)
+        check_plan(config, plan)
         self.batch_size: int = plan.config.global_batch
         self._num_steps, self.num_sequences = _steps_by_epoch(plan)
         self._plan_hash = plan.content_hash

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.checks import is_bidirectional
 from chunkplan_runtime.sharing import blocks_on
 
 
-def check_plan(model: CausalLM, plan: Plan, dp: int = 1) -> None:
-    """Refuse a plan that the model cannot be run with, on `dp` data-parallel processes.
+def check_plan(config: Any, plan: Plan, dp: int = 1) -> None:
+    """Refuse a plan that a model of this transformers config cannot be run with, on `dp` data-parallel processes.
 
     Raises:
-        UsageError: the plan splits sequences and the model looks both ways, or more processes are to share heads of
-            keys and values than can.
+        UsageError: the plan splits sequences and the model looks both ways, or more processes are to share heads than
+            can.
     """
-    kv_heads = model.config.num_key_value_heads
-    uneven = [block.heads for block in blocks_on(plan, dp) if kv_heads % block.heads]
+    shared = [block.heads for block in blocks_on(plan, dp)]
+    of_model = {"key and value heads": config.num_key_value_heads, "heads": config.num_attention_heads}
+    uneven = [(num, name, heads) for name, heads in of_model.items() for num in shared if heads % num]
     if uneven:
+        num, name, heads = uneven[0]
         raise UsageError(
-            f"{uneven[0]} processes cannot share the model's {kv_heads} key and value heads evenly",
+            f"{num} processes cannot share the model's {heads} {name} evenly",
             where=str(plan.path),
             hint="build the plan with the --model-config of this model",
         )
-    if model.is_causal:
+    if not is_bidirectional(config):
         return
     groups = plan.chunks().column("group_id")
     if groups.null_count < len(groups):

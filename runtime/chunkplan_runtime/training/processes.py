@@ -18,6 +18,7 @@ from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, 
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.training.agreement import refuse_other_beginnings
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import sharing_blocks
 from chunkplan_runtime.training.model_setup import choose_device
@@ -50,9 +51,12 @@ def train_together(config: TrainConfig) -> None:
         with _printed_by_one(watchdog, rank), lost_peers(watchdog):
             refuse_shared_gpus(find_own_gpu(config.device))
             config = choose_device(config, alone=False)
-            layout = choose_layout(load_plan(config.plan), size, rank)
+            plan = load_plan(config.plan)
+            refuse_other_beginnings(plan)
+            layout = choose_layout(plan, size, rank)
             watchdog.layout = layout
-            # Of the main process: one that was given another plan makes the same groups, and is refused after.
+            # Of the main process: one that was given another evaluation plan makes the same groups, and is refused
+            # after.
             blocks = [sharing_blocks(config, layout)]
             dist.broadcast_object_list(blocks, src=0)
             groups = make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0], machine_size())

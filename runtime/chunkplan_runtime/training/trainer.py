@@ -13,7 +13,7 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models.plans import check_plan
-from chunkplan_runtime.training.agreement import refuse_other_processes, versions
+from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
@@ -72,10 +72,13 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     stream, num_steps = data.stream(data.plan), data.num_steps(config)
     fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
     hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
-    refuse_other_processes({**fixed, **hashes, **what_all_have(config), **versions()}, job)
+    refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
     check_layout(config, data.plan, job.layout)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
+    for plan in (data.plan, data.evaluation):
+        if plan is not None:
+            check_plan(model_config, plan, job.layout.dp)
     model = build_model(config, model_config, job)
     refuse_other_processes({"weights": fingerprint(model)}, job)
     fixed["frozen weights"] = fingerprint(model, only_frozen=True)
@@ -86,9 +89,6 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         refuse_other_run(state, fixed, checkpoint)
         stream.load_state_dict(state["stream"])
         start = state["step"]
-    for plan in (data.plan, data.evaluation):
-        if plan is not None:
-            check_plan(model, plan, job.layout.dp)
     flops = FlopCounter(model)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)

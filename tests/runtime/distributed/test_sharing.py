@@ -30,7 +30,7 @@ from tests.support.distributed_cases import compare_master_weights
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
-from tests.support.sharing_cases import sent_bytes
+from tests.support.sharing_cases import refused_backend, sent_bytes
 from tests.support.wait_cases import compare_waiting, used_groups
 
 #: Two shared sequences, one of a single chunk, and those that are packed, split and alone beside them.
@@ -234,6 +234,14 @@ def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: Proc
     for process in record(pool, plan):
         assert process.reduces_early
         assert layers_ahead(process) == [*reversed(range(len(process.layers))), 0]
+
+
+def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool: ProcessPool) -> None:
+    for said in pool.run(2, refused_backend):
+        assert said.startswith(
+            "processes cannot share sequences: the backend idle has no all-to-all of tensors on cpu ("
+        )
+        assert "`--cp off`" in said
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 153), marks=pytest.mark.soak)], ids=["few", "many"])

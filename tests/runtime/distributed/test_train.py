@@ -31,7 +31,7 @@ from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
 from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.training_cases import run_main, run_main_on_gpus, run_main_on_machines
+from tests.support.training_cases import run_main, run_main_on_gpus, run_main_on_machines, run_main_with_versions
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
 from tests.support.wait_cases import stalled_main
 
@@ -256,7 +256,13 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     told = together(pool, 2, other, mine)
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
-    assert "process 1 of 2 (stage 1 of pipeline 0) has plan" in said and "; and 1 more" in said
+    hashes = [load_plan(made / name).content_hash[:12] for name in ("search", "both")]
+    assert f"do not have the same plan: {hashes[0]}... on process 0; {hashes[1]}... on process 1" in said
+    told = together(pool, 4, mine, mine, options(made, tmp_path / "run", plan="four"))  # which is for other groups
+    assert [code for code, _ in told] == [2] * 4
+    [said] = [text for _, text in told if text]
+    hashes = [load_plan(made / name).content_hash[:12] for name in ("both", "four")]
+    assert f"same plan: {hashes[0]}... on processes 0, 1; {hashes[1]}... on processes 2, 3\n" in said
     told = together(pool, 2, other, [*other, "--lr", "1e-5"])
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
@@ -272,6 +278,15 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
     assert "2 or 4 processes" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_with_other_versions_of_a_package_are_refused_by_name(made, tmp_path, pool):
+    arguments, versions = [options(made, tmp_path / "run", plan="four")], ["5.17.0", "5.17.0", "5.18.1", "5.17.0"]
+    told = pool.run(4, run_main_with_versions, versions=versions, size=4, port=free_port(), arguments=arguments)
+    pool.stop()
+    assert [code for code, _ in told] == [2] * 4
+    [said] = [text for _, text in told if text]
+    assert "not have the same transformers: 5.17.0 on processes 0, 1, 3; 5.18.1 on process 2\n" in said
 
 
 def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, pool):

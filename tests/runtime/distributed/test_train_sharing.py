@@ -119,6 +119,12 @@ def test_what_cannot_be_shared_is_refused_by_name(
         assert [code for code, _ in told] == [2] * size
         [said] = [text for _, text in told if text]
         assert message in said and hint in said
+    # Before weights are loaded, of which there are none here.
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "two.json", tmp_path / "two" / "config.json")
+    where = {"--plan": made / "heads", "--model": tmp_path / "two", "--output": tmp_path / "run", "--device": "cpu"}
+    told = together(pool, 4, [str(word) for pair in where.items() for word in pair])
+    assert "".join(text for _, text in told).count(heads) == 1
     assert not (tmp_path / "run").exists()
     # Two processes that run two ranks each have half as many heads to share.
     all_well(pool, 2, options(made, tmp_path / "run", "--model-config", tmp_path / "two.json", plan="heads"))
