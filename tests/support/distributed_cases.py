@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,14 +17,16 @@ from torch import Tensor
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Action, Plan
+from chunkplan_runtime.distributed.alignment import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import Around, Executor
 from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.feed.joined import process_actions
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
@@ -57,6 +60,7 @@ class StageProcess:
     shards: Shards | None
     executor: Executor
     stream: PlanStream
+    reshard: bool = False
 
     def work(self, step: int) -> StepWork:
         """That of a step, whichever came before."""
@@ -66,6 +70,10 @@ class StageProcess:
     def evaluate(self, work: StepWork) -> float:
         """The loss of all processes, without gradients."""
         loss = sum(self.executor.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks)
+        if self.reshard and self.shards:
+            forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
+            for _ in range(max(forwards) - forwards[self.groups.layout.dp_rank]):
+                self.shards.run_padding("forward")
         assert self.executor.store.is_empty
         if self.shards:
             self.shards.free()
@@ -73,17 +81,29 @@ class StageProcess:
 
     def run(self, work: StepWork) -> float:
         """The loss of all processes; gradients are left in the weights."""
+        around: Around = lambda action: nullcontext()  # noqa: E731
+        aligned = None
         if self.shards:
             self.shards.begin_step()
+        if self.shards and self.reshard:
+            paddings = paddings_of(self._by_process(work), "a step")[self.groups.layout.dp_rank]
+            aligned = Aligned(paddings, self.shards.run_padding)
+            around = aligned.around(around)
         before = self.shards.reduce_in_backward if self.shards else None
         num_target_tokens = work.step.num_target_tokens
         loss = 0.0
         for each in work.ranks:
             before_last = before if each is work.last else None
-            loss += self.executor.run(each, num_target_tokens, before_last=before_last).loss
+            loss += self.executor.run(each, num_target_tokens, around, before_last).loss
+        if aligned:
+            aligned.finish()
         if self.shards:
             self.shards.reduce_gradients()
         return _sum(loss)
+
+    def _by_process(self, work: StepWork) -> list[list[Action]]:
+        rows = self.groups.layout.rows(work.plan.config.dp)
+        return [process_actions(work.step, work.plan, own, self.groups.layout.stage) for own in rows]
 
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
@@ -115,6 +135,7 @@ def compare_steps(
     lora: bool = False,
     checkpointing: bool = False,
     kv_offload: bool = False,
+    reshard: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     machine_size: int | None = None,
     steps: Sequence[int] = (0,),
@@ -133,8 +154,8 @@ def compare_steps(
             references.append(take_gradients(model))
         if checkpointing:
             model.enable_checkpointing()
-        how = {"kv_offload": kv_offload, "stage_layers": stage_layers, "machine_size": machine_size}
-        stage = make_stage(rank, opened, analysis, model, **how)
+        how = {"kv_offload": kv_offload, "reshard": reshard, "machine_size": machine_size}
+        stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = stage.work(step)
             evaluated = stage.evaluate(work) if evaluates else None
@@ -221,6 +242,7 @@ def make_stage(
     *,
     kv_offload: bool = False,
     master_weights: bool = False,
+    reshard: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     machine_size: int | None = None,
 ) -> StageProcess:
@@ -230,13 +252,14 @@ def make_stage(
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
     model = cut_stage(model, layers, layout)
     shards = None
-    if layout.dp > 1:
-        shards = Shards(model, groups.replicas, groups.machines, master_weights=master_weights)
+    if groups.replicas:
+        how = {"master_weights": master_weights, "reshard_after_forward": reshard}
+        shards = Shards(model, groups.replicas, groups.machines, **how)
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
     executor = Executor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
-    return StageProcess(model, groups, shards, executor, stream)
+    return StageProcess(model, groups, shards, executor, stream, reshard)
 
 
 def _sum(loss: float) -> float:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.feed.stream import padding_tensors
 from chunkplan_runtime.kv.store import StateStore
@@ -78,7 +79,8 @@ class Shards:
 
     def begin_step(self) -> None:
         """From now on gradients are summed here, and weights stay gathered."""
-        self._reduced = False
+        # Where weights are gathered for every chunk, all processes take part in every backward, and so reduce in it.
+        self._reduced = self._reshard_after_forward
         self._reductions.waits = self._always_waits or any(
             parameter.grad is not None for parameter in self._root.parameters()
         )
@@ -112,10 +114,12 @@ class Shards:
         self._reductions.finish()
         self.free()
 
-    def run_padding(self) -> None:
-        """Run one padding token forward, so that other processes can gather the weights that their forwards need."""
-        with torch.no_grad():
-            self._root(self._zero_loss)
+    def run_padding(self, padding: Padding = "forward") -> None:
+        """Run one padding token, so that other processes can gather the weights that their chunks need."""
+        with torch.set_grad_enabled(padding == "pair"):
+            loss = self._root(self._zero_loss)
+        if loss.requires_grad:
+            loss.backward()
 
     def free(self) -> None:
         """Shard the weights again that are still gathered."""

@@ -86,6 +86,13 @@ def schedule_chunks(chunks: Sequence[Chunk], plan: Plan, stage: int) -> list[Act
     return [Action(OPS[op], chunk_id, 0) for op, chunk_id in zip(ops, chunk_ids, strict=True)]
 
 
+def process_actions(step: PlanStep, plan: Plan, ranks: range, stage: int) -> list[Action]:
+    """What a stage of a process that runs `ranks` does in a step, one rank after another or all of them as one."""
+    if len(ranks) > 1 and is_shared(step):
+        return schedule_chunks(join_chunks(step, ranks), plan, stage)
+    return [action for rank in ranks for action in step.actions.get((rank, stage), ())]
+
+
 def chunk_groups(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int]]]:
     """By its group, where each chunk of a shared sequence lies in it: [start, stop)."""
     groups: dict[int, list[tuple[int, int]]] = {}

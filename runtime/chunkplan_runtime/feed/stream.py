@@ -18,7 +18,7 @@ from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
-from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, schedule_chunks
+from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, process_actions
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
@@ -66,13 +66,14 @@ class RankWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: its row of the plan, and the work of a process's data-parallel ranks in order of dp_rank.
+    """One optimizer step of a plan: its row, and the work of a process's data-parallel ranks in order of dp_rank.
 
     `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`feed.last_backward`).
     """
 
     step: PlanStep
     ranks: list[RankWork]
+    plan: Plan
     reduces_early: bool
 
     @property
@@ -212,14 +213,14 @@ class PlanStream(IterableDataset[StepWork]):
                 check_sharing(step, dp_rank)
                 _check_links(step, dp_rank, self._plan.config.pp)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
-            yield StepWork(step, ranks, not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks)))
+            reduces_early = not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks))
+            yield StepWork(step, ranks, self._plan, reduces_early)
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
         """What the process of these ranks does in a step on this stage, without tensors."""
         stage = self._layout.stage
         if len(dp_ranks) > 1 and is_shared(step):
-            joined = join_chunks(step, dp_ranks)
-            actions = schedule_chunks(joined, self._plan, stage)
+            joined, actions = join_chunks(step, dp_ranks), process_actions(step, self._plan, dp_ranks, stage)
             return [RankWork(step.step, dp_ranks[0], actions, {chunk.chunk_id: chunk for chunk in joined}, {})]
         found = []
         for dp_rank in dp_ranks:

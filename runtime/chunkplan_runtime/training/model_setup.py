@@ -17,7 +17,6 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
-from chunkplan_runtime.sharing import blocks_on
 from chunkplan_runtime.training.config import TrainConfig
 
 _SAMPLES = 256
@@ -94,12 +93,6 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
     if not config.reshard:
         return
-    if blocks_on(plan, layout.dp):
-        raise UsageError(
-            "--reshard with a plan in which processes share sequences",
-            where=str(plan.path),
-            hint="leave it out: all processes would have to gather weights together in every chunk",
-        )
     if layout.dp == 1 or layout.pp > 1:
         found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
         raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")

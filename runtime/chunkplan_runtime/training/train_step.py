@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from chunkplan.planfile.plan import Action, PlanStep
-from chunkplan_runtime.distributed.alignment import Aligned, padding_forwards
+from chunkplan_runtime.distributed.alignment import Aligned, Padding, paddings_of
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import Executor, SequenceLoss
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.failures.stall import warned_of_stall
+from chunkplan_runtime.feed.joined import process_actions
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimeline
@@ -99,7 +100,7 @@ class TrainStep:
             clock.start(work.step.step)
             if self._shards:
                 self._shards.begin_step()
-            aligned = Aligned(self._paddings(work.step), self._run_padding)
+            aligned = Aligned(self._paddings(work), self._run_padding)
             rank_losses = [
                 self.executor.run(
                     rank,
@@ -155,9 +156,9 @@ class TrainStep:
                     for rank in work.ranks:
                         losses += self.executor.evaluate(rank, work.step.num_target_tokens).sequences
                     if self._config.reshard:
-                        forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work.step)]
+                        forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
                         for _ in range(max(forwards) - forwards[self._job.layout.dp_rank]):
-                            self._run_padding()
+                            self._run_padding("forward")
         finally:
             self.model.model.train()
         if self._shards:
@@ -176,22 +177,20 @@ class TrainStep:
         ):
             yield
 
-    def _paddings(self, step: PlanStep) -> Iterable[int]:
+    def _paddings(self, work: StepWork) -> Iterable[Sequence[Padding]]:
         if not self._config.reshard:
-            return itertools.repeat(0)
-        return padding_forwards(self._by_process(step), f"step {step.step}")[self._job.layout.dp_rank]
+            return itertools.repeat(())
+        return paddings_of(self._by_process(work), f"step {work.step.step}")[self._job.layout.dp_rank]
 
-    def _run_padding(self) -> None:
+    def _run_padding(self, padding: Padding) -> None:
         assert self._shards is not None, "only shards are gathered together"
-        self._shards.run_padding()
+        self._shards.run_padding(padding)
 
-    def _by_process(self, step: PlanStep) -> list[list[Action]]:
-        """The actions of each process of this stage in a step, one data-parallel rank after another."""
-        layout, plan_dp = self._job.layout, 1 + max(dp_rank for dp_rank, _ in step.actions)
-        return [
-            [action for dp_rank in own for action in step.actions.get((dp_rank, layout.stage), ())]
-            for own in layout.rows(plan_dp)
-        ]
+    def _by_process(self, work: StepWork) -> list[list[Action]]:
+        """The actions of each process of this stage in a step."""
+        layout = self._job.layout
+        rows = layout.rows(work.plan.config.dp)
+        return [process_actions(work.step, work.plan, own, layout.stage) for own in rows]
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.distributed.alignment import padding_forwards
+from chunkplan_runtime.distributed.alignment import Padding, paddings_of
 
 
 def actions_of(group_sizes: list[int]) -> list[Action]:
@@ -27,40 +27,47 @@ def actions_of(group_sizes: list[int]) -> list[Action]:
     return actions
 
 
-def gathers(actions: list[Action], padding: list[int]) -> list[str]:
-    """In which direction weights are gathered, one after another."""
-    order: list[str] = []
-    for action, before in zip(actions, padding, strict=False):
-        order += ["up"] * before + ["down" if action.op == "backward" else "up"]
-    return order + ["up"] * padding[-1]
+def gathers(actions: list[Action], paddings: list[list[Padding]]) -> list[tuple[str, Action | None]]:
+    """In which direction weights are gathered, one after another, and for which action; None for a padding."""
+    order: list[tuple[str, Action | None]] = []
+    for action, before in zip([*actions, None], paddings, strict=True):
+        order += [(way, None) for padding in before for way in (["up"] if padding == "forward" else ["up", "down"])]
+        if action is not None:
+            order.append(("down" if action.op == "backward" else "up", action))
+    return order
 
 
 @st.composite
 def processes(draw: st.DrawFn) -> list[list[int]]:
-    """Group sizes of some processes, of the same number of chunks in all."""
-    total = draw(st.integers(1, 12))
-
-    def groups() -> list[int]:
-        sizes: list[int] = []
-        while sum(sizes) < total:
-            sizes.append(draw(st.integers(1, total - sum(sizes))))
-        return sizes
-
-    return [groups() for _ in range(draw(st.integers(1, 4)))]
+    """Group sizes of some processes."""
+    return draw(st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=4))
 
 
 @given(processes())
 def test_all_gather_in_the_same_order(sizes: list[list[int]]) -> None:
     actions = [actions_of(own) for own in sizes]
-    padding = padding_forwards(actions, "step 0")
-    assert len({tuple(gathers(own, pad)) for own, pad in zip(actions, padding, strict=True)}) == 1
+    paddings = paddings_of(actions, "step 0")
+    orders = [gathers(own, before) for own, before in zip(actions, paddings, strict=True)]
+    assert len({tuple(way for way, _ in order) for order in orders}) == 1
+    assert [[action for _, action in order if action] for order in orders] == actions
     if all(own == sizes[0] for own in sizes):
-        assert not any(map(any, padding)), "what is alike needs no padding"
+        assert not any(map(any, paddings)), "what is alike needs no padding"
 
 
-def test_unequal_counts_and_kept_chunks_are_refused() -> None:
-    with pytest.raises(UsageError, match="different numbers of chunks"):
-        padding_forwards([actions_of([1, 1]), actions_of([1])], "step 3")
+@given(st.lists(st.integers(1, 4), max_size=3), processes(), processes())
+def test_what_processes_share_they_do_at_the_same_gather(
+    shared: list[int], members: list[list[int]], others: list[list[int]]
+) -> None:
+    """Shared chunks come first on all that share them, whatever these and others do after."""
+    actions = [actions_of(shared + own) for own in members] + [actions_of(own) for own in others]
+    paddings = paddings_of(actions, "step 0")
+    orders = [gathers(own, before) for own, before in zip(actions, paddings, strict=True)][: len(members)]
+    together = len(actions_of(shared))
+    places = [[place for place, (_, action) in enumerate(order) if action][:together] for order in orders]
+    assert all(own == places[0] for own in places)
+
+
+def test_kept_chunks_are_refused() -> None:
     kept = [Action("forward", 0, 0), Action("forward", 1, 0), Action("backward", 1, 0), Action("backward", 0, 0)]
     with pytest.raises(UsageError, match="forward of chunk 0 is not followed by its backward"):
-        padding_forwards([kept, kept], "step 3")
+        paddings_of([kept, kept], "step 3")

@@ -236,6 +236,18 @@ def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: Proc
         assert layers_ahead(process) == [*reversed(range(len(process.layers))), 0]
 
 
+@pytest.mark.parametrize(
+    "blocks, dp, world_size",
+    [(BY_HEADS, 4, 4), (BY_PAGES, 4, 4), (BY_BOTH, 4, 2), (EIGHT, 8, 2)],
+    ids=["heads", "pages", "two, of joined ranks", "two of eight"],
+)
+def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(
+    pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], dp: int, world_size: int
+) -> None:
+    plan = made(blocks, MODELS["gemma2, softcaps and sliding window"], dp=dp, k=1, equal_chunks=True)
+    check(pool, world_size, plan, reshard=True, checkpointing=world_size == 4, evaluates=True)
+
+
 def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool: ProcessPool) -> None:
     for said in pool.run(2, refused_backend):
         assert said.startswith(
@@ -255,12 +267,7 @@ def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, mad
         pp = chance.choice([1, 1, 2])
         dp = chance.choice([2, 4, 8]) if pp == 2 else chance.choice([4, 6, 8])
         lengths = chance.sample(range(2, 120), chance.randint(2, 9))
-        blocks = {}
-        for tokens in lengths:
-            size = chance.choice(PlanConfig(chunk_size=8, k=1, dp=dp, cp="auto").cp_sizes)
-            if 1 < size <= tokens // 2:
-                first = chance.randrange(0, dp, size)
-                blocks[tokens] = (first, size, chance.choice([heads for heads in (1, 2, 4) if size % heads == 0]))
+        blocks = random_blocks(chance, lengths, dp)
         settings = {"k": chance.choice([1, 2, 5]), "split": chance.choice(["full", "cost"])}
         plan = made(blocks, lengths=lengths, dp=dp, pp=pp, chunk_size=chance.randint(4, 9), **settings)
         fitting = [size for size in (4, 3, 2, 1) if fits(plan["plan"], size)]
@@ -268,6 +275,33 @@ def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, mad
         check(pool, world_size, plan)
         if world_size > pp:
             record(pool, plan, world_size)
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 52), marks=pytest.mark.soak)], ids=["few", "many"])
+def test_random_plans_are_exact_where_weights_are_gathered_for_every_chunk(
+    pool: ProcessPool, made: Any, seeds: range
+) -> None:
+    for seed in seeds:
+        chance = random.Random(seed)
+        dp = chance.choice([2, 4, 8])
+        lengths = chance.sample(range(2, 120), chance.randint(2, 9))
+        settings = {"k": 1, "equal_chunks": True, "split": chance.choice(["full", "cost"])}
+        plan = made(
+            random_blocks(chance, lengths, dp), lengths=lengths, dp=dp, chunk_size=chance.randint(4, 9), **settings
+        )
+        fitting = [size for size in (4, 2) if fits(plan["plan"], size)]
+        check(pool, chance.choice(fitting), plan, reshard=True, evaluates=True)
+
+
+def random_blocks(chance: random.Random, lengths: Sequence[int], dp: int) -> dict[int, tuple[int, int, int]]:
+    """Who shares which of these sequences, of `dp` ranks."""
+    blocks = {}
+    for tokens in lengths:
+        size = chance.choice(PlanConfig(chunk_size=8, k=1, dp=dp, cp="auto").cp_sizes)
+        if 1 < size <= tokens // 2:
+            first = chance.randrange(0, dp, size)
+            blocks[tokens] = (first, size, chance.choice([heads for heads in (1, 2, 4) if size % heads == 0]))
+    return blocks
 
 
 def fits(plan: Path, world_size: int) -> bool:

@@ -61,7 +61,7 @@ def made(
 @pytest.mark.parametrize(
     "layouts",
     [
-        [(4, "heads", ()), (4, "pipes", ("--kv-offload",)), (2, "eight", ())],
+        [(4, "heads", ()), (4, "pipes", ("--kv-offload",)), (2, "eight", ()), (2, "equal", ("--reshard",))],
         pytest.param(
             [(4, "pages", ("--checkpointing",)), (4, "eight", ()), (2, "pipes", ()), (3, "six", ()), (1, "eight", ())],
             marks=pytest.mark.soak,
@@ -108,10 +108,8 @@ def test_what_cannot_be_shared_is_refused_by_name(
     made: Path, tmp_path: Path, pool: ProcessPool, tiny_config: Callable[..., Any]
 ) -> None:
     (tmp_path / "two.json").write_text(json.dumps(tiny_config("qwen2", num_key_value_heads=2)))
-    reshard = "--reshard with a plan in which processes share sequences"
     heads = "4 processes cannot share the model's 2 key and value heads evenly"
     for size, plan, more, message, hint in (
-        (2, "equal", ("--reshard",), reshard, "leave it out"),
         (4, "heads", ("--model-config", tmp_path / "two.json"), heads, "--model-config"),
         (2, "six", (), "processes of 3 data-parallel ranks each cannot share what ranks 0 to 1", "with 1 or 3 or 6"),
     ):
