@@ -30,9 +30,6 @@ _IN_LAYERS: tuple[Sharding, Sharding] = ("gradients", "weights")
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
 
-#: Where ranks share a sequence by pages, each of which is a chunk of it, a layer has two: at work, and on its way.
-_FETCHED_PAGES = 2
-
 #: Tokens whose logits are there at once, and bytes of each: float32 and its log-softmax, and bf16 or a gradient.
 _LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
 
@@ -53,7 +50,7 @@ class StageMemory:
     stage_inputs: int
     kv: int
     kv_gradients: int
-    kv_fetched: int
+    exchanged: int
     logits: int
     reserved: int
 
@@ -109,7 +106,7 @@ def stage_memory(
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
             layer holds two blocks of ChunkSize, whatever the sequences.
-        shared_by: how many ranks share a sequence at most. A layer then has two pages of all, with gradients.
+        shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
@@ -123,7 +120,11 @@ def stage_memory(
             parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
         )
         held = kv_tokens[stage]
-        fetched = shared_by * min(_FETCHED_PAGES * chunk_size, held) if shared_by > 1 else 0
+        pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
+        exchanged = max(
+            exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
+            for by_heads in {1, shared_by}
+        )
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
         kv_elements = held * sum(own) * _kv_elements_per_token(cost)
@@ -137,7 +138,7 @@ def stage_memory(
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
                 kv=ceil(kv_elements * num_bytes),
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
-                kv_fetched=ceil(fetched * _kv_elements_per_token(cost) * (num_bytes + kv_gradient_bytes)),
+                exchanged=ceil(exchanged),
                 logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
                 if stage == pp - 1
                 else 0,
@@ -145,6 +146,35 @@ def stage_memory(
             )
         )
     return tuple(stages)
+
+
+def exchange_bytes(
+    cost: CostModel,
+    num_tokens: int,
+    page_tokens: tuple[int, int],
+    heads: int,
+    pages: int,
+    kv_gradient_bytes: int = KV_GRADIENT_BYTES,
+) -> float:
+    """What exchanging takes on one GPU in a layer, at most; 0 where no rank shares anything.
+
+    By heads, of the rank's slice of a chunk, `num_tokens` long: its queries, keys and values, or their gradients, as
+    they are sent and as they come. For q and kv elements of a token: 2 num_tokens (q + 2 kv) b bytes.
+
+    By pages, of which this rank has `page_tokens` of the one at work and of the next one, in a backward: from n groups
+    the keys and values of the first in the order of the sequence; their gradients, twice as they are sent, and those
+    that come; and of the next one its own and what is on its way. For e elements of a token:
+    first (n b + (2 n + 1) w) e + next (n + 1) b e bytes. Forwards hold less.
+    """
+    by_heads, by_pages = 0.0, 0.0
+    if heads > 1:
+        by_heads = 2 * num_tokens * (cost.shape.query_width + 2 * cost.shape.kv_width) / cost.tp * cost.num_bytes
+    if pages > 1:
+        first, following = page_tokens
+        at_work = pages * cost.num_bytes + (2 * pages + 1) * kv_gradient_bytes
+        coming = (pages + 1) * cost.num_bytes
+        by_pages = (first * at_work + following * coming) * _kv_elements_per_token(cost)
+    return max(by_heads, by_pages)
 
 
 def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from chunkplan.cost.longest import LongestSequence
     from chunkplan.reporting.plan_report import RankRow
 
-_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "kv_fetched": "fetched KV", "stage_inputs": "stage inputs"}
+_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "exchanged": "exchanges", "stage_inputs": "stage inputs"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 import chunkplan
 from chunkplan.cost.longest import longest_sequences
-from chunkplan.cost.memory import StageMemory, stage_memory
+from chunkplan.cost.memory import StageMemory, exchange_bytes, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.reporting.plan_memory import PlanMemory
 
@@ -69,7 +69,7 @@ def test_a_million_tokens_fit_eight_gpus_that_share_them_and_all_states(tmp_path
     assert not memory_of(tmp_path, million, CostModel(sharding="weights"), dp=8, equal_chunks=True).fits
 
 
-def test_ranks_that_share_sequences_have_room_for_two_fetched_pages_of_a_layer() -> None:
+def test_ranks_that_share_sequences_have_room_for_the_pages_of_a_layer_with_their_gradients() -> None:
     """Keys and values in bf16, their gradients in float32; no more than there is."""
 
     def stage(kv_tokens: int, **options: Any) -> StageMemory:
@@ -86,10 +86,19 @@ def test_ranks_that_share_sequences_have_room_for_two_fetched_pages_of_a_layer()
         )
         return found
 
-    of_token = 2 * 512 * (2 + 4)
-    assert stage(100_000, shared_by=4).kv_fetched == 4 * 2 * 4096 * of_token
-    assert stage(5000, shared_by=4).kv_fetched == 4 * 5000 * of_token
-    assert stage(100_000).kv_fetched == 0
+    at_work, coming = 2 * 512 * (4 * 2 + 9 * 4), 2 * 512 * 5 * 2  # of a token, n = 4
+    assert stage(100_000, shared_by=4).exchanged == 4096 * (at_work + coming)
+    assert stage(5000, shared_by=4).exchanged == 4096 * at_work + 904 * coming
+    assert stage(100_000).exchanged == 0
+
+
+def test_what_is_exchanged_by_heads_is_there_twice_and_does_not_grow_with_the_sequence() -> None:
+    cost = CostModel()
+    twice = 2 * 4096 * (3584 + 2 * 512) * 2
+    assert exchange_bytes(cost, 4096, (0, 0), heads=4, pages=1) == twice
+    assert exchange_bytes(cost, 4096, (4096, 4096), heads=4, pages=1) == twice
+    assert exchange_bytes(cost, 4096, (4096, 4096), heads=2, pages=2) > twice  # pages take more
+    assert exchange_bytes(cost, 4096, (4096, 4096), heads=1, pages=1) == 0
 
 
 def test_where_keys_and_values_are_offloaded_on_one_stage_no_sequence_is_too_long() -> None:

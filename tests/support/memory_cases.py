@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
+from chunkplan_runtime.attention.heads import HeadExchange
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.kv import pages
+from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 
@@ -88,3 +97,83 @@ class _Watch:
         seen.leaks += [f"{each} before {action}" for each in (*leaked, *kept, *held_still)]
         if action is None and not self._executor.store.is_empty:
             seen.leaks.append("the store is not empty")
+
+
+def exchange_peaks(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Counter[str]:
+    """The most bytes that exchanging heads, or pages, in a layer holds at once in the first step of `plan`."""
+    opened, analysis = open_for_its_stages(plan)
+    stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
+    made, blocks = _Made(), GatheredMemory.blocks
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*given: Any) -> Any:
+            with made.within("heads", []) as held:
+                found = call(*given)
+                made.count("heads", held)
+            return found
+
+        return do
+
+    def counted_blocks(*given: Any) -> Iterator[Any]:
+        coming, held = blocks(*given), []
+        while True:
+            with made.within("pages", held):
+                block = next(coming, None)
+            if block is None:
+                return
+            yield block
+            del block
+
+    (work,) = stage.work(0).ranks
+    with (
+        patch.object(HeadExchange, "scatter_heads", counted(HeadExchange.scatter_heads)),
+        patch.object(HeadExchange, "gather_heads", counted(HeadExchange.gather_heads)),
+        patch.object(GatheredMemory, "blocks", counted_blocks),
+        made,
+    ):
+        stage.executor.run(work, 1)
+    return made.most
+
+
+class _Made(TorchDispatchMode):
+    """Counts the memory of tensors that are made within an exchange, as long as they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: Counter[str] = Counter()
+        self._what, self._held = "", []
+
+    @contextmanager
+    def within(self, what: str, held: list[Any]) -> Iterator[list[Any]]:
+        """What is made in the block is of this exchange, which `held` so much before."""
+        before = self._what, self._held
+        self._what, self._held = what, held
+        yield held
+        self._what, self._held = before
+
+    def count(self, what: str, held: list[Any]) -> None:
+        """Look at what there is now."""
+        for _ in range(30):
+            alive = {ref.cdata: num_bytes for ref, num_bytes in held if not ref.expired()}
+            if sum(alive.values()) <= self.most[what]:
+                return
+            time.sleep(0.002)  # gloo's threads let go of tensors only after those who wait for these go on
+        self.most[what] = sum(alive.values())
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        found = function(*given, **(named or {}))
+        if self._what and isinstance(found, Tensor) and not _is_of_the_store():
+            storage = found.untyped_storage()
+            is_view = any(storage._cdata == each.untyped_storage()._cdata for each in given if isinstance(each, Tensor))
+            if not is_view:
+                self._held.append((StorageWeakRef(storage), storage.nbytes()))
+                self.count(self._what, self._held)
+        return found
+
+
+def _is_of_the_store() -> bool:
+    """Whether a tensor is made by what keeps a process's own pages."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and "chunkplan_runtime" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == pages.__file__

@@ -7,7 +7,7 @@ the chunk and never the prefix, so that a chunk in flight costs the same memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,7 @@ def _attend(
             else:
                 found = merge(out[:, queries], lse[:, queries], *found)
             out[:, queries], lse[:, queries] = found
+        del block, block_key, block_value  # before there is another one
     return out, lse
 
 
@@ -130,10 +131,16 @@ def _attend_backward(
                 grad_rows, query_rows, block_key[:, keys], block_value[:, keys], out_rows, lse_rows, form
             )
             grad_query[:, queries] += add_query
-            for gradient, add in zip(block.gradients, added, strict=True):
-                gradient[:, keys].add_(add)
+            _add(block.gradients, keys, added)
+        del block, block_key, block_value  # before there is another one
     grad_key, grad_value = asked.gradients
     return grad_query, grad_key, grad_value
+
+
+def _add(gradients: Sequence[Tensor], keys: slice, added: Sequence[Tensor]) -> None:
+    """Add to the gradients of some keys of a block."""
+    for gradient, add in zip(gradients, added, strict=True):
+        gradient[:, keys].add_(add)
 
 
 def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:

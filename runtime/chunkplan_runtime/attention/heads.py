@@ -43,11 +43,13 @@ class HeadExchange:
         by_process = [
             each.reshape(h, -1, *each.shape[1:]).transpose(1, 2).flatten(2) for each in tensors
         ]  # [h, num_tokens, heads / h x dim]
+        widths = [each.shape[2] for each in by_process]
         rows = torch.cat(by_process, 2).flatten(0, 1)  # [h x num_tokens, width]
+        del by_process  # of all that is exchanged there are two copies at once, and no third
         received = self._exchange(rows, [num_tokens] * h, self._counts)  # [tokens of all, width]
+        del rows
         pieces = dict(zip(self._starts, torch.split(received, self._lengths), strict=True))
         in_order = received if self._is_ordered else torch.cat([pieces[start] for start in sorted(pieces)])
-        widths = [each.shape[2] for each in by_process]
         parts = zip(torch.split(in_order, widths, 1), tensors, strict=True)
         return tuple(part.view(len(part), -1, each.shape[2]).transpose(0, 1) for part, each in parts)
 
@@ -55,14 +57,17 @@ class HeadExchange:
         """Do as `to_tokens`, of many at once and without a graph."""
         h = len(self.part.heads)
         flat = [each.transpose(0, 1).flatten(1) for each in tensors]  # [tokens of all, heads / h x dim]
+        widths = [each.shape[1] for each in flat]
         rows = torch.cat(flat, 1)  # [tokens of all, width]
+        del flat
         if not self._is_ordered:
             order = sorted(range(len(self._starts)), key=self._starts.__getitem__)
             pieces = dict(zip(order, torch.split(rows, [self._lengths[place] for place in order]), strict=True))
             rows = torch.cat([pieces[place] for place in range(len(order))])
+            del pieces
         num_tokens = self._counts[self.part.heads.index(self.exchanges.layout.dp_rank)]
         received = self._exchange(rows, self._counts, [num_tokens] * h)  # [h x own tokens, width]
-        widths = [each.shape[1] for each in flat]
+        del rows
         by_tensor = zip(torch.split(received.view(h, num_tokens, -1), widths, 2), tensors, strict=True)
         return tuple(
             part.reshape(h, num_tokens, -1, each.shape[2]).transpose(1, 2).flatten(0, 1) for part, each in by_tensor

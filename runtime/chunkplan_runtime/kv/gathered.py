@@ -82,13 +82,17 @@ class GatheredMemory:
         for index, source in enumerate(sources):
             if coming is None:  # memory that counts and holds nothing
                 return
-            current, last = coming, index + 1 == len(slices)
-            if is_ahead and not last:
-                coming = self._launch(slices[index + 1], sources[index + 1])
-            block = self._arrived(current, asked)
-            yield block
-            if asked.with_gradients:
-                self._send_back(current, block)
+            current, own, last = coming, coming.own, index + 1 == len(slices)
+            coming = self._launch(slices[index + 1], sources[index + 1]) if is_ahead and not last else None
+            in_order = self._arrived(current)  # [num_tokens, width]
+            del current  # and with it the rows of all
+            like, page_slice = own.tensors, slices[index]
+            gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if asked.with_gradients else None
+            views = () if gradients is None else _views(gradients, like)
+            yield KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), views)
+            if gradients is not None:
+                self._send_back(page_slice, own, gradients)
+            del in_order, gradients, views  # before there is another one
             if self._inner.keeps_blocks or last:
                 next(source, None)  # which is done with it
             if not is_ahead and not last:
@@ -102,8 +106,8 @@ class GatheredMemory:
         rows = _rows(own.tensors)  # [own tokens, width]
         return _Coming(page_slice, own, self._exchanges.gather(self._padded(rows, page_slice), self._part.pages))
 
-    def _arrived(self, coming: _Coming, asked: Asked) -> KVBlock:
-        """Wait for a block, and put its tokens into the order of the sequence."""
+    def _arrived(self, coming: _Coming) -> Tensor:
+        """Wait for a block, and put its tokens into the order of the sequence: [num_tokens, width]."""
         page_slice = coming.page_slice
         with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
             rows = coming.rows.wait()  # [processes x most tokens, width]
@@ -112,17 +116,10 @@ class GatheredMemory:
             (first, rows[place * most + offset :][: stop - first])
             for place, offset, first, stop in self._pieces(page_slice)
         ]
-        in_order = torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])  # [num_tokens, width]
-        like = coming.own.tensors
-        gradients: tuple[Tensor, ...] = ()
-        if asked.with_gradients:
-            gradients = _views(torch.zeros_like(in_order, dtype=wide(in_order.dtype)), like)
-        return KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), gradients)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])
 
-    def _send_back(self, coming: _Coming, block: KVBlock) -> None:
-        """Give the gradients of a block to those whose tokens they are of, and add what the others give."""
-        page_slice, own = coming.page_slice, coming.own
-        gradients = _rows(block.gradients)  # [num_tokens, width]
+    def _send_back(self, page_slice: PageSlice, own: KVBlock, gradients: Tensor) -> None:
+        """Give the gradients [num_tokens, width] of a block to those whose tokens they are of, and take one's own."""
         most, width = self._most(page_slice), gradients.shape[1]
         by_process: list[list[Tensor]] = [[] for _ in self._part.pages]
         for place, _, first, stop in self._pieces(page_slice):

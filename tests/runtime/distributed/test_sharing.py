@@ -17,6 +17,7 @@ import torch
 from chunkplan import PlanConfig, build, validate
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.memory import exchange_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B
@@ -27,6 +28,7 @@ from tests.runtime.distributed.test_gradients import check, four_layers
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
 from tests.support.distributed_cases import compare_master_weights
+from tests.support.memory_cases import exchange_peaks
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
@@ -176,6 +178,22 @@ def test_what_is_sent_in_a_layer_is_what_the_planner_counts(pool: ProcessPool, m
             kinds = {("heads", dtype)} if heads > 1 else set()
             kinds |= {("pages", dtype), ("gradients", torch.float32)} if heads < 4 else set()
             assert set(counts) == kinds
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("heads", [4, 1])
+def test_what_exchanging_takes_in_a_layer_is_what_the_planner_predicts(
+    pool: ProcessPool, made: Any, heads: int, k: int
+) -> None:
+    plan = made({96: (0, 4, heads)}, lengths=[96], k=k)
+    shape = shape_of_config(json.loads(plan["config"].read_text()), "")
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        cost = CostModel(shape=shape, precision=precision)
+        predicted = exchange_bytes(cost, 8, (8, 8), heads, 4 // heads)
+        for peaks in pool.run(4, exchange_peaks, **plan, dtype=dtype):
+            [(kind, measured)] = peaks.items()
+            assert kind == ("heads" if heads > 1 else "pages")
+            assert measured <= predicted <= 1.1 * measured, (predicted, measured)
 
 
 def test_pages_out_of_reach_of_a_window_are_not_sent(pool: ProcessPool, made: Any) -> None:
