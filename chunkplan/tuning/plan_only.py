@@ -25,7 +25,6 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
 def _of_sharded_weights(config: PlanConfig) -> list[str]:
     """Say what the runtime cannot run with sharded weights: ranks fetch them together, equally often for each chunk."""
     largest_k = max([config.k, *(k for _, k in config.k_by_length or ())])
-    reasons = ["sharded weights with context-parallel groups"] if config.cp != "off" else []
-    reasons += ["sharded weights on a pipeline"] if config.pp > 1 else []
+    reasons = ["sharded weights on a pipeline"] if config.pp > 1 else []
     reasons += ["sharded weights with K above 1"] if largest_k > 1 else []
     return reasons + ([] if config.equal_chunks else ["sharded weights with unequal chunk counts"])

@@ -97,7 +97,7 @@ def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_b
         ("none", {}, None),
         ("optimizer", {"pp": 2}, None),
         ("optimizer", {"cp": "auto"}, None),
-        ("weights", {"cp": "auto", "equal_chunks": True}, "sharded weights with context-parallel groups"),
+        ("weights", {"cp": "auto", "equal_chunks": True}, None),
         ("gradients", {}, "sharded gradients"),
         ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "split backwards and sharded gradients"),
         ("weights", {"equal_chunks": True}, None),
