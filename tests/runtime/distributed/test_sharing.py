@@ -187,13 +187,12 @@ def test_what_exchanging_takes_in_a_layer_is_what_the_planner_predicts(
 ) -> None:
     plan = made({96: (0, 4, heads)}, lengths=[96], k=k)
     shape = shape_of_config(json.loads(plan["config"].read_text()), "")
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        cost = CostModel(shape=shape, precision=precision)
-        predicted = exchange_bytes(cost, 8, (8, 8), heads, 4 // heads)
-        for peaks in pool.run(4, exchange_peaks, **plan, dtype=dtype):
-            [(kind, measured)] = peaks.items()
-            assert kind == ("heads" if heads > 1 else "pages")
-            assert measured <= predicted <= 1.1 * measured, (predicted, measured)
+    precision, dtype = ("fp32", torch.float32) if k == 1 else ("bf16", torch.bfloat16)
+    predicted = exchange_bytes(CostModel(shape=shape, precision=precision), 8, (8, 8), heads, 4 // heads)
+    for peaks in pool.run(4, exchange_peaks, **plan, dtype=dtype):
+        [(kind, measured)] = peaks.items()
+        assert kind == ("heads" if heads > 1 else "pages")
+        assert measured <= predicted <= 1.1 * measured, (predicted, measured)
 
 
 def test_pages_out_of_reach_of_a_window_are_not_sent(pool: ProcessPool, made: Any) -> None:
@@ -256,8 +255,13 @@ def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: Proc
 
 @pytest.mark.parametrize(
     "blocks, dp, world_size",
-    [(BY_HEADS, 4, 4), (BY_PAGES, 4, 4), (BY_BOTH, 4, 2), (EIGHT, 8, 2)],
-    ids=["heads", "pages", "two, of joined ranks", "two of eight"],
+    [
+        pytest.param(BY_HEADS, 4, 4, marks=pytest.mark.soak),
+        (BY_PAGES, 4, 4),
+        pytest.param(BY_BOTH, 4, 2, marks=pytest.mark.soak),
+        (EIGHT, 8, 2),
+    ],
+    ids=["heads", "pages", "two of four", "two of eight"],
 )
 def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(
     pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], dp: int, world_size: int
@@ -295,7 +299,7 @@ def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, mad
             record(pool, plan, world_size)
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 52), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 51), marks=pytest.mark.soak)], ids=["few", "many"])
 def test_random_plans_are_exact_where_weights_are_gathered_for_every_chunk(
     pool: ProcessPool, made: Any, seeds: range
 ) -> None:
