@@ -46,9 +46,9 @@ _NOTHING: dict[str, object] = {"cp": "off", "stage_layers": None}
 
 
 def _may_share(config: PlanConfig) -> bool:
-    """Whether ranks share sequences unless it is said otherwise. ZeRO-3, which equal counts are for, does not do it."""
+    """Whether ranks share sequences unless it is said otherwise."""
     is_ordered = config.schedule in ORDERS_OF_GROUPS and config.balance == "spread"
-    return config.dp > 1 and is_ordered and config.split != "none" and not config.equal_chunks
+    return config.dp > 1 and is_ordered and config.split != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ def _totals(simulation: Simulation) -> Table:
     makespan = _time(simulation, simulation.makespan)
     grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
     if simulation.reduction:
-        after = "then, when all ranks are done; nothing hides it"
+        after = "then; the trainer hides some of it behind last backwards"
         grid.add_row("reduction", f"{_time(simulation, simulation.reduction)} {after}")
     grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
     if simulation.step is not None:

@@ -27,7 +27,7 @@ def expected(tmp_path, monkeypatch, random_sequences) -> list[list[tuple[Any, ..
     for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 5, 9, 17, 1, 8, 30, 2, 3])):
         writer.add(record % 3, record, ids.astype(np.int32), target)
     writer.finish(exact=True, sources=[])
-    config = chunkplan.PlanConfig(chunk_size=16, k=1, global_batch=6, dp=2, pp=2, equal_chunks=True)
+    config = chunkplan.PlanConfig(chunk_size=16, k=1, global_batch=6, dp=2, pp=2, equal_chunks=True, cp="off")
     plan = chunkplan.build("chunkplan-out/analysis", "chunkplan-out/plan", config)
     steps = list(plan.iter_steps())
     chunks = [(rank, chunk) for rank, chunks in steps[1].chunks.items() for chunk in chunks]

@@ -16,7 +16,7 @@ def workspace(tmp_path_factory, random_sequences) -> Path:
     """`analysis`, and a `plan` of two epochs on two ranks in which the four longest sequences are split."""
     folder = tmp_path_factory.mktemp("workspace")
     write_analysis(folder / "analysis", random_sequences(LENGTHS))
-    config = chunkplan.PlanConfig(chunk_size=16, k=2, global_batch=5, epochs=2, dp=2, equal_chunks=True)
+    config = chunkplan.PlanConfig(chunk_size=16, k=2, global_batch=5, epochs=2, dp=2, equal_chunks=True, cp="off")
     chunkplan.build(folder / "analysis", folder / "plan", config)
     assert validate(folder / "plan").ok
     return folder

@@ -17,7 +17,7 @@ from chunkplan.planning.method import Dataset, chunk_block
 from tests.support.planned_steps import save
 
 LENGTHS = [50, 20, 7, 7, 3, 2, 1, 65, 9, 30]
-CONFIG = PlanConfig(chunk_size=8, k=2, dp=3, equal_chunks=True, global_batch=5)
+CONFIG = PlanConfig(chunk_size=8, k=2, dp=3, equal_chunks=True, cp="off", global_batch=5)
 
 
 @pytest.fixture

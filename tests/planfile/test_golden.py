@@ -51,7 +51,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         "bef0659de311643d5f5c73e700e093b619a75f36b17f8972a291b8fe5d5c1a9e",
     ),
     "equal chunks": (
-        {"dp": 3, "equal_chunks": True},
+        {"dp": 3, "equal_chunks": True, "cp": "off"},
         "7b2b5ae4281657444dae6f9a8953e1f5eb9b2c20c3fa994c475db5fafc25cb7c",
     ),
     "even parts": (
