@@ -34,6 +34,7 @@ from pipeline_stages import Job, Ran, run_stages
 from planning import print_table
 from runtime_batch import qwen2
 
+from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths
 from chunkplan_runtime.profiling.replay import Replay, replay, waiting_shares
@@ -63,7 +64,7 @@ def ways_of(tokens: Sequence[int], chunk_size: int) -> dict[str, Simulation]:
     micro_batches = tuple(replace(chunk, chunk_id=place) for place, chunk in enumerate(in_order))
     chunked = simulate_lengths(tokens, chunk_size=chunk_size, k=K, pp=PP, schedule="1f1b")
     return {
-        PLAIN: reschedule(replace(whole, chunks=micro_batches), "1f1b"),
+        PLAIN: reschedule(replace(whole, table=chunks_of_rows(micro_batches)), "1f1b"),
         "state-aware 1F1B": chunked,
         "search": reschedule(chunked, "search", memory_tokens=max(chunked.peak_retained_tokens)),
     }
@@ -125,7 +126,7 @@ def measure_computing(tokens: Sequence[int], repeats: int) -> list[Row]:
 
 def replays_of(runs: Sequence[Sequence[Ran]], job: Job) -> list[Replay]:
     """Replay the runs of a job, in order of makespan."""
-    replays = [replay({0: job.step}, [ran.times for ran in run]) for run in runs]
+    replays = [replay((job.step, {0: 0}), [ran.times for ran in run], "step", 0) for run in runs]
     return sorted(replays, key=lambda each: each.measured.makespan)
 
 

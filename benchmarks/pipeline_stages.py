@@ -21,6 +21,10 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import Simulation
+from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.interface import chunk_attention
+from chunkplan_runtime.attention.kernel import AttentionKernel, Kernels
 from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -89,7 +93,7 @@ class _Stage:
 
     def __call__(self, job: Job) -> Ran:
         work = _work_of(job, self._layout.stage)
-        model: Any = self._model or _Sleeper.of(job, work, self._layout)
+        model: Any = self._model or Sleeper.of(job.step, job.scale, work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
         executor = Executor(model, links=self._groups.links(wire))
         clock = ActionClock(_CPU)
@@ -107,8 +111,11 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class _Sleeper:
+class Sleeper:
     """What the executor needs of a model: its forwards and backwards sleep, its hidden states are a number a token.
+
+    A chunk that processes share they begin together: attention of one layer of heads of one number, which exchanges all
+    that the runtime would, and computes nothing.
 
     `seconds` of a forward, one that keeps KV alone, and a backward, by the spans of a chunk.
     """
@@ -122,9 +129,9 @@ class _Sleeper:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, job: Job, work: RankWork, layout: RankLayout) -> _Sleeper:
+    def of(cls, step: Simulation, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
         """Make a stage that sleeps for as long as the step predicts, scaled."""
-        predicted = job.step.times.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * job.scale
+        predicted = step.times.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * scale
         by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
         seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
         return cls(seconds, layout.is_first, layout.is_last)
@@ -135,7 +142,14 @@ class _Sleeper:
         """Sleep as long as a forward takes, and return a hidden state of one number a token, [num_tokens, 1]."""
         forward, forward_kv, backward = self.seconds[tensors.spans]
         received = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
-        hidden: Tensor = _Sleep.apply(received, forward if torch.is_grad_enabled() else forward_kv, backward)
+        seconds = forward if torch.is_grad_enabled() else forward_kv
+        if tensors.shared is None:
+            hidden: Tensor = _Sleep.apply(received, seconds, backward)
+            return hidden
+        context = ChunkContext(tensors.spans, store, _NO_KERNELS, shared=tensors.shared)
+        heads = _Sleep.apply(received, 0.0, backward).T[None, :, :, None].expand(-1, len(tensors.shared.heads), -1, 1)
+        met, _ = chunk_attention(_LAYER, heads, heads, heads, None, chunk_context=context)  # [1, num_tokens, heads, 1]
+        hidden = _Sleep.apply(met[0].sum(1), seconds, 0.0)
         return hidden
 
 
@@ -150,6 +164,38 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
         return gradient, None, None
+
+
+class _NoKernel:
+    """Attention that computes nothing."""
+
+    name = "none"
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
+        """Nothing: it can serve all."""
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """Zeros of the right shapes."""
+        return torch.zeros_like(query), query.new_zeros(query.shape[:2])
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros of the right shapes."""
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
+class _NoKernels(Kernels):
+    def choose(
+        self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form
+    ) -> AttentionKernel:
+        return _NoKernel()
+
+
+_NO_KERNELS = _NoKernels()
+_LAYER: Any = nn.Identity()
+_LAYER.layer_idx = 0
 
 
 def _work_of(job: Job, stage: int) -> RankWork:
