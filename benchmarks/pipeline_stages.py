@@ -142,15 +142,20 @@ class Sleeper:
         """Sleep as long as a forward takes, and return a hidden state of one number a token, [num_tokens, 1]."""
         forward, forward_kv, backward = self.seconds[tensors.spans]
         received = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
-        seconds = forward if torch.is_grad_enabled() else forward_kv
-        if tensors.shared is None:
-            hidden: Tensor = _Sleep.apply(received, seconds, backward)
-            return hidden
-        context = ChunkContext(tensors.spans, store, _NO_KERNELS, shared=tensors.shared)
-        heads = _Sleep.apply(received, 0.0, backward).T[None, :, :, None].expand(-1, len(tensors.shared.heads), -1, 1)
-        met, _ = chunk_attention(_LAYER, heads, heads, heads, None, chunk_context=context)  # [1, num_tokens, heads, 1]
-        hidden = _Sleep.apply(met[0].sum(1), seconds, 0.0)
-        return hidden
+        hidden: Tensor = _Sleep.apply(received, 0.0, backward)
+        if tensors.shared is not None:
+            hidden = _meet(hidden, tensors, store)
+        slept: Tensor = _Sleep.apply(hidden, forward if torch.is_grad_enabled() else forward_kv, 0.0)
+        return slept
+
+
+def _meet(hidden: Tensor, tensors: ChunkTensors, store: StateStore) -> Tensor:
+    """Exchange what attention of one layer needs; in a backward too, before it sleeps."""
+    assert tensors.shared is not None
+    context = ChunkContext(tensors.spans, store, _NO_KERNELS, shared=tensors.shared)
+    heads = hidden.T[None, :, :, None].expand(-1, len(tensors.shared.heads), -1, 1)  # [1, heads, num_tokens, 1]
+    out, _ = chunk_attention(_LAYER, heads, heads, heads, None, chunk_context=context)  # [1, num_tokens, heads, 1]
+    return out[0].sum(1)
 
 
 class _Sleep(torch.autograd.Function):

@@ -59,7 +59,7 @@ def qwen2(hidden_size: int, num_layers: int, vocab_size: int, max_positions: int
 def make_batch(lengths: Sequence[int], chunk_size: int, k: int, vocab_size: int, seed: int = 0) -> Batch:
     """Plan sequences of random tokens, all of them targets, as one step."""
     with tempfile.TemporaryDirectory() as folder:
-        analysis = _write_analysis(Path(folder) / "analysis", lengths, vocab_size, seed)
+        analysis = write_analysis(Path(folder) / "analysis", lengths, vocab_size, seed)
         works = []
         for size in (chunk_size, max(lengths)):
             plan = Path(folder) / f"plan-{size}"
@@ -76,7 +76,8 @@ def make_batch(lengths: Sequence[int], chunk_size: int, k: int, vocab_size: int,
     return Batch(work, rows, list(packed.ranks[0].tensors.values()))
 
 
-def _write_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed: int) -> Analysis:
+def write_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed: int = 0) -> Analysis:
+    """Write an analysis of random tokens, all of them but the first of a sequence targets."""
     folder.mkdir()
     random = np.random.default_rng(seed)
     writer = AnalysisWriter(folder)

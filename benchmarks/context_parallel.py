@@ -1,0 +1,221 @@
+"""Measures steps in which ranks share sequences, beside the same steps without, and beside what is predicted of both.
+
+    python benchmarks/context_parallel.py                          # about 5 minutes on 2 cores
+    python benchmarks/context_parallel.py --lengths a.parquet      # a mixture of your own: a column of lengths
+    python benchmarks/context_parallel.py --only computing         # a model that computes, on 2 processes
+
+Of each mixture of lengths the first step of 256 sequences with one of at least 65,536 tokens, planned with `--cp off`
+and with `--cp auto`. Both run with the trainer's own stream, executor, links and exchanges, in turn. Few machines that
+this runs on can compute eight ranks at once, so:
+
+- processes that sleep for as long as the cost model predicts of each action (Qwen2.5-7B on H100s), all times scaled
+  alike. Plans, order, processes, links, and who waits for whom are real; computing is not, and of what is exchanged
+  only so much as is needed to wait for each other: heads of one number, in one layer.
+- a small model that computes, on 2 processes of one thread each, with all lengths and the ChunkSize divided by 8. The
+  prediction is that of a profile which `chunkplan calibrate` measures first, on two processes at a time.
+
+Seconds are those until the last process has done its last action, medians of all repeats, and in brackets least and
+most; gradients are not reduced. Ratios are those of pairs that ran one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from context_parallel_processes import PlannedStep, run_plans
+from lengths import lengths
+from machine import machine
+from planning import Row, measure_all
+from runtime_batch import qwen2, write_analysis
+
+from chunkplan import PlanConfig, build
+from chunkplan.arrays import Int64Array
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.simulation import simulate_ranks
+
+GLOBAL_BATCH, LONGEST = 256, 65_536
+CHUNK_SIZE, K = 8192, 4
+SMALLER = 8
+
+#: dp, pp of processes that sleep.
+LAYOUTS = ((4, 1), (8, 1), (2, 2), (4, 2))
+
+#: Seconds of sleep that are predicted of a step with groups.
+SECONDS = 1.5
+
+#: Where mixtures of real lengths lie beside the repository, if they do.
+REAL = [
+    Path(__file__).parents[2] / "shared" / "lengths" / f"merged_{name}.parquet" for name in ("long_sft", "lmsys_like")
+]
+
+
+def plan_both(
+    folder: Path, values: Int64Array, cost: CostModel, vocab_size: int = 2, **config: Any
+) -> list[PlannedStep]:
+    """Plan one step of random tokens without groups and with groups."""
+    folder.mkdir()
+    write_analysis(folder / "analysis", values.tolist(), vocab_size)
+    steps = []
+    for cp in ("off", "auto"):
+        settings = PlanConfig(k=K, global_batch=len(values), cp=cp, **config)
+        plan = build(folder / "analysis", folder / f"plan-{cp}", settings, cost=cost)
+        described = next(plan.iter_steps())
+        found = simulate_ranks(plan, described, range(plan.config.dp))
+        steps.append(PlannedStep(plan.path, [found[rank] for rank in range(plan.config.dp)]))
+    return steps
+
+
+def predicted_seconds(step: PlannedStep) -> float:
+    """Predict when the last rank is done, in seconds as they are scaled."""
+    return max(simulation.makespan for simulation in step.ranks) / 1e6 * step.scale
+
+
+def measured_row(steps: Sequence[PlannedStep], runs: Sequence[Sequence[Sequence[Any]]]) -> Row:
+    """Make a row of what was measured of a step without and with groups, and what was predicted."""
+    measured = [[max(times.spent.end for times in run) for run in rounds] for rounds in runs]
+    predicted = [predicted_seconds(step) for step in steps]
+    over = [[seconds / expected for seconds in each] for each, expected in zip(measured, predicted, strict=True)]
+    ratios = [off / auto for off, auto in zip(*measured, strict=True)]
+    return {
+        "s without": spread(measured[0]),
+        "s with": spread(measured[1]),
+        "measured / predicted, without": spread(over[0]),
+        "with": spread(over[1]),
+        "without / with, measured": spread(ratios),
+        "predicted": f"{predicted[0] / predicted[1]:.3f}",
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the least and the most of them."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def measure_sleeping(mixtures: dict[str, Int64Array], repeats: int, folder: Path) -> list[Row]:
+    """Measure processes that sleep, on every layout."""
+    rows = []
+    for dp, pp in LAYOUTS:
+        by_mixture = {}
+        for name, values in mixtures.items():
+            steps = plan_both(folder / f"{name}-{dp}-{pp}", values, CostModel(), chunk_size=CHUNK_SIZE, dp=dp, pp=pp)
+            scale = SECONDS / predicted_seconds(steps[1])
+            by_mixture[name] = [PlannedStep(step.plan, step.ranks, scale) for step in steps]
+        runs = run_plans([step for steps in by_mixture.values() for step in steps], dp * pp, repeats)
+        for number, (name, steps) in enumerate(by_mixture.items()):
+            sizes = {int(size) for rank in steps[1].ranks for size in rank.table.cp_size} - {1}
+            rows.append(
+                {
+                    "lengths": name,
+                    "longest": f"{mixtures[name].max():,}",
+                    "dp": dp,
+                    "pp": pp,
+                    "groups of": ", ".join(map(str, sorted(sizes))),
+                    **measured_row(steps, runs[2 * number : 2 * number + 2]),
+                }
+            )
+    return rows
+
+
+def measure_computing(mixtures: dict[str, Int64Array], repeats: int, folder: Path) -> list[Row]:
+    """Measure a small model on two processes, beside the prediction of a profile of this machine."""
+    small = {name: np.maximum(values // SMALLER, 2) for name, values in mixtures.items()}
+    config = qwen2(256, 2, 4096, int(max(values.max() for values in small.values())))
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    cost = CostModel(
+        shape=read_model_config(folder / "config.json"), hardware=load_hardware(calibrate(folder)), precision="fp32"
+    )
+    plans = {
+        name: plan_both(folder / name, values, cost, chunk_size=CHUNK_SIZE // SMALLER, dp=2)
+        for name, values in small.items()
+    }
+    runs = run_plans([step for steps in plans.values() for step in steps], 2, repeats, config)
+    return [
+        {
+            "lengths": name,
+            "longest": f"{small[name].max():,}",
+            "tokens": f"{small[name].sum():,}",
+            **measured_row(steps, runs[2 * number : 2 * number + 2]),
+        }
+        for number, (name, steps) in enumerate(plans.items())
+    ]
+
+
+def calibrate(folder: Path) -> Path:
+    """Make a profile of one thread of this machine while another one is at the same."""
+    profiles = [folder / f"profile-{number}.toml" for number in range(2)]
+    sizes = ["--chunk-sizes", "256,512,1024", "--prefixes", "2048,8192", "--device", "cpu"]
+    command = [sys.executable, "-m", "chunkplan_cli.main", "calibrate", "--model-config", folder / "config.json"]
+    processes = [
+        subprocess.Popen(
+            [*command, *sizes, "--output", profile],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for profile in profiles
+    ]
+    if sum(process.wait() for process in processes):
+        raise SystemExit("`chunkplan calibrate` failed")
+    return profiles[0]
+
+
+def long_step(values: Int64Array) -> Int64Array:
+    """The first `GLOBAL_BATCH` sequences, in their order, that have one of at least `LONGEST` tokens."""
+    steps = values[: values.size // GLOBAL_BATCH * GLOBAL_BATCH].reshape(-1, GLOBAL_BATCH)
+    found = steps[steps.max(axis=1) >= LONGEST]
+    if not len(found):
+        raise SystemExit(f"of these lengths no step has a sequence of {LONGEST:,} tokens")
+    first: Int64Array = found[0]
+    return first
+
+
+def main() -> None:
+    """Measure what the command line asks for, and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[*TITLES], nargs="+", default=[*TITLES])
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        nargs="+",
+        default=[path for path in REAL if path.exists()],
+        help=".parquet files with a column of lengths; by default those of ../shared/lengths, or a synthetic long tail",
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    mixtures = {path.stem: pq.read_table(path).column(0).to_numpy().astype(np.int64) for path in options.lengths}
+    mixtures = mixtures or {"long-tail": lengths("long-tail", 100_000, cap=None).astype(np.int64)}
+    steps = {name: long_step(values) for name, values in mixtures.items()}
+    parts = {
+        "sleeping": partial(measure_sleeping, steps, options.repeats),
+        "computing": partial(measure_computing, steps, 2 * options.repeats - 1),
+    }
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    chosen = {name: part for name, part in parts.items() if name in options.only}
+    measure_all(chosen, TITLES, machine("chunkplan", "torch", "transformers", "numba"), as_json=options.json)
+    loads = f"load of the machine before {load:.1f}, after {os.getloadavg()[0]:.1f}"
+    print(f"({time.perf_counter() - started:.0f} s; {loads})")
+
+
+TITLES = {
+    "sleeping": f"Processes that sleep (ChunkSize {CHUNK_SIZE:,}, K {K}, {GLOBAL_BATCH} sequences a step)",
+    "computing": f"A small model on 2 processes (ChunkSize {CHUNK_SIZE // SMALLER:,}, K {K}, lengths / {SMALLER})",
+}
+
+
+if __name__ == "__main__":
+    main()
