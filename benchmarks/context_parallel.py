@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,20 +75,16 @@ def plan_both(
         settings = PlanConfig(k=K, global_batch=len(values), cp=cp, **config)
         plan = build(folder / "analysis", folder / f"plan-{cp}", settings, cost=cost)
         described = next(plan.iter_steps())
-        found = simulate_ranks(plan, described, range(plan.config.dp))
-        steps.append(PlannedStep(plan.path, [found[rank] for rank in range(plan.config.dp)]))
+        ranks = simulate_ranks(plan, described, range(plan.config.dp)).values()
+        seconds = max(rank.makespan for rank in ranks) / 1e6
+        steps.append(PlannedStep(plan.path, [rank.times.durations for rank in ranks], seconds))
     return steps
-
-
-def predicted_seconds(step: PlannedStep) -> float:
-    """Predict when the last rank is done, in seconds as they are scaled."""
-    return max(simulation.makespan for simulation in step.ranks) / 1e6 * step.scale
 
 
 def measured_row(steps: Sequence[PlannedStep], runs: Sequence[Sequence[Sequence[Any]]]) -> Row:
     """Make a row of what was measured of a step without and with groups, and what was predicted."""
     measured = [[max(times.spent.end for times in run) for run in rounds] for rounds in runs]
-    predicted = [predicted_seconds(step) for step in steps]
+    predicted = [step.seconds * step.scale for step in steps]
     over = [[seconds / expected for seconds in each] for each, expected in zip(measured, predicted, strict=True)]
     ratios = [off / auto for off, auto in zip(*measured, strict=True)]
     return {
@@ -107,27 +104,20 @@ def spread(values: Sequence[float]) -> str:
 
 def measure_sleeping(mixtures: dict[str, Int64Array], repeats: int, folder: Path) -> list[Row]:
     """Measure processes that sleep, on every layout."""
-    rows = []
+    rows, layouts = [], []
     for dp, pp in LAYOUTS:
-        by_mixture = {}
+        steps = []
         for name, values in mixtures.items():
-            steps = plan_both(folder / f"{name}-{dp}-{pp}", values, CostModel(), chunk_size=CHUNK_SIZE, dp=dp, pp=pp)
-            scale = SECONDS / predicted_seconds(steps[1])
-            by_mixture[name] = [PlannedStep(step.plan, step.ranks, scale) for step in steps]
-        runs = run_plans([step for steps in by_mixture.values() for step in steps], dp * pp, repeats)
-        for number, (name, steps) in enumerate(by_mixture.items()):
-            sizes = {int(size) for rank in steps[1].ranks for size in rank.table.cp_size} - {1}
-            rows.append(
-                {
-                    "lengths": name,
-                    "longest": f"{mixtures[name].max():,}",
-                    "dp": dp,
-                    "pp": pp,
-                    "groups of": ", ".join(map(str, sorted(sizes))),
-                    **measured_row(steps, runs[2 * number : 2 * number + 2]),
-                }
-            )
-    return rows
+            both = plan_both(folder / f"{name}-{dp}-{pp}", values, CostModel(), chunk_size=CHUNK_SIZE, dp=dp, pp=pp)
+            steps += [replace(step, scale=SECONDS / both[1].seconds) for step in both]
+            rows.append({"lengths": name, "longest": f"{values.max():,}", "dp": dp, "pp": pp})
+        layouts.append((dp * pp, steps))
+    pairs = [
+        (steps[at : at + 2], runs[at : at + 2])
+        for (_, steps), runs in zip(layouts, run_plans(layouts, repeats), strict=True)
+        for at in range(0, len(steps), 2)
+    ]
+    return [row | measured_row(*pair) for row, pair in zip(rows, pairs, strict=True)]
 
 
 def measure_computing(mixtures: dict[str, Int64Array], repeats: int, folder: Path) -> list[Row]:
@@ -142,7 +132,7 @@ def measure_computing(mixtures: dict[str, Int64Array], repeats: int, folder: Pat
         name: plan_both(folder / name, values, cost, chunk_size=CHUNK_SIZE // SMALLER, dp=2)
         for name, values in small.items()
     }
-    runs = run_plans([step for steps in plans.values() for step in steps], 2, repeats, config)
+    [runs] = run_plans([(2, [step for steps in plans.values() for step in steps])], repeats, config)
     return [
         {
             "lengths": name,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from pipeline_stages import Sleeper
 
+from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
-from chunkplan.schedule.simulated import Simulation
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
@@ -26,44 +26,59 @@ from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline
 from chunkplan_runtime.sharing import blocks_on
 
 _CPU = torch.device("cpu")
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The first step of the plan in `plan`, as it is predicted on each rank; `scale`: seconds of sleep for one."""
+    """The first step of a plan, predicted to take `seconds`; `scale`: seconds of sleep for a predicted one.
+
+    `durations`: by data-parallel rank those of its chunks, in ns [num_ops, pp, num_chunks].
+    """
 
     plan: Path
-    ranks: list[Simulation]
+    durations: list[Int64Array]
+    seconds: float
     scale: float = 1.0
 
 
 def run_plans(
-    steps: Sequence[PlannedStep], num_processes: int, repeats: int, config: Any = None
-) -> list[list[list[StepTimeline]]]:
-    """Run every step `repeats` times, in turn, after a round that does not count.
+    layouts: Sequence[tuple[int, Sequence[PlannedStep]]], repeats: int, config: Any = None
+) -> list[list[list[list[StepTimeline]]]]:
+    """Run steps on so many processes, in turn, `repeats` times after a round that does not count.
 
-    Returns [len(steps)][repeats][num_processes]. Every process runs a model of `config`; without one they sleep.
+    Returns [len(layouts)][len(steps)][repeats][num_processes]. Every process runs a model of `config`; without one
+    they sleep.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (num_processes, Path(folder), list(steps), repeats, config)
-        torch.multiprocessing.spawn(_work, args=given, nprocs=num_processes)
-        by_process = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(num_processes)]
+        most = max(num_processes for num_processes, _ in layouts)
+        torch.multiprocessing.spawn(_work, args=(Path(folder), list(layouts), repeats, config), nprocs=most)
+        by_process = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(most)]
     return [
-        [[rounds[repeat][step] for rounds in by_process] for repeat in range(repeats)] for step in range(len(steps))
+        [
+            [[rounds[number][repeat][step] for rounds in by_process[:num_processes]] for repeat in range(repeats)]
+            for step in range(len(steps))
+        ]
+        for number, (num_processes, steps) in enumerate(layouts)
     ]
 
 
-def _work(rank: int, num_processes: int, folder: Path, steps: list[PlannedStep], repeats: int, config: Any) -> None:
+def _work(rank: int, folder: Path, layouts: list[tuple[int, Sequence[PlannedStep]]], repeats: int, config: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", _TIMEOUT, world_size=num_processes, rank=rank)
     model = None if config is None else new_model(config, torch.float32, seed=0)
-    runs = [_Run(step, rank, num_processes, model) for step in steps]
-    for run in runs:
-        run(0.1)
-    rounds = [[run(1.0) for run in runs] for _ in range(repeats)]
-    (folder / str(rank)).write_bytes(pickle.dumps(rounds))
-    dist.destroy_process_group()
+    found: list[list[list[StepTimeline]]] = []
+    for number, (num_processes, steps) in enumerate(layouts):
+        found.append([])
+        if rank >= num_processes:
+            continue
+        store = f"file://{folder}/store-{number}"
+        dist.init_process_group("gloo", store, _TIMEOUT, world_size=num_processes, rank=rank)
+        runs = [_Run(step, rank, num_processes, model) for step in steps]
+        for run in runs:
+            run(0.1)
+        found[-1] = [[run(1.0) for run in runs] for _ in range(repeats)]
+        dist.destroy_process_group()
+    (folder / str(rank)).write_bytes(pickle.dumps(found))
 
 
 class _Run:
@@ -73,11 +88,10 @@ class _Run:
         plan, analysis = open_plan(step.plan, pp=load_plan(step.plan).config.pp)
         self._layout = choose_layout(plan, num_processes, rank)
         self._groups = make_groups(self._layout, _CPU, _TIMEOUT, blocks_on(plan, self._layout.dp))
-        self._planned = step.ranks[self._layout.dp_rank]
+        self._durations = step.durations[self._layout.dp_rank]
         self._scale = step.scale
         self._model = model
-        # A token more than the largest there is: the plan is of a vocabulary that no stand-in has.
-        vocab_size = 1 << 30 if model is None else model.vocab_size
+        vocab_size = 2 if model is None else model.vocab_size
         stream = PlanStream(plan, analysis, vocab_size=vocab_size, max_positions=None, prefetch=0, layout=self._layout)
         work = next(iter(stream))
         [self._work] = work.ranks
@@ -85,7 +99,7 @@ class _Run:
 
     def __call__(self, scale: float) -> StepTimeline:
         """Run the step; what sleeps does so `scale` times as long."""
-        model: Any = self._model or Sleeper.of(self._planned, self._scale * scale, self._work, self._layout)
+        model: Any = self._model or Sleeper.of(self._durations, self._scale * scale, self._work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
         executor = Executor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
         clock = ActionClock(_CPU)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from chunkplan.arrays import Int64Array
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
@@ -93,7 +94,7 @@ class _Stage:
 
     def __call__(self, job: Job) -> Ran:
         work = _work_of(job, self._layout.stage)
-        model: Any = self._model or Sleeper.of(job.step, job.scale, work, self._layout)
+        model: Any = self._model or Sleeper.of(job.step.times.durations, job.scale, work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
         executor = Executor(model, links=self._groups.links(wire))
         clock = ActionClock(_CPU)
@@ -129,9 +130,9 @@ class Sleeper:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, step: Simulation, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
-        """Make a stage that sleeps for as long as the step predicts, scaled."""
-        predicted = step.times.durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * scale
+    def of(cls, durations: Int64Array, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
+        """Make a stage that sleeps for as long as is predicted, in ns [num_ops, pp, num_chunks], scaled."""
+        predicted = durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * scale
         by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
         seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
         return cls(seconds, layout.is_first, layout.is_last)
