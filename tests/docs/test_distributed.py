@@ -37,13 +37,13 @@ from chunkplan_runtime.sharing import Holding, SharedPart
 from chunkplan_runtime.spans import Span
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
-from chunkplan_runtime.training.run_summary import sharing_lines
+from chunkplan_runtime.training.run_summary import group_lines
 from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, SHARES, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
+SCREEN, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
 SCRIPTS = Path(sys.executable).parent
@@ -51,6 +51,7 @@ SCRIPTS = Path(sys.executable).parent
 #: What is another where there are two processes in place of four.
 ON_TWO = {
     "4 processes (2 data parallel x 2 pipeline stages)": "2 processes (2 pipeline stages)",
+    "groups    5 of": "groups    4 of",
     ", pipeline 1, the slowest of 2": "",
     "pipelines were done after 0.57 to 0.64 s\n": "",
     "x86_64": platform.machine(),
@@ -178,10 +179,10 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     assert exchanges.at == NO_ACTIVITY
 
 
-def test_the_line_about_groups_that_share_sequences_is_as_it_comes():
-    exchanges = Exchanges(RankLayout(dp=4), {(0, 1): None, (0, 2): None})
-    groups = Groups(exchanges.layout, torch.device("cpu"), None, None, None, None, None, None, exchanges, 0.0512)
-    assert sharing_lines(groups) == [SHARES.strip()]
+def test_the_line_about_groups_is_as_it_comes():
+    exchanges = Exchanges(RankLayout(dp=4, pp=2), {(0, 1): None, (0, 2): None})
+    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", None, None, "link", "ends", "all", exchanges, 0.0512)
+    assert group_lines(groups) == [GROUPS.strip()]
 
 
 def test_the_options_that_are_named_are_there():

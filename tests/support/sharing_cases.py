@@ -75,6 +75,15 @@ class _Idle(dist.ProcessGroup):
         return "idle"
 
 
+def made_groups(rank: int, *, plan: Path, config: Path) -> tuple[int, list[int]]:
+    """How many groups this process says it is in, and how many processes each has that it makes."""
+    opened, analysis = open_for_its_stages(plan)
+    of_torch = dist.distributed_c10d._world.pg_map
+    before = set(of_torch)
+    stage = make_stage(rank, opened, analysis, new_model(read_config(config), torch.float32, seed=1))
+    return stage.groups.num_groups, sorted(dist.get_world_size(group) for group in of_torch if group not in before)
+
+
 def stalled_exchange(rank: int, **how: Any) -> tuple[int, str]:
     """`run_main` where the first process is late for its first page of a step, and half a second is long."""
     launch, was_late = GatheredMemory._launch, []

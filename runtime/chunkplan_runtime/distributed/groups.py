@@ -32,9 +32,10 @@ class Groups:
         machines: of these, where they lie on several machines, as many on each and more than one; else None.
         before, after: its links; None where the pipeline ends.
         ends: the first and last stage of its pipeline; None on the others, and where there is one stage.
-        control: all processes, for objects on the CPU.
+        control: all processes, for objects on the CPU. It is the default group: of a second one every process would
+            connect to every other one again.
         exchanges: with the processes that share sequences with this one.
-        sharing_seconds: how long making the groups of these took, and using each once.
+        seconds: how long making all but the default group took, and using each once.
     """
 
     layout: RankLayout
@@ -46,7 +47,15 @@ class Groups:
     ends: dist.ProcessGroup | None
     control: dist.ProcessGroup
     exchanges: Exchanges
-    sharing_seconds: float
+    seconds: float
+
+    @property
+    def num_groups(self) -> int:
+        """How many they are; a link is two, one for each direction."""
+        spread = (self.machines.within, self.machines.across) if self.machines else ()
+        single = (self.replicas, self.ends, self.control, *spread)
+        links = 2 * sum(link is not None for link in (self.before, self.after))
+        return sum(group is not None for group in single) + links + len(self.exchanges.groups)
 
     def links(self, wire: Wire) -> Links | None:
         """The links of this process's stage, connected; None where there is one stage. All processes have to ask."""
@@ -66,9 +75,17 @@ def make_groups(
     a step. Those of links are used once by `Links`, which begins with the sends and receives that they are for: NCCL
     has a connection of its own for these.
 
+    Every process calls `new_group` for every group, also for those of others, which costs it some microseconds and no
+    message: so torch counts them alike on all. (With `use_local_synchronization` only members would call it, but the
+    name by which they find each other has the number of groups that each has made so far, and a stage in the middle
+    makes more than one at the end.)
+
     `blocks`: those of processes that share sequences, see `sharing.blocks_on`. `machine_size`: how many processes each
     machine has, numbered in a row; None if that is not so, or not known.
     """
+    started = time.perf_counter()
+    control = dist.group.WORLD
+    assert control is not None
 
     def own(members: list[list[int]], *, is_link: bool = False) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all of them make all."""
@@ -97,14 +114,12 @@ def make_groups(
     ]
     if layout.pp > 1:
         ends = own(pairs(0, layout.pp - 1))
-    control = dist.new_group(backend="gloo", timeout=timeout)
     spread_groups = (machines.within, machines.across) if machines else ()
-    for group in (dist.group.WORLD, replicas.get_group() if replicas else None, *spread_groups, ends):
+    for group in (control, replicas.get_group() if replicas else None, *spread_groups, ends):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     dist.all_reduce(torch.zeros(1), group=control)
 
-    started = time.perf_counter()
     members = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}
     shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group_members in sorted(each for each in members if len(each) > 1):
@@ -113,7 +128,6 @@ def make_groups(
             shared[group_members] = made
     exchanges = Exchanges(layout, shared)
     exchanges.greet(device)
-    sharing_seconds = time.perf_counter() - started
 
     def link(stage: int, other: int) -> Link:
         """That between `stage` and the next one, to the stage `other` of them."""
@@ -123,8 +137,8 @@ def make_groups(
 
     before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
     after = None if layout.is_last else link(layout.stage, layout.stage + 1)
-    assert control is not None
-    return Groups(layout, device, replicas, machines, before, after, ends, control, exchanges, sharing_seconds)
+    seconds = time.perf_counter() - started
+    return Groups(layout, device, replicas, machines, before, after, ends, control, exchanges, seconds)
 
 
 class GroupOptions(TypedDict, total=False):

@@ -44,19 +44,20 @@ def describe_run(
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *comparison.lines,
-        *sharing_lines(groups),
+        *group_lines(groups),
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
 
 
-def sharing_lines(groups: Groups | None) -> list[str]:
-    """Say in how many groups this process shares sequences with others; nothing where it shares none."""
-    if groups is None or not groups.exchanges.groups:
+def group_lines(groups: Groups | None) -> list[str]:
+    """Say how many groups of processes this one is in, and how long making them took; nothing of one process."""
+    if groups is None:
         return []
-    made = counted(len(groups.exchanges.groups), "group")
-    return [f"shares    sequences in {made} of processes; all were made in {groups.sharing_seconds:.2f} s"]
+    sharing = len(groups.exchanges.groups)
+    those = f", {sharing} of them for shared sequences" if sharing else ""
+    return [f"groups    {groups.num_groups} of processes{those}; made in {groups.seconds:.2f} s"]
 
 
 def _evaluation(plan: Plan | None) -> str:

@@ -32,7 +32,7 @@ from tests.support.memory_cases import exchange_peaks
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
-from tests.support.sharing_cases import refused_backend, sent_bytes
+from tests.support.sharing_cases import made_groups, refused_backend, sent_bytes
 from tests.support.wait_cases import compare_waiting, used_groups
 
 #: Two shared sequences, one of a single chunk, and those that are packed, split and alone beside them.
@@ -333,3 +333,19 @@ def fits(plan: Path, world_size: int) -> bool:
     except UsageError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    "blocks, how, sizes",
+    [
+        (BY_PAGES, {"dp": 4}, [[4, 4], [4, 4], [2, 4, 4], [2, 4, 4]]),
+        (BY_BOTH, {"dp": 4}, [[2, 2, 4], [2, 2, 4], [2, 2, 4], [2, 2, 4]]),
+        ({97: (0, 2, 1)}, {"dp": 2, "pp": 2}, [[2] * 5] * 4),
+    ],
+)
+def test_a_process_makes_the_groups_that_its_plan_uses_and_no_second_one_of_all_processes(
+    pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], how: dict[str, int], sizes: list[list[int]]
+) -> None:
+    """Of replicas, and those that share; in a pipeline two of a link, and of both ends. The default group is there."""
+    found = pool.run(4, made_groups, **made(blocks, **how))
+    assert found == [(1 + len(each), each) for each in sizes]
