@@ -56,7 +56,7 @@ SMALLER = 8
 LAYOUTS = ((4, 1), (8, 1), (2, 2), (4, 2))
 
 #: Seconds of sleep that are predicted of a step with groups.
-SECONDS = 1.5
+SECONDS = 2.0
 
 #: Where mixtures of real lengths lie beside the repository, if they do.
 REAL = [

@@ -37,6 +37,7 @@ from runtime_batch import qwen2
 from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.replay import Replay, replay, waiting_shares
 
 PP = 4
@@ -126,7 +127,8 @@ def measure_computing(tokens: Sequence[int], repeats: int) -> list[Row]:
 
 def replays_of(runs: Sequence[Sequence[Ran]], job: Job) -> list[Replay]:
     """Replay the runs of a job, in order of makespan."""
-    replays = [replay((job.step, {0: 0}), [ran.times for ran in run], "step", 0) for run in runs]
+    works, layout = {0: (job.step, {0: 0})}, RankLayout(pp=PP)
+    replays = [each for run in runs for each in replay(works, [ran.times for ran in run], layout, "step")]
     return sorted(replays, key=lambda each: each.measured.makespan)
 
 

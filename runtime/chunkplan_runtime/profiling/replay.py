@@ -13,19 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
-from chunkplan.arrays import offsets_of
+from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows
-from chunkplan.planfile.plan import Plan, PlanStep
-from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions
-from chunkplan.schedule.simulate import simulate
+from chunkplan.planfile.plan import Chunk, Plan, PlanStep
+from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions, join_actions
+from chunkplan.schedule.meetings import StepRanks, simulate_steps
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import StepTimeline
+from chunkplan_runtime.sharing import block_of
 
 #: A process that takes so many times as long for its planned work as the others do is named.
 _SLOW = 1.25
@@ -45,7 +46,8 @@ class Replay:
     """The step of one pipeline, three times with the same actions.
 
     `measured`: as it was. `replayed`: with the measured times of actions, and nothing lost between stages. `planned`:
-    with times of the plan's cost model.
+    with times of the plan's cost model. What processes share they begin together, so that its measured time is that
+    since the last of them was there; before, the others waited.
     """
 
     pipeline: int
@@ -62,44 +64,104 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimeline], layout: RankL
     """
     step = times_by_rank[0].step
     described = next(plan.iter_steps(step))
-    replays = []
+    works: dict[int, _Work] = {}
     for pipeline, own in enumerate(layout.rows(plan.config.dp)):
         planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
-        if not planned:
-            continue
-        title = f"step {step}, pipeline {pipeline}"
-        if len(own) > 1 and is_shared(described):
-            work = _joined(plan, described, own, planned, title)
-        else:
-            work = _one_after_another(planned, title)
-        times = [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)]
-        replays.append(replay(work, times, title, pipeline))
-    return replays
+        if planned:
+            title = f"step {step}, pipeline {pipeline}"
+            is_joined = len(own) > 1 and is_shared(described)
+            works[pipeline] = (
+                _joined(plan, described, own, planned, title) if is_joined else _one_after_another(planned, title)
+            )
+    return replay(works, times_by_rank, layout, f"step {step}", plan.config.dp // layout.dp)
 
 
 #: A simulation of all that a pipeline does, and by data-parallel rank where its chunks begin in it.
 _Work = tuple[Simulation, Mapping[int, int]]
 
 
-def replay(work: _Work, times_by_stage: Sequence[StepTimeline], step: str, pipeline: int) -> Replay:
-    """Replay one pipeline that did `work`; `step` says in a title what that was."""
-    joined, first_chunks = work
-    durations = np.zeros_like(joined.times.durations)
-    ends = np.empty_like(joined.ends)
+def replay(
+    works: Mapping[int, _Work],
+    times_by_rank: Sequence[StepTimeline],
+    layout: RankLayout,
+    step: str,
+    num_ranks: int = 1,
+) -> list[Replay]:
+    """Replay pipelines, ascending, that did `works` at the same time; `step` says in a title what that was.
+
+    `num_ranks`: how many data-parallel ranks of the plan each of them runs.
+    """
+    planned = _played_together({pipeline: work for pipeline, (work, _) in works.items()}, layout, num_ranks)
+    timed = {
+        pipeline: _timed(work, [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)])
+        for pipeline, work in works.items()
+    }
+    measured_of, with_times = {}, {}
+    for pipeline, (starts, ends) in timed.items():
+        work, _ = works[pipeline]
+        durations = ends - starts
+        for chunk in work.chunks:
+            block = block_of(chunk).on_processes(num_ranks)
+            if block.size > 1:  # until all are there, those who are wait
+                at = chunk.chunk_id
+                there = np.max([timed[each][0][:, :, at] for each in block.ranks], axis=0)  # [num_ops, pp]
+                durations[:, :, at] = np.maximum(ends[:, :, at] - there, 0)
+        # The first forward of a chunk that is recomputed did less than one that counts as useful.
+        recomputed = durations[FORWARD] == 0
+        durations[FORWARD][recomputed] = durations[RECOMPUTE][recomputed]
+        times = work.times._replace(durations=durations, link=np.zeros_like(work.times.link))
+        with_times[pipeline] = replace(work, title=f"{step}, pipeline {pipeline}, replayed", times=times)
+        measured_of[pipeline] = ends[work.actions.ops, work.stage_of, work.actions.chunk_ids]
+    replayed = _played_together(with_times, layout, num_ranks)
+    found = []
+    for pipeline, each in replayed.items():
+        values = {entry.name: getattr(each, entry.name) for entry in fields(each)}
+        title = f"{step}, pipeline {pipeline}, measured"
+        measured = _Measured(**values | {"title": title, "ends": measured_of[pipeline], "step": None})
+        found.append(Replay(pipeline, measured, each, planned[pipeline]))
+    return found
+
+
+def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Array, Int64Array]:
+    """When each op of each chunk of a pipeline began, and when it ended: [num_ops, pp, num_chunks], 0 without it."""
+    simulation, first_chunks = work
+    starts, ends = np.zeros_like(simulation.times.durations), np.zeros_like(simulation.times.durations)
     for stage, times in enumerate(times_by_stage):
         chunk_ids = [first_chunks[action.dp_rank] + action.chunk_id for action in times.actions]
         ops = [OPS.index(action.op) for action in times.actions]
-        durations[ops, stage, chunk_ids] = [action.end_ns - action.start_ns for action in times.actions]
-        ends[slice(*joined.actions.stages[stage : stage + 2])] = [action.end_ns for action in times.actions]
-    # The first forward of a chunk that is recomputed did less than one that counts as useful.
-    recomputed = durations[FORWARD] == 0
-    durations[FORWARD][recomputed] = durations[RECOMPUTE][recomputed]
-    replayed_times = joined.times._replace(durations=durations, link=np.zeros_like(joined.times.link))
-    replayed_ends = simulate(joined.actions, replayed_times)
-    replayed = replace(joined, title=f"{step}, replayed", times=replayed_times, ends=replayed_ends)
-    values = {entry.name: getattr(replayed, entry.name) for entry in fields(replayed)}
-    measured = _Measured(**values | {"title": f"{step}, measured", "ends": ends})
-    return Replay(pipeline, measured, replayed, planned=joined)
+        starts[ops, stage, chunk_ids] = [action.start_ns for action in times.actions]
+        ends[ops, stage, chunk_ids] = [action.end_ns for action in times.actions]
+    return starts, ends
+
+
+def _played_together(works: Mapping[int, Simulation], layout: RankLayout, num_ranks: int) -> dict[int, Simulation]:
+    """What pipelines do, each with its times, where they begin together what they share."""
+    nothing = Actions(
+        np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(layout.pp + 1, np.int64)
+    )
+    rows = [
+        [_on_processes(chunk, num_ranks) for chunk in works[each].chunks] if each in works else []
+        for each in range(layout.dp)
+    ]
+    chunks = chunks_of_rows([chunk for own in rows for chunk in own])
+    chunks = chunks._replace(rank_chunks=offsets_of([len(own) for own in rows]))
+    actions = join_actions([works[each].actions if each in works else nothing for each in range(layout.dp)])
+    times = ChunkTimes(
+        np.concatenate([work.times.durations for work in works.values()], axis=2),
+        np.concatenate([work.times.link for work in works.values()]),
+    )
+    ends = simulate_steps(chunks, actions, times, layout.dp, layout.pp)
+    step = StepRanks(chunks, times, actions, ends) if (chunks.cp_size > 1).any() else None
+    bounds = actions.stages[:: layout.pp]  # where the actions of each pipeline begin
+    return {
+        pipeline: replace(work, ends=ends[bounds[pipeline] : bounds[pipeline + 1]], step=step, rank=pipeline)
+        for pipeline, work in works.items()
+    }
+
+
+def _on_processes(chunk: Chunk, num_ranks: int) -> Chunk:
+    block = block_of(chunk).on_processes(num_ranks)
+    return replace(chunk, cp_first_rank=block.first, cp_size=block.size)
 
 
 def waiting_shares(simulation: Simulation) -> list[float]:
@@ -197,14 +259,14 @@ def _joined(
 def _all_of(
     planned: Mapping[int, Simulation], title: str, table: Chunks, times: ChunkTimes, actions: Actions
 ) -> Simulation:
-    """A simulation of all that a pipeline does, as if other pipelines were there when it meets them."""
+    """A simulation of all that a pipeline does, which ends when it is played together with the other ones."""
     return replace(
         next(iter(planned.values())),
         title=f"{title}, planned",
         table=table,
         times=times,
         actions=actions,
-        ends=simulate(actions, times),
+        ends=np.zeros(actions.ops.size, np.int64),
         proved_ticks=0,
         step=None,
         exchange=None,

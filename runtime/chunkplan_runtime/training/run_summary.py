@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.distributed.groups import Groups

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from chunkplan import PlanConfig, build, load_plan, simulate_plan
+from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -28,6 +29,7 @@ from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_
 from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline, TimedAction, stage_rows
 from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.shared_plans import build_blocks
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]
 
@@ -162,6 +164,77 @@ def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> Non
     groups = [{chunk.group_id for chunk in each.chunks} - {None} for each in (*alone, found.planned)]
     assert len(groups[2]) == len(groups[0]) + len(groups[1])
     assert found.planned.peak_retained_tokens >= alone[0].peak_retained_tokens
+
+
+def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path: Path) -> None:
+    """The second process takes twice as long as planned: the first waits where they meet, measured and replayed."""
+    plan, layout = build_blocks(tmp_path, {300: (0, 2)}, dp=2), RankLayout(dp=2)
+    planned = [simulate_plan(plan, rank=rank) for rank in range(2)]
+    queues = [
+        list(
+            zip(
+                each.actions.ops.tolist(),
+                each.actions.chunk_ids.tolist(),
+                (each.ends - each.starts).tolist(),
+                strict=True,
+            )
+        )
+        for each in planned
+    ]
+    num_met = sum(planned[0].chunks[chunk_id].cp_size > 1 for _, chunk_id, _ in queues[0])
+    assert [each[:2] for each in queues[0][:num_met]] == [each[:2] for each in queues[1][:num_met]]
+    clock, waited, timed = [0, 0], 0, [list[TimedAction](), list[TimedAction]()]
+    for number in range(max(map(len, queues))):
+        met = max(clock)
+        for rank, queue in enumerate(queues):
+            if number < len(queue):
+                op, chunk_id, ns = queue[number]
+                start = clock[rank]
+                waited += met - start if number < num_met else 0
+                clock[rank] = (met if number < num_met else start) + (rank + 1) * ns
+                timed[rank].append(TimedAction(rank, OPS[op], chunk_id, start, clock[rank]))
+    found = replay_step(plan, [StepTimeline(0, each, 0) for each in timed], layout)
+    for rank, each in enumerate(found):
+        busy = (rank + 1) * sum(ns for _, _, ns in queues[rank])
+        for shown in (each.measured, each.replayed):
+            assert int(shown.ends[-1]) == clock[rank]
+            assert int((shown.ends - shown.starts).sum()) == busy
+    assert waited > 0
+    assert [each.replayed.waiting_for_ranks_per_stage for each in found] == [[waited / 1000], [0]]
+
+
+@pytest.mark.parametrize(
+    "plan_dp, blocks",
+    [(2, {300: (0, 2), 50: (0, 2)}), (8, {300: (0, 8), 200: (4, 4), 50: (4, 2)})],
+    ids=["a rank each", "four ranks each"],
+)
+def test_pipelines_that_share_sequences_are_replayed_as_they_were(
+    tmp_path: Path, plan_dp: int, blocks: dict[int, tuple[int, ...]]
+) -> None:
+    """All but one process come late to their first chunk."""
+    plan, layout = build_blocks(tmp_path, blocks, dp=plan_dp, pp=2), RankLayout(dp=2, pp=2)
+    # The plan's own times are replayed whatever was measured.
+    nothing = [StepTimeline(0, [], 0)] * layout.world_size
+    planned = [each.planned for each in replay_step(plan, nothing, layout)]
+    if plan_dp == 2:
+        assert all(np.array_equal(each.ends, simulate_plan(plan, rank=each.rank).ends) for each in planned)
+    times, late = [], 777
+    for rank in range(layout.world_size):
+        stage, each = rank // layout.dp, planned[rank % layout.dp]
+        own = slice(*each.actions.stages[stage : stage + 2])
+        starts = (each.starts - each.waits)[own] + late
+        starts[0] -= late if rank == 0 else 0
+        columns = (each.actions.ops[own], each.actions.chunk_ids[own], starts, each.ends[own] + late)
+        actions = [
+            TimedAction(each.rank * plan_dp // layout.dp, OPS[op], *rest)
+            for op, *rest in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        times.append(StepTimeline(0, actions, 0))
+    for each, wanted in zip(replay_step(plan, times, layout), planned, strict=True):
+        assert np.array_equal(each.measured.ends, wanted.ends + late)
+        assert np.array_equal(each.measured.starts, wanted.starts + late)
+        assert each.replayed.makespan <= wanted.makespan  # which has links
+        assert np.array_equal(each.replayed.ends - each.replayed.starts, wanted.ends - wanted.starts)
 
 
 def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> None:
