@@ -1,6 +1,6 @@
 """Measures steps in which ranks share sequences, beside the same steps without, and beside what is predicted of both.
 
-    python benchmarks/context_parallel.py                          # about 5 minutes on 2 cores
+    python benchmarks/context_parallel.py                          # 5 minutes on 2 cores
     python benchmarks/context_parallel.py --lengths a.parquet      # a mixture of your own: a column of lengths
     python benchmarks/context_parallel.py --only computing         # a model that computes, on 2 processes
 
@@ -56,12 +56,10 @@ SMALLER = 8
 LAYOUTS = ((4, 1), (8, 1), (2, 2), (4, 2))
 
 #: Seconds of sleep that are predicted of a step with groups.
-SECONDS = 2.0
+SECONDS = 5.0
 
-#: Where mixtures of real lengths lie beside the repository, if they do.
-REAL = [
-    Path(__file__).parents[2] / "shared" / "lengths" / f"merged_{name}.parquet" for name in ("long_sft", "lmsys_like")
-]
+#: Where real lengths lie beside the repository, if they do.
+REAL = Path(__file__).parents[2] / "shared" / "lengths" / "merged_long_sft.parquet"
 
 
 def plan_both(
@@ -181,10 +179,10 @@ def main() -> None:
         "--lengths",
         type=Path,
         nargs="+",
-        default=[path for path in REAL if path.exists()],
-        help=".parquet files with a column of lengths; by default those of ../shared/lengths, or a synthetic long tail",
+        default=[REAL] if REAL.exists() else [],
+        help=f".parquet files with a column of lengths; by default {REAL.name} of ../shared/lengths, or synthetic ones",
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     mixtures = {path.stem: pq.read_table(path).column(0).to_numpy().astype(np.int64) for path in options.lengths}
@@ -192,7 +190,7 @@ def main() -> None:
     steps = {name: long_step(values) for name, values in mixtures.items()}
     parts = {
         "sleeping": partial(measure_sleeping, steps, options.repeats),
-        "computing": partial(measure_computing, steps, 2 * options.repeats - 1),
+        "computing": partial(measure_computing, steps, 2 * options.repeats + 1),
     }
     started, load = time.perf_counter(), os.getloadavg()[0]
     chosen = {name: part for name, part in parts.items() if name in options.only}

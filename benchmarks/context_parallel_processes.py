@@ -67,6 +67,9 @@ def run_plans(
 
 def _work(rank: int, folder: Path, layouts: list[tuple[int, Sequence[PlannedStep]]], repeats: int, config: Any) -> None:
     torch.set_num_threads(1)
+    if config is None:
+        with suppress(PermissionError):  # not to be late where other programs run; threads of gloo inherit it
+            os.setpriority(os.PRIO_PROCESS, 0, -10)
     model = None if config is None else new_model(config, torch.float32, seed=0)
     found: list[list[list[StepTimeline]]] = []
     for number, (num_processes, steps) in enumerate(layouts):
@@ -76,9 +79,6 @@ def _work(rank: int, folder: Path, layouts: list[tuple[int, Sequence[PlannedStep
         store = f"file://{folder}/store-{number}"
         dist.init_process_group("gloo", store, _TIMEOUT, world_size=num_processes, rank=rank)
         runs = [_Run(step, rank, num_processes, model) for step in steps]
-        if model is None:
-            with suppress(PermissionError):  # not to be late where other programs run on these cores
-                os.setpriority(os.PRIO_PROCESS, 0, -10)
         for run in runs:
             run(0.1)
         found[-1] = [[run(1.0) for run in runs] for _ in range(repeats)]

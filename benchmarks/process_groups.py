@@ -165,7 +165,7 @@ def seconds_columns(joined: str, made: str, second: str) -> Row:
 def main() -> None:
     """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=next((path for path in REAL if path.exists()), None))
+    parser.add_argument("--lengths", type=Path, default=REAL if REAL.exists() else None)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     with ProcessPoolExecutor(1, get_context("spawn")) as other:

@@ -1,0 +1,50 @@
+"""The benchmarks of groups run: these programs call the runtime as it is, and nothing else does so in their ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import Block
+from tests.support.places import ROOT
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def test_groups_of_a_layout_that_does_not_run_are_counted() -> None:
+    import process_groups  # type: ignore[import-not-found]
+
+    blocks = [Block(first, 4, 1) for first in (0, 4)] + [Block(0, 8, 2)]
+    found = process_groups.count(RankLayout(dp=8, pp=4, rank=9), blocks)
+    # Of a stage in the middle: all, replicas, four of links; four ranks; of eight two share heads, and four pages.
+    assert sorted(found.sizes) == [2, 2, 2, 2, 2, 4, 4, 8, 32]
+    # Replicas, links, ends; two of four ranks, and of eight four of heads and two of pages, on every stage.
+    assert found.num_calls == 4 + 3 * 8 * 2 + 8 + (2 + 4 + 2) * 4
+
+
+@pytest.mark.soak
+def test_processes_that_sleep_meet_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import context_parallel  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(context_parallel, "LAYOUTS", ((2, 1),))
+    monkeypatch.setattr(context_parallel, "SECONDS", 0.1)
+    rows: list[dict[str, Any]] = context_parallel.measure_sleeping({"made up": np.array([99_000, 5, 900])}, 1, tmp_path)
+    assert [(row["dp"], row["pp"], row["predicted"] > "1.5") for row in rows] == [(2, 1, True)]
+    assert float(rows[0]["s with"].split()[0]) >= 0.1
+
+
+@pytest.mark.soak
+def test_stages_of_a_pipeline_that_sleep_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pipeline  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(pipeline, "SECONDS", 0.2)
+    makespans, bubbles = pipeline.measure_sleeping([[40_000, 900, 12]], 1)
+    assert [row["way"] for row in makespans] == [row["way"] for row in bubbles]
+    assert all(row["measured s"] >= row["replayed s"] for row in bubbles)
