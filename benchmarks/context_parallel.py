@@ -15,7 +15,8 @@ this runs on can compute eight ranks at once, so:
   prediction is that of a profile which `chunkplan calibrate` measures first, on two processes at a time.
 
 Seconds are those until the last process has done its last action, medians of all repeats, and in brackets least and
-most; gradients are not reduced. Ratios are those of pairs that ran one after the other.
+most; gradients are not reduced. Ratios are those of pairs that ran one after the other. Replayed is what the simulator
+makes of the measured times of actions, those of shared chunks since all were there: nothing is lost between actions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import read_model_config
+from chunkplan.planfile.load import load_plan
 from chunkplan.simulation import simulate_ranks
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.profiling.replay import replay_step
+from chunkplan_runtime.profiling.timeline import StepTimeline
 
 GLOBAL_BATCH, LONGEST = 256, 65_536
 CHUNK_SIZE, K = 8192, 4
@@ -79,17 +84,24 @@ def plan_both(
     return steps
 
 
-def measured_row(steps: Sequence[PlannedStep], runs: Sequence[Sequence[Sequence[Any]]]) -> Row:
+def measured_row(
+    steps: Sequence[PlannedStep], runs: Sequence[Sequence[Sequence[StepTimeline]]], layout: RankLayout
+) -> Row:
     """Make a row of what was measured of a step without and with groups, and what was predicted."""
     measured = [[max(times.spent.end for times in run) for run in rounds] for rounds in runs]
     predicted = [step.seconds * step.scale for step in steps]
     over = [[seconds / expected for seconds in each] for each, expected in zip(measured, predicted, strict=True)]
+    replayed = [
+        max(each.replayed.makespan for each in replay_step(load_plan(steps[1].plan), run, layout)) / 1e6
+        for run in runs[1]
+    ]
     ratios = [off / auto for off, auto in zip(*measured, strict=True)]
     return {
         "s without": spread(measured[0]),
         "s with": spread(measured[1]),
         "measured / predicted, without": spread(over[0]),
         "with": spread(over[1]),
+        "measured / replayed, with": spread([one / other for one, other in zip(measured[1], replayed, strict=True)]),
         "without / with, measured": spread(ratios),
         "predicted": f"{predicted[0] / predicted[1]:.3f}",
     }
@@ -115,7 +127,7 @@ def measure_sleeping(mixtures: dict[str, Int64Array], repeats: int, folder: Path
         for (_, steps), runs in zip(layouts, run_plans(layouts, repeats), strict=True)
         for at in range(0, len(steps), 2)
     ]
-    return [row | measured_row(*pair) for row, pair in zip(rows, pairs, strict=True)]
+    return [row | measured_row(*pair, RankLayout(row["dp"], row["pp"])) for row, pair in zip(rows, pairs, strict=True)]
 
 
 def measure_computing(mixtures: dict[str, Int64Array], repeats: int, folder: Path) -> list[Row]:
@@ -136,7 +148,7 @@ def measure_computing(mixtures: dict[str, Int64Array], repeats: int, folder: Pat
             "lengths": name,
             "longest": f"{small[name].max():,}",
             "tokens": f"{small[name].sum():,}",
-            **measured_row(steps, runs[2 * number : 2 * number + 2]),
+            **measured_row(steps, runs[2 * number : 2 * number + 2], RankLayout(2)),
         }
         for number, (name, steps) in enumerate(plans.items())
     ]
