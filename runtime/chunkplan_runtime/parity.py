@@ -23,10 +23,11 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.models.checks import MODEL_TYPES, max_positions
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.proof.record import check_exact
 
 #: What rounding in float64 leaves far below and any mistake far above.
 TOLERANCE = 1e-12
@@ -75,7 +76,8 @@ def parity(
     run: with which attention kernel, with KV in host memory, with activation checkpointing inside of a chunk.
 
     Raises:
-        UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused.
+        UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused, by
+            the error of a small model of its class too.
         DataError: `model_config` is not the config of a model.
         ChunkplanError: gradients are not finite.
     """
@@ -92,7 +94,11 @@ def parity(
         raise UsageError(
             f"a length of {max(lengths):,} tokens", hint=f"parity runs sequences whole: at most {_LONGEST:,} tokens"
         )
-    config = small_config(max_positions=max(lengths)) if model_config is None else read_config(model_config)
+    if model_config is None:
+        config = small_config(max_positions=max(lengths))
+    else:
+        config = read_config(model_config)
+        check_exact(config, str(model_config))
     with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
         (Path(folder) / "analysis").mkdir()
         analysis = write_random_analysis(Path(folder) / "analysis", lengths, config.vocab_size, seed)
@@ -177,8 +183,10 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
 def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
     attention = model.config._attn_implementation
-    # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word.
-    plain = getattr(model.config, "attn_logit_softcapping", None) or not model.is_causal
+    # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word; of some
+    # models there is none.
+    is_plain = getattr(model.config, "attn_logit_softcapping", None) or not model.is_causal
+    plain = is_plain or model.config.model_type not in MODEL_TYPES
     model.model.set_attn_implementation("eager" if plain else "sdpa")
     tokens = analysis.tokens()
     num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)

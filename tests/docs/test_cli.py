@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("name", ["cli", "python_api", "templates"])
+@pytest.mark.parametrize("name", ["cli", "python_api", "templates", pytest.param("models", marks=pytest.mark.soak)])
 def test_a_generated_page_is_what_its_program_writes_now(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def test_it_names_the_kernels_in_the_order_they_are_preferred():
 
 
 def test_it_names_the_models_there_are():
-    (listed,) = re.findall(r"of these types: ([^.]*)\.", DOCUMENT)
+    (listed,) = re.findall(r"held by the tests of this\s+project: ([^.]*)\.", DOCUMENT)
     assert tuple(re.split(r",\s+", listed)) == MODEL_TYPES
 
 

@@ -117,6 +117,30 @@ MODELS = {
     "olmo2": {"model_type": "olmo2"},
     "phi3, sliding window": {"model_type": "phi3", "sliding_window": 11, "pad_token_id": None},
     "smollm3": {"model_type": "smollm3", "pad_token_id": None, "no_rope_layers": [1, 0]},
+    "granite, scaled logits": {"model_type": "granite", "logits_scaling": 8.0, "embedding_multiplier": 3.0},
+    "gpt_oss, sinks": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v3, latents": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
 }
 
 

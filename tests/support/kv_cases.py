@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.exchange import Exchanges
@@ -107,7 +107,9 @@ def attend_together(
         store.start_forward(part.span, part)
         context = ChunkContext((), store, Kernels("reference"), shared=part)
         given = [own(leaf, runs) for leaf in leaves]
-        out, _ = chunk_attention(_Layer(), *given, None, scaling=0.3, chunk_context=context)
+        layer = _Layer()
+        layer.chunkplan = Current(context)
+        out, _ = chunk_attention(layer, *given, None, scaling=0.3)
         done.append((part, out[0].transpose(0, 1), runs))
     for part, out, runs in reversed(done):
         store.start_backward(part.span)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.planfile.plan import Action, Chunk, Segment
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
@@ -45,6 +46,7 @@ class StandIn:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     vocab_size: int = 1
     wrong: list[str] = field(default_factory=list)
+    current: Current = field(default_factory=Current)
 
     @property
     def is_first(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart
@@ -27,20 +29,32 @@ class TokenRange:
     borders: tuple[int, ...] | None = None
 
 
+@dataclass
+class Current:
+    """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
+
+    So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
+    backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
+    `output` what the next one gets.
+    """
+
+    context: ChunkContext | None = None
+    inputs: Tensor | None = None
+    output: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
-    `windows`: the sliding window of each layer, None for full attention; empty where no layer has one. `seed`: of its
-    dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes that: all tokens
-    that those have together who share heads.
+    `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
+    that: all tokens that those have together who share heads.
     """
 
     spans: Sequence[Span]
     store: StateStore
     kernels: Kernels
     causal: bool = True
-    windows: Sequence[int | None] = ()
     seed: int | None = None
     shared: SharedPart | None = None
 

@@ -39,14 +39,22 @@ class LayerAttention:
 
 
 class ChunkAttention(torch.autograd.Function):
-    """`ChunkAttention.apply(query, key, value, context, attention)` -> out [heads, num_tokens, head_dim].
+    """`ChunkAttention.apply(query, key, value, sink, context, attention)` -> out [heads, num_tokens, head_dim].
 
-    query is [heads, num_tokens, head_dim]; key and value are [kv_heads, num_tokens, head_dim].
+    query is [heads, num_tokens, head_dim]; key and value are [kv_heads, num_tokens, head_dim]. `sink` [heads], if there
+    is one, is a score that every query of a head has beside those of the keys, and whose value is zero: with it in the
+    LSE, the backward of the keys is as always, and its own gradient is what is left for it of the row's.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext, attention: LayerAttention
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        context: ChunkContext,
+        attention: LayerAttention,
     ) -> Tensor:
         """Write the KV of a split sequence to the store and attend."""
         heads, num_tokens, _ = query.shape
@@ -62,7 +70,10 @@ class ChunkAttention(torch.autograd.Function):
             else:
                 context.store.write(tokens.part, attention.layer, (keys, values))
                 out[:, here], lse[:, here] = _attend(queries, keys, values, tokens, context, attention)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sink is not None:
+            without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
+            out *= (without - lse).exp()[..., None].to(out.dtype)
+        ctx.save_for_backward(query, key, value, sink, out, lse)
         ctx.context, ctx.attention = context, attention
         return out
 
@@ -70,7 +81,7 @@ class ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
         (grad_out,) = gradients
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sink, out, lse = ctx.saved_tensors
         context, attention = ctx.context, ctx.attention
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for tokens in context.ranges:
@@ -82,7 +93,11 @@ class ChunkAttention(torch.autograd.Function):
                 results = _attend_backward(tokens, context, attention, *given)
             for gradient, result in zip((grad_query, grad_key, grad_value), results, strict=True):
                 gradient[:, here] = result
-        return grad_query, grad_key, grad_value, None, None
+        grad_sink = None
+        if sink is not None:
+            given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
+            grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
+        return grad_query, grad_key, grad_value, grad_sink, None, None
 
 
 def _attend(

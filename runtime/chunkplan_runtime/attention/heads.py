@@ -37,6 +37,10 @@ class HeadExchange:
         apply: Callable[..., tuple[Tensor, ...]] = _ToTokens.apply
         return apply(self, tensor)[0]
 
+    def own_heads(self, of_heads: Tensor) -> Tensor:
+        """Of [heads] those of the heads that this process attends with: [heads / h]."""
+        return of_heads.view(len(self.part.heads), -1)[self._place]
+
     def scatter_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Do as `to_heads`, without a graph."""
         h, num_tokens = len(self.part.heads), tensors[0].shape[1]
@@ -65,7 +69,7 @@ class HeadExchange:
             pieces = dict(zip(order, torch.split(rows, [self._lengths[place] for place in order]), strict=True))
             rows = torch.cat([pieces[place] for place in range(len(order))])
             del pieces
-        num_tokens = self._counts[self.part.heads.index(self.exchanges.layout.dp_rank)]
+        num_tokens = self._counts[self._place]
         received = self._exchange(rows, self._counts, [num_tokens] * h)  # [h x own tokens, width]
         del rows
         by_tensor = zip(torch.split(received.view(h, num_tokens, -1), widths, 2), tensors, strict=True)
@@ -78,6 +82,10 @@ class HeadExchange:
         what = f"exchanging heads of tokens {span.start} to {span.stop} of sequence {span.sequence_id} in layer"
         with self.exchanges.waiting(f"{what} {self.layer} with", self.part.heads):
             return self.exchanges.all_to_all(rows, sent, received, self.part.heads)
+
+    @property
+    def _place(self) -> int:
+        return self.part.heads.index(self.exchanges.layout.dp_rank)
 
     @property
     def _counts(self) -> list[int]:

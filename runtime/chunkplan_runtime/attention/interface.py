@@ -17,6 +17,7 @@ from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.heads import HeadExchange
+from chunkplan_runtime.attention.mask import Mask, mask_of
 
 ATTENTION = "chunkplan"
 
@@ -29,7 +30,7 @@ def register_attention() -> None:
     # What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
     AttentionInterface.register(ATTENTION, torch.compiler.disable(chunk_attention))  # type: ignore[no-untyped-call]
     # Without a mask function of this name, transformers would drop a mask without a word.
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    AttentionMaskInterface.register(ATTENTION, mask_of)
 
 
 def chunk_attention(
@@ -37,11 +38,11 @@ def chunk_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    chunk_context: ChunkContext | None = None,
+    s_aux: Tensor | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
@@ -49,9 +50,15 @@ def chunk_attention(
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
+    chunk_context: ChunkContext | None = getattr(getattr(module, "chunkplan", None), "context", None)
     if chunk_context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
-    asked["attention_mask"] = attention_mask
+    if not isinstance(attention_mask, Mask):
+        asked["attention_mask"], attention_mask = attention_mask, Mask()
+    if attention_mask.unknown:
+        asked[f"a mask by {attention_mask.unknown}"] = True
+    if chunk_context.causal and not attention_mask.causal:
+        asked["a mask that looks ahead"] = True
     is_causal = asked.pop("is_causal", None)
     if chunk_context.causal and (is_causal is False or not getattr(module, "is_causal", True)):
         asked["is_causal=False"] = True
@@ -67,10 +74,10 @@ def chunk_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layer: Any = module.layer_idx
-    window = chunk_context.windows[layer] if chunk_context.windows else None
+    window = attention_mask.window
     if sliding_window not in (None, window):
         raise UsageError(
-            f"layer {layer} asks for a sliding window of {sliding_window}, its config for {window}",
+            f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
             hint="set sliding_window and layer_types of the config to what the model does",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -80,17 +87,13 @@ def chunk_attention(
     apply: Callable[..., Tensor] = ChunkAttention.apply
     shared, given = chunk_context.shared, (query[0], key[0], value[0])
     if shared is None or len(shared.heads) == 1:
-        out = apply(*given, chunk_context, attention)
+        out = apply(*given, s_aux, chunk_context, attention)
     else:
         exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
-        out = exchange.to_tokens(apply(*exchange.to_heads(*given), chunk_context, attention))
+        sink = None if s_aux is None else exchange.own_heads(s_aux)
+        out = exchange.to_tokens(apply(*exchange.to_heads(*given), sink, chunk_context, attention))
     return out.transpose(0, 1)[None], None
 
 
 def _is_given(argument: Any) -> bool:
     return argument is not None and (isinstance(argument, Tensor) or bool(argument))
-
-
-def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    if attention_mask is not None:
-        raise UsageError("attention 'chunkplan' takes no mask", hint="the plan's segments say who attends to whom")

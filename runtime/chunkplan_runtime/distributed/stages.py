@@ -17,6 +17,10 @@ from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import decoder_of, layers_of
+
+#: Names of the norm behind the last layer.
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm")
 
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:
@@ -43,15 +47,26 @@ def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
 
     Tied embeddings stay on the first and on the last stage.
     """
-    whole = model.model
-    decoder = whole.get_decoder()
-    for index in range(len(decoder.layers)):
+    whole, all_layers = model.model, layers_of(model.model)
+    for index in range(len(all_layers)):
         if index not in layers:
-            decoder.layers[index] = _Elsewhere()
-    if not layout.is_first and not (layout.is_last and has_tied_embeddings(whole)):
-        whole.set_input_embeddings(nn.Identity())
+            all_layers[index] = _Elsewhere()
+    if not layout.is_first:
+        all_layers[0] = _Entry()
     if not layout.is_last:
-        decoder.norm = nn.Identity()
+        all_layers[layers.stop] = _Exit()
+    is_tied = has_tied_embeddings(whole)
+    embeddings = whole.get_input_embeddings()
+    for name, module in list(decoder_of(whole).named_children()):
+        if module is all_layers or next(module.parameters(), None) is None:
+            continue
+        if name in _FINAL_NORMS:
+            is_own = layout.is_last
+        else:
+            is_own = layout.is_first or (module is embeddings and layout.is_last and is_tied)
+        if not is_own:
+            setattr(decoder_of(whole), name, nn.Identity())
+    if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
     return replace(model, is_first=layout.is_first, is_last=layout.is_last)
 
@@ -65,4 +80,24 @@ class _Elsewhere(nn.Module):
     """Stands for a layer that another stage has."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Entry(_Elsewhere):
+    """The first layer, where another stage has it: what the code before it made of the inputs is not what they are."""
+
+    chunkplan: Any
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        inputs: Tensor = self.chunkplan.inputs
+        return inputs.clone() if inputs.requires_grad else inputs  # some layers work in place
+
+
+class _Exit(_Elsewhere):
+    """The layer after those of this stage: what it is given is what the next stage gets."""
+
+    chunkplan: Any
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.chunkplan.output = hidden_states
         return hidden_states

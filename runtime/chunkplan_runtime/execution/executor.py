@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
+from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
@@ -92,6 +93,7 @@ class Executor:
         #: Of chunks in flight, by chunk_id: what came from the stage before [num_tokens, hidden_size], and where their
         #: backward begins.
         self.inputs: dict[int, Tensor] = {}
+        self._contexts: dict[int, ChunkContext | None] = {}
         self.in_flight: dict[int, Tensor | GradientEdge | None] = {}
 
     @property
@@ -151,6 +153,7 @@ class Executor:
                     with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
                         hidden = self._forward(work, chunk_id)
                     if action.op != "forward_kv":
+                        self._contexts[chunk_id] = self.model.current.context
                         self.in_flight[chunk_id] = self._backward_from(hidden)
                     if action.op != "recompute" and not self.model.is_last:
                         self._connected.send_output(hidden.detach())
@@ -258,6 +261,7 @@ class Executor:
         for part in tensors.parts:
             self.store.start_backward(part)
         begin = self.in_flight.pop(chunk_id)
+        self.model.current.context = self._contexts.pop(chunk_id)
         losses = None
         if isinstance(begin, Tensor):
             model = self.model

@@ -14,6 +14,7 @@ from transformers.training_args import OptimizerNames
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.models.checks import check_config
+from chunkplan_runtime.proof.record import check_exact
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 
@@ -178,6 +179,7 @@ def base_model(model: Any) -> Any:
     if not is_model:
         raise UsageError("not a model of transformers", where=where, hint="load it with AutoModelForCausalLM")
     check_config(base.config, where)
+    check_exact(base.config, where)
     if base.get_output_embeddings() is None or base.get_decoder() is base:
         raise UsageError("no head that predicts tokens", where=where, hint="load it with AutoModelForCausalLM")
     devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})

@@ -1,17 +1,18 @@
-"""Which models chunked execution is exact for, and why another one is refused.
+"""What of a model's config chunked execution knows, and which entries of it are refused before anything is built.
 
-A model is on the list when nothing in it but attention looks from one token at another, what its attention does is
-known here, and rotary embeddings depend on positions alone.
+Whether gradients are exact for a model is measured (`proof`). What is refused here is what no small model would show:
+what depends on the data, on how long a sequence is, or on what else is asked of a training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from chunkplan.cost import model_config
 from chunkplan.errors import UsageError
 
+#: Types whose every feature is known here, and held by the tests of this project: of others a small model is run first
+#: (`proof`).
 MODEL_TYPES = (
     "gemma",
     "gemma2",
@@ -28,17 +29,19 @@ MODEL_TYPES = (
     "smollm3",
 )
 
-#: `dynamic` and `longrope` choose their frequencies by the longest position of a call, so that a part of a sequence
-#: would be rotated otherwise than the whole.
+#: These choose their frequencies by the longest position of a call, so that a part of a sequence would be rotated
+#: otherwise than the whole.
+_LENGTH_ROPE_TYPES = ("dynamic", "longrope")
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-#: Kinds of layers that the attention function knows.
+#: Kinds of layers that these types may have.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-#: Models whose layers go by `layer_types`.
+#: Those of them whose layers go by `layer_types`.
 _WINDOWS_BY_LAYER = ("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3")
 
-#: Models with the same sliding window in all layers, or in none. What is in neither list has no sliding window at all.
+#: Models with the same sliding window in all layers, or in none, whatever `layer_types` says.
 _ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe")
 
 #: Sizes of which a model has at least one, or none of its own (head_dim).
@@ -53,33 +56,6 @@ _SIZES = (
     "max_position_embeddings",
 )
 
-#: Entries of a config.json that say what makes a model one that is not on the list.
-_FEATURES = {
-    "kv_lora_rank": "multi-head latent attention",
-    "linear_num_value_heads": "linear-attention layers",
-    "mamba_d_state": "state-space layers",
-    "vision_config": "images",
-}
-
-
-def check_model_type(document: Mapping[str, Any], where: str) -> None:
-    """Refuse a model by its kind, with what is known to stand in the way.
-
-    Raises:
-        UsageError: its `model_type` is not one of `MODEL_TYPES`.
-    """
-    model_type = document["model_type"]
-    if model_type in MODEL_TYPES:
-        return
-    features = [text for name, text in _FEATURES.items() if document.get(name)]
-    features += ["attention sinks"] if model_type == "gpt_oss" else []
-    why = f" ({', '.join(features)})" if features else ""
-    raise UsageError(
-        f"model type {model_type!r}{why} is not one that chunked gradients are known to be exact for",
-        where=where,
-        hint=f"exact for: {', '.join(MODEL_TYPES)}",
-    )
-
 
 def is_bidirectional(config: Any) -> bool:
     """Whether tokens see those that come after them. Only Gemma 3 has an option of its own for it."""
@@ -90,23 +66,31 @@ def is_bidirectional(config: Any) -> bool:
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None for full attention.
 
-    It is that of transformers' masks, which not every model passes on to its attention, whatever else its config says.
+    It is what its config says, by which memory is reserved and work is counted. What a layer does is said by its mask.
     """
     window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type in _WINDOWS_BY_LAYER:
-        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-    return (window if config.model_type in _ONE_WINDOW else None,) * int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type in MODEL_TYPES and config.model_type not in (*_WINDOWS_BY_LAYER, *_ONE_WINDOW):
+        window = None  # they have none, whatever their config says
+    if kinds is None or (config.model_type not in _WINDOWS_BY_LAYER and config.model_type in MODEL_TYPES):
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def kv_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a layer keeps of a token: (heads, dim) of its key, and of its value."""
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, expanded
+        key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        return (config.num_attention_heads, key_dim), (config.num_attention_heads, value_dim)
+    num_heads: int = getattr(config, "num_attention_heads", None) or 1
+    heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return (heads, dim), (heads, dim)
 
 
 def max_positions(config: Any) -> int | None:
     """How many tokens a sequence may have, by the rule that the planner goes by too."""
     return model_config.max_positions(config.to_dict())
-
-
-def final_softcap(config: Any) -> float | None:
-    """What bounds the logits of a model; other types than these have no such thing, whatever their config says."""
-    cap: float | None = getattr(config, "final_logit_softcapping", None)
-    return cap if config.model_type in ("gemma2", "gemma3_text") else None
 
 
 def check_config(config: Any, where: str) -> None:
@@ -115,20 +99,22 @@ def check_config(config: Any, where: str) -> None:
     Raises:
         UsageError: naming what, and what to do about it.
     """
-    check_model_type(config.to_dict(), where)
     for name in _SIZES:
         size = getattr(config, name, 1)
         if size is not None and (type(size) is not int or size < 1):
             raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
-    for entry in model_config.rope_entries(config.rope_parameters or {}):
+    rope = getattr(config, "rope_parameters", None)
+    for entry in model_config.rope_entries(rope) if rope else ():
         rope_type = entry.get("rope_type")
-        if rope_type not in _ROPE_TYPES:
+        is_tested = config.model_type in MODEL_TYPES
+        if rope_type in _LENGTH_ROPE_TYPES or (is_tested and rope_type not in _ROPE_TYPES):
             raise UsageError(
                 f"rope type {rope_type!r} depends on more than positions, or is not known",
                 where=where,
                 hint=f"exact for: {', '.join(_ROPE_TYPES)}; choose one of them for training",
             )
-    _check_windows(config, where)
+    if config.model_type in MODEL_TYPES:
+        _check_windows(config, where)
     _check_values(config, where)
 
 
@@ -171,8 +157,9 @@ def _check_values(config: Any, where: str) -> None:
             where=where,
             hint="leave it out",
         )
-    if config.attention_dropout:
-        raise UsageError(f"attention_dropout is {config.attention_dropout}", where=where, hint="set it to 0")
+    for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
+        if getattr(config, name, None):
+            raise UsageError(f"{name} is {getattr(config, name)}", where=where, hint="set it to 0")
     if getattr(config, "output_router_logits", False):
         raise UsageError(
             "output_router_logits asks for a load-balancing loss, which is no sum over chunks",
@@ -188,9 +175,10 @@ def _check_values(config: Any, where: str) -> None:
             where=where,
             hint="set it to null, or to a token of the vocabulary",
         )
-    if config.num_attention_heads % config.num_key_value_heads:
+    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads and kv_heads and heads % kv_heads:
         raise UsageError(
-            f"{config.num_attention_heads} attention heads cannot share {config.num_key_value_heads} KV heads",
+            f"{heads} attention heads cannot share {kv_heads} KV heads",
             where=where,
             hint="num_attention_heads has to be a multiple of num_key_value_heads",
         )

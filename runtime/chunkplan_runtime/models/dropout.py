@@ -6,13 +6,14 @@ depends neither on K nor on which layers ran before it in the same process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from chunkplan_runtime.models.parts import layers_of
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -24,11 +25,11 @@ def seed_layers(model: Any) -> None:
     """Let each layer of a transformers model set its seed before it runs. Does nothing without dropout."""
     if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return
-    for index, layer in enumerate(model.get_decoder().layers):
-        layer.register_forward_pre_hook(partial(_set_seed, index), with_kwargs=True)
+    for index, layer in enumerate(layers_of(model)):
+        layer.register_forward_pre_hook(partial(_set_seed, index))
 
 
-def _set_seed(index: int, layer: nn.Module, arguments: Any, named: Mapping[str, Any]) -> None:
-    seed = named["chunk_context"].seed
+def _set_seed(index: int, layer: Any, _: Any) -> None:
+    seed = layer.chunkplan.context.seed
     if seed is not None and layer.training:
         torch.manual_seed(mixed_seed(seed, index))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -18,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
@@ -26,12 +25,12 @@ from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import (
     check_config,
-    check_model_type,
-    final_softcap,
     is_bidirectional,
+    kv_shapes,
     windows,
 )
 from chunkplan_runtime.models.dropout import seed_layers
+from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
 _REFUSALS = (
@@ -66,7 +65,7 @@ class CausalLM:
     `model` may be one with adapters of peft around it. Where it is one stage of a pipeline, only the first embeds
     tokens (`is_first`) and only the last has final hidden states and a head (`is_last`). `call` runs everything that
     uses weights; where these are sharded it gathers them. `compute_dtype`: of weights when they are used, if not their
-    own.
+    own. `current`: the chunk that it is at work on.
     """
 
     model: Any
@@ -75,6 +74,11 @@ class CausalLM:
     is_last: bool = True
     call: Callable[..., Any] = call_directly
     compute_dtype: torch.dtype | None = None
+    current: Current = field(default_factory=Current)
+
+    def __post_init__(self) -> None:
+        for module in self.model.modules():
+            module.chunkplan = self.current
 
     @property
     def config(self) -> Any:
@@ -102,15 +106,13 @@ class CausalLM:
     @property
     def own_layers(self) -> dict[int, nn.Module]:
         """The layers that are here, by their index in the whole model."""
-        layers = enumerate(self.model.get_decoder().layers)
+        layers = enumerate(layers_of(self.model))
         return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """What a layer keeps of a token: (heads, dim) of its key, and of its value."""
-        config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return (config.num_key_value_heads, head_dim), (config.num_key_value_heads, head_dim)
+        return kv_shapes(self.config)
 
     @property
     def is_causal(self) -> bool:
@@ -120,9 +122,7 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
-        head = partial(self.call, self.model.get_output_embeddings())
-        cap = final_softcap(self.config)
-        return head if cap is None else lambda hidden: torch.tanh(head(hidden) / cap) * cap
+        return lambda hidden: self.call(logits_of, self.model, hidden)[0]
 
     def hidden_states(
         self,
@@ -148,25 +148,30 @@ class CausalLM:
             store,
             self.kernels,
             self.is_causal,
-            windows(self.config),
             seed,
             tensors.shared,
         )
-        hidden: Tensor = self.call(self._decode, tensors, context, inputs)
+        self.current.context = context
+        hidden: Tensor = self.call(self._decode, tensors, inputs)
         return hidden[0]
 
-    def _decode(self, tensors: ChunkTensors, context: ChunkContext, inputs: Tensor | None) -> Tensor:
+    def _decode(self, tensors: ChunkTensors, inputs: Tensor | None) -> Tensor:
         device = self.device
         if inputs is None:
             tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
         else:
             tokens = {"inputs_embeds": inputs[None]}
-        hidden: Tensor = self.model.get_decoder()(
+            self.current.inputs = inputs[None]
+        hidden: Tensor = decoder_of(self.model)(
             **tokens,
             position_ids=tensors.position_ids.to(device, non_blocking=True),
             use_cache=False,
-            chunk_context=context,
         ).last_hidden_state
+        self.current.inputs = None
+        if not self.is_last:
+            output, self.current.output = self.current.output, None
+            assert output is not None
+            return output
         return hidden
 
     def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:
@@ -210,7 +215,6 @@ def read_config(path: Path) -> Any:
     document = read_json(path, hint="give the config.json of a model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
-    check_model_type(document, str(path))
     try:
         config = AutoConfig.for_model(**document)
     except _REFUSALS as error:
@@ -316,7 +320,7 @@ class _ModelArguments(TypedDict):
 
 def _how(config: Any, dtype: torch.dtype) -> _ModelArguments:
     arguments: _ModelArguments = {"dtype": dtype, "attn_implementation": ATTENTION}
-    if getattr(config, "num_experts", None) and dtype == torch.float64:
+    if dtype == torch.float64:
         arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
     return arguments
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.models.checks import is_bidirectional
+from chunkplan_runtime.models.checks import is_bidirectional, kv_shapes
 from chunkplan_runtime.sharing import blocks_on
 
 
@@ -18,7 +18,8 @@ def check_plan(config: Any, plan: Plan, dp: int = 1) -> None:
             can.
     """
     shared = [block.heads for block in blocks_on(plan, dp)]
-    of_model = {"key and value heads": config.num_key_value_heads, "heads": config.num_attention_heads}
+    (kv_heads, _), _ = kv_shapes(config)
+    of_model = {"key and value heads": kv_heads, "heads": getattr(config, "num_attention_heads", kv_heads)}
     uneven = [(num, name, heads) for name, heads in of_model.items() for num in shared if heads % num]
     if uneven:
         num, name, heads = uneven[0]

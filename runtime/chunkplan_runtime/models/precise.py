@@ -8,44 +8,54 @@ chunking does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-#: Ends of the names of modules that compute in float32.
-_MODULES = ("RMSNorm", "RotaryEmbedding", "Router", "Attention")
+#: Whether this thread computes in float64 already: `is_on`.
+_here = local()
 
 
 @contextmanager
 def evaluate_in_float64(model: nn.Module) -> Iterator[None]:
-    """Within the block, norms, rotary embeddings, routers and attention run in float64; weights stay as they are."""
-    changed = []
-    for module in model.modules():
-        if type(module).__name__.endswith(_MODULES):
-            module.forward = partial(_in_float64, module.forward)
-            changed.append(module)
+    """Within the block, what `model` would compute in float32 is computed in float64; weights stay as they are."""
+    # Every module, and not the whole only: with activation checkpoints, layers run again in a backward.
+    changed: list[Any] = list(model.modules())
+    before = [module.__dict__.get("forward") for module in changed]
+    for module in changed:
+        module.forward = partial(_in_float64, module.forward)
     try:
         yield
     finally:
-        for module in changed:
-            del module.forward
+        for module, forward in zip(changed, before, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _in_float64(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    with _Float64():
+    if getattr(_here, "is_on", False):
         return forward(*arguments, **keywords)
+    _here.is_on = True
+    try:
+        with _Float64():
+            return forward(*arguments, **keywords)
+    finally:
+        _here.is_on = False
 
 
 class _Float64(TorchFunctionMode):
     """Reads float32 as float64 wherever a dtype is asked for."""
 
     def __torch_function__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is Tensor.float:
             function = Tensor.double

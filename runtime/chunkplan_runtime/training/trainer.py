@@ -13,6 +13,7 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models.plans import check_plan
+from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
@@ -65,6 +66,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         UsageError, DataError: as `train`.
     """
     model_config = read_model_config(config)
+    check_exact(model_config, str(config.model or config.model_config), num_stages=job.layout.pp)
     data = open_data(config, model_config, job.layout)
     tokenizer = find_tokenizer(config)
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)

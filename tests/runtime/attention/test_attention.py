@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from transformers import AutoConfig, masking_utils
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.interface import chunk_attention, register_attention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
+from chunkplan_runtime.attention.mask import Mask, mask_of
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.kv.store import StateStore
@@ -106,7 +107,7 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
             end += short
         store.start_forward(part)
         given = [leaf[:, part.start : end] for leaf in leaves]
-        results.append(ChunkAttention.apply(*given, ChunkContext(spans, store, Kernels()), layer))
+        results.append(ChunkAttention.apply(*given, None, ChunkContext(spans, store, Kernels()), layer))
     peak = store.num_bytes()
     ends = [*cuts[:-1], query.shape[1]]
     for part, end, result in reversed(list(zip(parts, ends, results, strict=True))):
@@ -221,9 +222,9 @@ def attend():
     def run(batch=1, causal=True, attention_mask=None, **asked):
         layer = Layer()
         layer.is_causal = causal
-        context = ChunkContext((Span(0, 0, 3, length=3, chunk_start=0),), StateStore(8), Kernels())
+        layer.chunkplan = Current(ChunkContext((Span(0, 0, 3, length=3, chunk_start=0),), StateStore(8), Kernels()))
         query, key = torch.randn(batch, 4, 3, 8), torch.randn(batch, 2, 3, 8)
-        return chunk_attention(layer, query, key, key, attention_mask, **{"chunk_context": context, **asked})[0]
+        return chunk_attention(layer, query, key, key, attention_mask, **asked)[0]
 
     return run
 
@@ -240,7 +241,6 @@ def test_arguments_that_say_nothing_are_accepted(attend):
     [
         {"attention_mask": torch.ones(1, 1, 3, 3)},
         {"dropout": 0.1},
-        {"s_aux": torch.zeros(4)},
         {"position_bias": torch.zeros(1)},
         {"is_causal": False},
         {"output_attentions": True},
@@ -258,10 +258,33 @@ def test_a_layer_that_is_not_causal_and_a_batch_are_refused(attend):
         attend(batch=2)
 
 
-def test_a_model_is_not_run_without_a_chunk_or_with_a_mask(tiny_config):
+def test_a_model_is_not_run_without_a_chunk(tiny_config):
     register_attention()
     model = new_model(AutoConfig.for_model(**tiny_config()), torch.float32, seed=0).model
     with pytest.raises(UsageError, match="without a chunk"):
         model(torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(UsageError, match="takes no mask"):
-        model(torch.zeros(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[0, 1, 1]]))
+
+
+def test_sinks_are_a_score_beside_those_of_the_keys(attend):
+    """So large that nothing else counts, they leave nothing; so small that they do not count, all there was."""
+    assert attend(s_aux=torch.full((4,), 80.0)).abs().max() < 1e-6
+    torch.manual_seed(0)
+    plain = attend()
+    torch.manual_seed(0)
+    assert torch.equal(attend(s_aux=torch.full((4,), -80.0)), plain)
+
+
+def test_masks_of_transformers_are_what_their_functions_say():
+    assert mask_of(mask_function=masking_utils.causal_mask_function) == Mask()
+    assert mask_of(mask_function=masking_utils.sliding_window_causal_mask_function(7)) == Mask(7)
+    assert mask_of(mask_function=masking_utils.bidirectional_mask_function) == Mask(causal=False)
+    packed = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.sliding_window_causal_mask_function(5), torch.zeros(1, 3), torch.zeros(1, 3)
+    )
+    assert mask_of(mask_function=packed) == Mask(5)
+    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1))
+    assert mask_of(mask_function=chunked).unknown == "chunked_overlay"
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(True))
+    assert mask_of(mask_function=either) == Mask(causal=False)
+    nothing = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(False))
+    assert mask_of(mask_function=nothing).unknown == "or_masks"

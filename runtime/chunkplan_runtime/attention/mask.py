@@ -1,0 +1,69 @@
+"""Which tokens of its sequence a layer lets a token see, as the model itself says by the mask that it makes.
+
+transformers describes a mask by a function that is put together from a few (`masking_utils`), and lets an attention
+implementation make of it what it needs. Here that is the description alone: borders of sequences and parts come from
+the plan. So windows are those of the model's own code, which not every model takes from its config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A token sees those before it and itself; with `window` the last so many of them; all, unless it is `causal`.
+
+    `unknown` is the name of what else there is to it, which the layers that get it are refused for.
+    """
+
+    window: int | None = None
+    causal: bool = True
+    unknown: str | None = None
+
+
+#: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
+_KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+
+
+def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
+    """The mask that a function of transformers describes.
+
+    A mask of padding is not looked at: chunks have no padding, and where there is one, the model made it itself.
+    """
+    window, causal, either = None, False, False
+    for part in _parts(mask_function):
+        name, _, _ = part.__qualname__.partition(".<locals>")
+        if name == "or_masks":
+            either = True
+        elif either and part.__qualname__.endswith("<lambda>"):
+            continue  # what it says is asked below
+        elif name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = _enclosed(part)["sliding_window"]
+        elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
+            return Mask(unknown=name)
+    if not either:
+        return Mask(window, causal)
+    first, second = torch.arange(2)
+    # One of two masks, of which one is causal: all see all, or it is not known what.
+    return Mask(window, causal=False) if mask_function(0, 0, first, second) else Mask(unknown="or_masks")
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[Any]:
+    """A mask function, and all that it is put together from."""
+    yield mask_function
+    for enclosed in _enclosed(mask_function).values():
+        for each in enclosed if isinstance(enclosed, tuple) else (enclosed,):
+            if callable(each):
+                yield from _parts(each)
+
+
+def _enclosed(function: Any) -> Mapping[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}

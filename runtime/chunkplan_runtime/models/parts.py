@@ -1,0 +1,64 @@
+"""The parts of a causal LM of transformers: its decoder, the layers of that, and what makes logits of hidden states."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+def whole_of(model: Any) -> Any:
+    """The causal LM itself, of a model that may have adapters of peft around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal LM that makes hidden states of tokens."""
+    whole = whole_of(model)
+    decoder = whole.get_decoder()
+    return decoder if decoder is not whole else whole.base_model
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The layers of a causal LM: of the lists of modules that its decoder has, that with the most weights.
+
+    Raises:
+        LookupError: it has none.
+    """
+    lists = [module for module in decoder_of(model).children() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise LookupError("its decoder has no list of layers")
+    return max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()))
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [1, num_tokens, vocab_size] of final hidden states [num_tokens, hidden_size], by the model's own code.
+
+    With whatever scaling and softcap that has: its own forward runs with a decoder that gives back hidden states which
+    are there already.
+    """
+    decoder = decoder_of(model)
+    own = decoder.__dict__.get("forward")
+    decoder.forward = partial(_given, hidden[None])
+    try:
+        logits: Tensor = whole_of(model)(inputs_embeds=hidden[None], use_cache=False).logits
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+    return logits
+
+
+class _Given(MoeModelOutputWithPast):
+    """What a decoder returned, of which only hidden states are there."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def _given(hidden: Tensor, *_: Any, **__: Any) -> _Given:
+    return _Given(last_hidden_state=hidden)

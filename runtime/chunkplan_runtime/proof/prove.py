@@ -1,0 +1,193 @@
+"""Whether chunked execution is exact for a model: by the error that a small one of its class has.
+
+The small model (`tiny`) runs sequences whole, with transformers' own plain attention, and in chunks: packed beside one
+another, split, and both in one chunk, with one chunk of a sequence in flight and with two. All of it is in float64, on
+the CPU. Compared are the loss and the gradient of every weight. Nothing is taken for granted: a model is accepted or
+refused by what is measured.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.distributed.stages import cut_stage
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.proof.tiny import tiny_document, unknown_numbers
+from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadLinks, random_sequences, work_of
+
+#: What rounding in float64 leaves far below and any mistake far above.
+TOLERANCE = 1e-10
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
+
+#: A gradient this small beside that of all weights is zero but for rounding.
+_VANISHING = 1e-13
+
+#: More weights than these, and the small model is none.
+_MOST_WEIGHTS = 20_000_000
+
+
+@dataclass(frozen=True)
+class ModelProof:
+    """How far chunked execution of a small model is off.
+
+    Attributes:
+        error: of the worst gradient, ||g - g_whole|| / ||g_whole||; or of the loss.
+        where: the weight with that error, and what it was run with.
+    """
+
+    error: float
+    where: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is exact but for rounding; not where the error is no number."""
+        return self.error <= TOLERANCE
+
+
+class UnprovedError(Exception):
+    """No small model could be run: the reason."""
+
+
+def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
+    """Compare a small model of the class of `config` whole and in chunks, the latter on `num_stages` stages (1 or 2).
+
+    Raises:
+        UnprovedError: the small model cannot be built, or does not run in chunks.
+    """
+    torch_state = torch.random.get_rng_state()
+    level = logging.get_verbosity()
+    logging.set_verbosity(40)  # errors
+    try:
+        return _prove(config, num_stages)
+    except UnprovedError:
+        raise
+    except Exception as error:  # whatever the code of a model raises is a reason to refuse it
+        raise UnprovedError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    finally:
+        logging.set_verbosity(level)
+        torch.random.set_rng_state(torch_state)
+
+
+def _prove(config: Any, num_stages: int) -> ModelProof:
+    document = tiny_document(config.to_dict())
+    if unknown := unknown_numbers(document):
+        what = " and ".join(f"{name} {document.get(name, '')}".strip() for name in unknown[:3])
+        raise UnprovedError(f"what {what} changes in long sequences is not known")
+    tiny = AutoConfig.for_model(**document)
+    with torch.device("meta"):
+        num_weights = sum(each.numel() for each in _AUTO_MODEL.from_config(deepcopy(tiny)).parameters())
+    if num_weights > _MOST_WEIGHTS:
+        raise UnprovedError(f"a small model of its class has {num_weights:,} weights still")
+    model = new_model(tiny, torch.float64, seed=0)
+    model.model.double()  # some weights are float32 whatever is asked for
+    spread_weights(model.model)
+    sequences = random_sequences(tiny.vocab_size)
+    num_targets = sum(int(each.target.sum()) for each in sequences)
+    with evaluate_in_float64(model.model):
+        whole = _whole(model, sequences, num_targets)
+        found = [_compared(_chunked(model, sequences, num_targets, k, num_stages), whole, f"K {k}") for k in ORDERS]
+    return max(found, key=lambda proof: (proof.error != proof.error, proof.error))
+
+
+def spread_weights(model: torch.nn.Module) -> None:
+    """Make the weights of a new model so large that everything that it computes matters, norms' among them."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int) -> _Run:
+    """Plain training of whole sequences: nothing here is shared with chunked execution but the weights."""
+    attention = model.config._attn_implementation
+    model.model.set_attn_implementation("eager")
+    total = 0.0
+    for tokens, target in sequences:
+        logits = model.model(tokens[None].long(), use_cache=False).logits[0]
+        predicted = target[1:]
+        loss = F.cross_entropy(logits[:-1][predicted], tokens[1:][predicted].long(), reduction="sum") / num_targets
+        torch.autograd.backward(loss)
+        total += loss.item()
+    model.model.set_attn_implementation(attention)
+    return _Run(total, _taken(model))
+
+
+def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int) -> _Run:
+    work = work_of(sequences, k)
+    if num_stages == 1:
+        return _Run(Executor(model).run(work, num_targets).loss, _taken(model))
+    queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
+    num_layers = len(model.own_layers)
+    cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
+    stages = []
+    for stage, layers in enumerate(cuts):
+        layout = RankLayout(pp=2, rank=stage)
+        copied = replace(model, model=deepcopy(model.model), current=Current())
+        stages.append(cut_stage(copied, layers, layout))
+    losses: list[float] = [0.0, 0.0]
+    failed: list[BaseException] = []
+
+    def run(stage: int) -> None:
+        links = ThreadLinks(queues)
+        try:
+            with evaluate_in_float64(stages[stage].model):
+                losses[stage] = Executor(stages[stage], links=links).run(work, num_targets).loss  # type: ignore[arg-type]
+        except BaseException as error:
+            failed.insert(0 if str(error) != "the other stage failed" else len(failed), error)
+            links.close()
+
+    threads = [Thread(target=run, args=(stage,)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    gradients: dict[str, Tensor] = {}
+    for own in stages:
+        for name, gradient in _taken(own).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return _Run(sum(losses), gradients)
+
+
+def _taken(model: CausalLM) -> dict[str, Tensor]:
+    """The gradients by weight, zeros where there is none; the model is left without."""
+    found = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.model.named_parameters()
+    }
+    model.model.zero_grad(set_to_none=True)
+    return found
+
+
+def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
+    norms = {name: gradient.norm().item() for name, gradient in whole.gradients.items()}
+    overall = sum(norm**2 for norm in norms.values()) ** 0.5
+    errors = {"the loss": abs(found.loss - whole.loss) / abs(whole.loss)}
+    for name, norm in norms.items():
+        missing = name not in found.gradients
+        error = norm if missing else (found.gradients[name] - whole.gradients[name]).norm().item()
+        errors[name] = error / (norm if norm > _VANISHING * overall else overall)
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+    return ModelProof(errors[worst], f"{worst}, {how}")

@@ -1,0 +1,220 @@
+"""A small config of the same model class as a given one, with everything that it switches on: what a proof runs.
+
+Widths, depths and counts become small. All the rest stays as it is: patterns of layers, windows and where they are,
+softcaps, scalings, norms, kinds of rotary embeddings, routers. What a name stands for is the same in most of
+transformers; a config whose names are others is left as large as it is, or cannot be built, and then nothing is proved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: What a config says, by name: of any kind, as transformers has it.
+Entries = dict[str, Any]
+
+#: Layers are kept until every kind of them has occurred, but never more than these.
+MOST_LAYERS = 12
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
+
+#: What other sizes become at most; a size of 0 or None stays.
+_AT_MOST = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "unpadded_vocab_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "router_hidden_size": 16,
+    # mixtures of experts
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_experts_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "dense_intermediate_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "zero_expert_num": 2,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    # what changes from a length on, so that a short sequence goes beyond it: windows, choices of keys, scalings
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "keep_window_size": 8,
+    "floor_scale": 8,
+    "log_scaling_n_floor": 8,
+    "rel_extent": 8,
+    "original_max_position_embeddings": 16,
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "attention_window_size": 8,
+    "window_size": 8,
+    "local_attention": 16,
+    "attention_chunk_size": 8,
+    "num_kv_shared_layers": 1,
+    # recurrent layers
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "chunk_size": 8,
+    "kv_channels": 16,
+    "rotary_dim": 8,
+}
+
+
+#: Numbers that are no sizes of weights and change nothing at any length: scalings, and what sizes are multiples of.
+_HARMLESS = ("query_pre_attn_scalar", "dim_model_base", "block_multiple_of", "seed", "ffn_round_up_to_multiple_of")
+
+#: Numbers up to this one are small enough for sequences of a proof to go beyond what they bound.
+_SMALL = 16
+
+
+def unknown_numbers(tiny: Entries) -> list[str]:
+    """Entries of a small config that are large still, and may be bounds that no short sequence reaches."""
+    known = {*_LAYERS, *_HEADS, *_KV_HEADS, *_WIDTHS, *_MLP_WIDTHS, *_EXPERTS, *_CHOSEN, *_POSITIONS, *_AT_MOST}
+    found = []
+    for name, value in tiny.items():
+        name = str(name)
+        if name.endswith("2label"):
+            continue
+        if isinstance(value, dict):
+            found += [f"{name}.{inner}" for inner in unknown_numbers(value)]
+        elif name not in known and name not in _HARMLESS and not name.endswith(("_token_id", "_token_index")):
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if any(type(number) is int and number > _SMALL for number in numbers):
+                found.append(name)
+    return found
+
+
+def tiny_document(document: Entries) -> Entries:
+    """The entries of a small config, for those of a whole one (`config.to_dict()`)."""
+    tiny = {name: value for name, value in document.items() if name not in ("architectures", "transformers_version")}
+    num_layers = _first(document, _LAYERS) or 2
+    heads = _first(document, _HEADS) or 2
+    kv_heads = _first(document, _KV_HEADS) or heads
+    small_kv_heads = min(kv_heads, 2)
+    small_heads = small_kv_heads * min(max(heads // kv_heads, 1), 2)
+    head_dim = 16
+    small_layers = _kept_layers(document, num_layers)
+    _set(tiny, _LAYERS, small_layers)
+    _set(tiny, _HEADS, small_heads)
+    _set(tiny, _KV_HEADS, small_kv_heads)
+    _set(tiny, _WIDTHS, small_heads * head_dim)
+    _set(tiny, _MLP_WIDTHS, 48)
+    _set(tiny, _EXPERTS, 4)
+    _set(tiny, _POSITIONS, 256)
+    for name in _CHOSEN:
+        if _is_size(document.get(name)):
+            tiny[name] = min(document[name], 2)
+    for name, most in _AT_MOST.items():
+        if _is_size(document.get(name)):
+            tiny[name] = min(document[name], most)
+    if _is_size(document.get("head_dim")):
+        tiny["head_dim"] = tiny.get("qk_rope_head_dim", head_dim) if document.get("kv_lora_rank") else head_dim
+    if _is_size(document.get("qk_head_dim")):
+        tiny["qk_head_dim"] = tiny.get("qk_nope_head_dim", 0) + tiny.get("qk_rope_head_dim", 0)
+    for name, value in document.items():
+        if isinstance(value, (list, tuple)) and len(value) == num_layers:
+            tiny[name] = [48] * small_layers if name in _MLP_WIDTHS else list(value[:small_layers])
+        elif name.endswith(("_token_id", "_token_index")):
+            ids = [min(each, 3) for each in value] if isinstance(value, (list, tuple)) else value
+            tiny[name] = min(ids, 3) if type(ids) is int else ids
+        elif name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, float):
+            tiny[name] = 0.0  # what is random cannot be compared
+    layers = tiny.get("per_layer_config")
+    if isinstance(layers, dict):  # by the index of a layer, what is otherwise in it
+        tiny["per_layer_config"] = {
+            layer: {name: tiny.get(name, value) for name, value in entries.items()}
+            for layer, entries in layers.items()
+            if int(layer) < small_layers
+        }
+    if isinstance(tiny.get("rope_parameters"), dict):
+        tiny["rope_parameters"] = _tiny_rope(tiny["rope_parameters"])
+    return tiny | _of_families(tiny, small_heads, head_dim, small_layers)
+
+
+def _tiny_rope(entries: Entries) -> Entries:
+    """Parameters of rotary embeddings, in which whatever depends on the length does so for a short one."""
+    tiny = {name: _tiny_rope(value) if isinstance(value, dict) else value for name, value in entries.items()}
+    if _is_size(tiny.get("original_max_position_embeddings")):
+        tiny["original_max_position_embeddings"] = _AT_MOST["original_max_position_embeddings"]
+    if _is_size(tiny.get("max_position_embeddings")):
+        tiny["max_position_embeddings"] = 256
+    return tiny
+
+
+def _of_families(tiny: Entries, heads: int, head_dim: int, num_layers: int) -> Entries:
+    """Entries that have to go with the others."""
+    found: Entries = {}
+    if "mamba_n_heads" in tiny:  # Mamba-2 beside attention: its heads have to be as wide together as it expands
+        width = int(tiny.get("mamba_expand", 2) * heads * head_dim)
+        found |= {"mamba_n_heads": width // 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+        found |= {"mamba_d_ssm": width} if "mamba_d_ssm" in tiny else {}
+    if "mamba_num_heads" in tiny:
+        found |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1}
+    for name in ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids"):
+        if isinstance(tiny.get(name), list):
+            found[name] = [layer for layer in tiny[name] if layer < num_layers]
+    if isinstance(tiny.get("num_attention_heads_per_layer"), list):
+        found["num_attention_heads_per_layer"] = [heads] * num_layers
+    if _is_size(tiny.get("moe_layer_end_index")):
+        found["moe_layer_end_index"] = min(tiny["moe_layer_end_index"], num_layers - 1)
+    if _is_size(tiny.get("max_window_layers")):
+        found["max_window_layers"] = min(tiny["max_window_layers"], num_layers - 1)
+    return found
+
+
+def _kept_layers(document: Entries, num_layers: int) -> int:
+    """As many layers as it takes for every kind to have occurred, and at least two."""
+    patterns = [
+        value for value in document.values() if isinstance(value, (list, tuple)) and len(value) == num_layers > 1
+    ]
+    kinds = list(zip(*([str(kind) for kind in pattern] for pattern in patterns), strict=True))
+    kept = next((index + 1 for index in range(len(kinds)) if {*kinds[: index + 1]} == {*kinds}), 2)
+    dense = min(_first(document, ("first_k_dense_replace", "num_dense_layers")) or 0, 1)
+    return min(max(kept, 2 + dense), MOST_LAYERS, max(num_layers, 2))
+
+
+def _first(document: Entries, names: tuple[str, ...]) -> int | None:
+    return next((document[name] for name in names if _is_size(document.get(name))), None)
+
+
+def _set(tiny: Entries, names: tuple[str, ...], size: int) -> None:
+    for name in names:
+        if _is_size(tiny.get(name)):
+            tiny[name] = size
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0

@@ -1,0 +1,128 @@
+"""What a proof runs: a few sequences, in chunks of all kinds, and what each of one or more stages does with these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chunkplan.planfile.plan import Action, Chunk, Segment
+from chunkplan_runtime.feed.labels import NO_TARGET, shifted_labels
+from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.spans import Span
+
+#: The number of tokens of each sequence. The longest goes far beyond the window of a small model.
+LENGTHS = (9, 7, 41, 5, 23)
+
+#: What each chunk has of them, (sequence, start, stop): whole ones, parts of split ones, and both.
+CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...] = (
+    ((0, 0, 9), (1, 0, 7)),
+    ((2, 0, 16),),
+    ((2, 16, 32),),
+    ((2, 32, 41), (3, 0, 5)),
+    ((4, 0, 12),),
+    ((4, 12, 23),),
+)
+
+#: By K, the actions of every stage: forward, forward without keeping activations, recompute, backward.
+ORDERS = {
+    1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4",
+    2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4",
+}
+
+_OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
+
+
+class Sequence(NamedTuple):
+    """Tokens of a sequence, int32 [num_tokens], and which of them are targets, bool [num_tokens]."""
+
+    tokens: Tensor
+    target: Tensor
+
+
+def random_sequences(vocab_size: int) -> list[Sequence]:
+    """Sequences of `LENGTHS`, in which two of three tokens are targets, the same in every process."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for length in LENGTHS:
+        tokens = torch.randint(0, vocab_size, (length,), generator=random, dtype=torch.int32)
+        target = torch.rand(length, generator=random) < 2 / 3
+        target[0], target[-1] = False, True
+        found.append(Sequence(tokens, target))
+    return found
+
+
+def work_of(sequences: list[Sequence], k: int) -> RankWork:
+    """What a rank does with the chunks of `sequences`, of each of which `k` may hold activations."""
+    parts = {name: [each for each in CHUNKS if each[0][0] == name] for name in range(len(sequences))}
+    labels = [torch.from_numpy(shifted_labels(each.tokens.numpy(), each.target.numpy())) for each in sequences]
+    chunks, tensors = {}, {}
+    for chunk_id, segments in enumerate(CHUNKS):
+        spans, offset = [], 0
+        for name, start, stop in segments:
+            is_split = len(parts[name]) > 1
+            spans.append(Span(name, start, stop, LENGTHS[name], offset, name if is_split else None))
+            offset += stop - start
+        cut = [slice(start, stop) for _, start, stop in segments]
+        ids = torch.cat([sequences[name].tokens[here] for (name, *_), here in zip(segments, cut, strict=True)])
+        positions = torch.cat([torch.arange(start, stop, dtype=torch.int32) for _, start, stop in segments])
+        targets = torch.cat([labels[name][here] for (name, *_), here in zip(segments, cut, strict=True)])
+        tensors[chunk_id] = ChunkTensors(ids[None], positions[None], targets, tuple(spans))
+        group = next((span.group_id for span in spans if span.is_split), None)
+        chunks[chunk_id] = Chunk(
+            chunk_id=chunk_id,
+            group_id=group,
+            group_index=0 if group is None else parts[group].index(segments),
+            group_size=1 if group is None else len(parts[group]),
+            num_tokens=offset,
+            num_target_tokens=int((targets != NO_TARGET).sum()),
+            prefix_tokens=segments[0][1],
+            keeps_activations=True,
+            cost=0.0,
+            segments=tuple(Segment(*segment) for segment in segments),
+        )
+    actions = [Action(_OPS[word[0]], int(word[1:]), 0) for word in ORDERS[k].split()]
+    return RankWork(0, 0, actions, chunks, tensors)
+
+
+class ThreadLinks:
+    """Links between two stages that run in two threads of one process, as `execution.links.Links` are between two."""
+
+    def __init__(self, queues: dict[str, SimpleQueue[Any]]) -> None:
+        self._queues = queues
+
+    @contextmanager
+    def open(self, *_: Any) -> Iterator[None]:
+        """There is nothing to wait for at the end."""
+        yield
+
+    def receive_input(self, _: int) -> Tensor:
+        """See `Links.receive_input`."""
+        return self._take("inputs")
+
+    def receive_gradient(self, _: int) -> Tensor:
+        """See `Links.receive_gradient`."""
+        return self._take("gradients")
+
+    def send_output(self, hidden: Tensor) -> None:
+        """See `Links.send_output`."""
+        self._queues["inputs"].put(hidden)
+
+    def send_input_gradient(self, gradient: Tensor) -> None:
+        """See `Links.send_input_gradient`."""
+        self._queues["gradients"].put(gradient)
+
+    def close(self) -> None:
+        """Say that nothing more will come: the other thread failed."""
+        for queue in self._queues.values():
+            queue.put(None)
+
+    def _take(self, name: str) -> Tensor:
+        tensor: Tensor | None = self._queues[name].get()
+        if tensor is None:
+            raise RuntimeError("the other stage failed")
+        return tensor

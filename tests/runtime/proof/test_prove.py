@@ -1,0 +1,142 @@
+"""A model is accepted or refused by the error that a small one of its class has, on one stage and on two."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.attention import interface
+from chunkplan_runtime.attention.mask import Mask
+from chunkplan_runtime.models import model as models
+from chunkplan_runtime.proof import record
+from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
+from chunkplan_runtime.proof.record import check_exact
+from chunkplan_runtime.proof.tiny import tiny_document, unknown_numbers
+
+#: Models by what they have that others have not, with what their default config leaves out.
+EXACT: dict[str, dict[str, Any]] = {
+    "apertus": {},  # an activation with weights, rope as of Llama 3
+    "cohere2": {},  # logits are scaled, every fourth layer sees all
+    "deepseek_v3": {},  # latents, dense layers before mixtures
+    "exaone4": {},
+    "gemma2": {},
+    "glm4_moe": {},
+    "gpt_neox": {},  # parallel residuals, layers by another name
+    "gpt_oss": {},  # sinks
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "minicpm3": {},
+    "mimo_v2_flash": {},
+    "nanochat": {},  # a softcap behind the head
+    "olmo3": {},
+    "phi": {},
+    "stablelm": {},  # layers that pass nothing on to attention
+    "starcoder2": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(model_type, **changes)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("model_type", EXACT)
+def test_models_of_many_kinds_are_proved_exact(model_type: str, num_stages: int) -> None:
+    proof = prove(config_of(model_type, **EXACT[model_type]), num_stages=num_stages)
+    assert proof.error < 1e-13 < TOLERANCE, proof
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "olmo_hybrid"])
+def test_a_state_that_chunks_do_not_carry_is_refused_by_the_error_it_makes(model_type: str) -> None:
+    with pytest.raises(UsageError, match=rf"model type '{model_type}' are off by \d.*\(.*, K [12]\)") as refused:
+        check_exact(config_of(model_type), "model")
+    assert "docs/models.md" in str(refused.value.hint)
+
+
+def test_a_head_without_the_scaling_that_the_model_has_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a scaling of 1, which is why the small model has that of the whole one."""
+    monkeypatch.setattr(models, "logits_of", lambda model, hidden: model.get_output_embeddings()(hidden[None]))
+    assert prove(config_of("granite", logits_scaling=1.0)).holds
+    assert prove(config_of("granite", logits_scaling=8.0)).error > 0.1
+
+
+def test_a_window_that_is_left_out_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model has a window that its sequences go beyond."""
+    called = interface.chunk_attention
+
+    def without(module: Any, query: Any, key: Any, value: Any, mask: Any, **asked: Any) -> Any:
+        return called(module, query, key, value, Mask(), **asked | {"sliding_window": None})
+
+    from transformers import AttentionInterface
+
+    monkeypatch.setattr(interface, "register_attention", lambda: None)
+    monkeypatch.setattr(models, "register_attention", lambda: None)
+    AttentionInterface.register(interface.ATTENTION, without)
+    try:
+        assert prove(config_of("gpt_oss")).error > 1e-3
+    finally:
+        monkeypatch.undo()
+        interface.register_attention()
+    assert prove(config_of("gpt_oss")).holds
+
+
+def test_what_is_large_still_in_a_small_model_is_not_taken_for_harmless() -> None:
+    config = config_of("olmo3")
+    assert not unknown_numbers(tiny_document(config.to_dict()))
+    config.sees_at_most = 4096
+    with pytest.raises(UnprovedError, match="what sees_at_most 4096 changes in long sequences is not known"):
+        prove(config)
+
+
+def test_every_kind_of_layer_is_in_a_small_model() -> None:
+    config = config_of("gemma3_text", num_hidden_layers=26, sliding_window=4096)
+    tiny = AutoConfig.for_model(**tiny_document(config.to_dict()))
+    assert {*tiny.layer_types} == {*config.layer_types} and len(tiny.layer_types) == tiny.num_hidden_layers < 26
+    assert tiny.sliding_window < 16
+    assert tiny.final_logit_softcapping == config.final_logit_softcapping
+
+
+def test_what_was_proved_is_not_proved_again_but_for_other_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(config: Any, *, num_stages: int) -> Any:
+        calls.append(num_stages)
+        return prove(config, num_stages=num_stages)
+
+    monkeypatch.setattr(record, "prove", counted)
+    for _ in range(2):
+        check_exact(config_of("olmo"), "model")
+    assert calls == [1]
+    check_exact(config_of("olmo", num_hidden_layers=99, hidden_size=8192), "model")
+    assert calls == [1], "the same features, wider and deeper"
+    check_exact(config_of("olmo", clip_qkv=2.0), "model")
+    check_exact(config_of("olmo"), "model", num_stages=4)
+    assert calls == [1, 1, 2]
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            check_exact(config_of("mamba"), "model")
+    assert calls == [1, 1, 2, 1]
+
+
+def test_a_proof_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither in the state of random numbers nor, where nothing can be written, anything missing."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    before = torch.random.get_rng_state()
+    check_exact(config_of("olmo"), "model")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_types_that_tests_of_this_project_hold_are_not_proved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "prove", partial(pytest.fail, "not proved"))
+    check_exact(config_of("llama"), "model")
