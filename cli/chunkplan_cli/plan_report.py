@@ -135,7 +135,7 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
     from chunkplan.reporting.plan_words import may_share_words
 
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
-    even = "even shared as it is " if config.cp != "off" else ""
+    even = "even shared as it is " if summary.num_shared_sequences else ""
     return (
         f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs {even}more than a rank's share, "
         f"which no assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "

@@ -5,7 +5,7 @@ Process 0 reads the beats of all, every other process those of process 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
@@ -79,9 +79,23 @@ class Heartbeat:
         self.number += 1
         own = Beat(self.number, self.state, self.step, self.place, self.activity())
         self._store.set(_key(self._rank), str(own))
-        beats = self._store.multi_get([_key(rank) for rank in self.watched])
-        self.latest |= {rank: Beat.parse(beat.decode()) for rank, beat in zip(self.watched, beats, strict=True) if beat}
+        self._read(self.watched)
         self.latest[self._rank] = own
+
+    def read_all(self, world_size: int) -> None:
+        """Read the last beats of all processes, for a message about one that others wait for.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        others = [rank for rank in range(world_size) if rank != self._rank]
+        for rank in others:
+            self._store.compare_set(_key(rank), "", "")
+        self._read(others)
+
+    def _read(self, ranks: Sequence[int]) -> None:
+        beats = self._store.multi_get([_key(rank) for rank in ranks])
+        self.latest |= {rank: Beat.parse(beat.decode()) for rank, beat in zip(ranks, beats, strict=True) if beat}
 
     def state_of(self, rank: int) -> str:
         """The last known state of a process; one that has not begun counts as running."""

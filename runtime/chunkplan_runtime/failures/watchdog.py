@@ -185,6 +185,7 @@ class Watchdog:
             stalled = self._clock.seconds(rank, beat)
             if beat is not None and stalled >= self._dead_after and self._is_running(rank):
                 heard = f"nothing heard of it for {self._dead_after:g} s"
+                self.heartbeat.read_all(self.layout.world_size)  # who waits for it may be none that is watched
                 error = self._lost(beat.place.fate(), rank, heard)
                 self._end_job(1, error, found=rank)
                 return
