@@ -22,7 +22,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import Simulation
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Kernels
@@ -128,6 +128,7 @@ class Sleeper:
     vocab_size: int = 2
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
+    current: Current = field(default_factory=Current)
 
     @classmethod
     def of(cls, durations: Int64Array, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
@@ -155,7 +156,8 @@ def _meet(hidden: Tensor, tensors: ChunkTensors, store: StateStore) -> Tensor:
     assert tensors.shared is not None
     context = ChunkContext(tensors.spans, store, _NO_KERNELS, shared=tensors.shared)
     heads = hidden.T[None, :, :, None].expand(-1, len(tensors.shared.heads), -1, 1)  # [1, heads, num_tokens, 1]
-    out, _ = chunk_attention(_LAYER, heads, heads, heads, None, chunk_context=context)  # [1, num_tokens, heads, 1]
+    _LAYER.chunkplan = Current(context)
+    out, _ = chunk_attention(_LAYER, heads, heads, heads, None)  # [1, num_tokens, heads, 1]
     return out[0].sum(1)
 
 
