@@ -160,6 +160,7 @@ class Executor:
                     del hidden  # a graph that outlived its backward
                 done[chunk_id] = action.op
             self.doing = f"{where}, waiting until what it sent has arrived"
+        self.model.current.context = None  # which the model would keep alive
         left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
         if left:
             raise _broken(f"no backward of chunk {left[0]}", where)
@@ -194,6 +195,7 @@ class Executor:
                 for part in tensors.parts:
                     if part.stop == part.length:
                         self.store.drop(part)
+        self.model.current.context = None
         return _collect(work, losses, num_target_tokens)
 
     @property
