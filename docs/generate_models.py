@@ -26,6 +26,8 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoe": {"logits_scaling": 6.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
     "ministral": {"head_dim": 128},
     "mistral": {"sliding_window": 4096},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
@@ -56,8 +58,8 @@ here of default configs is measured again for yours, and kept in `~/.cache/chunk
 worst error of a gradient: at most {tolerance:.0e}. Types that the tests of this project hold are let through.
 
 - **exact** on one stage and on two: **{both}** types; on one stage only: {one}.
-- **off**: chunks carry no state but keys and values, so that models with recurrent layers are not exact yet, and the
-  error is what they would be off by.
+- **off**: something crosses the border of a chunk that chunks do not carry, and the error is what gradients would be
+  off by.
 - **not proved**: the small model cannot be built, or does not run in chunks, for the reason that is given.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -35,12 +36,13 @@ class Current:
 
     So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
-    `output` what the next one gets.
+    `output` what the next one gets. `borders`: the states of its segments, where layers keep any.
     """
 
     context: ChunkContext | None = None
     inputs: Tensor | None = None
     output: Tensor | None = None
+    borders: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from chunkplan.errors import UsageError
 from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.feed.stream import padding_tensors
@@ -36,6 +37,9 @@ class Shards:
 
     `machines`: where these lie on several, see `reduction`. `master_weights`: trained weights become float32 and are
     used in the model's dtype. `reshard_after_forward`: see above.
+
+    Raises:
+        UsageError: weights are to be gathered for every chunk, of a model that runs a chunk in several pieces.
     """
 
     def __init__(
@@ -47,6 +51,11 @@ class Shards:
         master_weights: bool,
         reshard_after_forward: bool = False,
     ) -> None:
+        if reshard_after_forward and model.is_recurrent:
+            raise UsageError(
+                f"--reshard of a {model.config.model_type} model, whose layers keep a state and run once a sequence",
+                hint="leave --reshard out",
+            )
         dtype = model.dtype
         if master_weights:
             for parameter in model.model.parameters():
@@ -95,16 +104,17 @@ class Shards:
         """The backward that comes next, through all layers, is the last one of the step: each layer is reduced in it.
 
         Embeddings and head are not: the head's gradients are there before it, and in float32 where those of the
-        embeddings are not yet, which FSDP2 does not reduce together.
+        embeddings are not yet, which FSDP2 does not reduce together. Nor is anything where layers keep a state: they
+        run once for each segment of a chunk, and would be reduced as often.
         """
-        self._reduced = True
-        for layer in self._layers:
-            layer.set_requires_gradient_sync(True, recurse=False)
+        if not self.model.is_recurrent:
+            self._reduced = True
+            self._reduce_layers()
 
     def reduce_gradients(self) -> None:
         """Reduce what no backward has, wait for what is still on its way, and shard the weights again."""
         if not self._reduced:
-            self.reduce_in_backward()
+            self._reduce_layers()
             loss = self._root(self._zero_loss)
             if loss.requires_grad:  # not on a first stage without anything that is trained
                 loss.backward()
@@ -125,6 +135,10 @@ class Shards:
         """Shard the weights again that are still gathered."""
         for module in (self._root, *self._layers):
             module.reshard()
+
+    def _reduce_layers(self) -> None:
+        for layer in self._layers:
+            layer.set_requires_gradient_sync(True, recurse=False)
 
     def _nothing(self) -> torch.Tensor:
         """A loss of no weight."""

@@ -50,11 +50,11 @@ def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
     whole, all_layers = model.model, layers_of(model.model)
     for index in range(len(all_layers)):
         if index not in layers:
-            all_layers[index] = _Elsewhere()
+            all_layers[index] = _Elsewhere(all_layers[index])
     if not layout.is_first:
-        all_layers[0] = _Entry()
+        all_layers[0] = _Entry(all_layers[0])
     if not layout.is_last:
-        all_layers[layers.stop] = _Exit()
+        all_layers[layers.stop] = _Exit(all_layers[layers.stop])
     is_tied = has_tied_embeddings(whole)
     embeddings = whole.get_input_embeddings()
     for name, module in list(decoder_of(whole).named_children()):
@@ -77,7 +77,13 @@ def has_tied_embeddings(model: Any) -> bool:
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a layer that another stage has."""
+    """Stands for a layer that another stage has, of which the decoder may ask what kind it is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, (str, int)) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +95,7 @@ class Executor:
         #: backward begins.
         self.inputs: dict[int, Tensor] = {}
         self._contexts: dict[int, ChunkContext | None] = {}
+        self._borders: dict[int, tuple[Any, ...]] = {}
         self.in_flight: dict[int, Tensor | GradientEdge | None] = {}
 
     @property
@@ -154,6 +156,7 @@ class Executor:
                         hidden = self._forward(work, chunk_id)
                     if action.op != "forward_kv":
                         self._contexts[chunk_id] = self.model.current.context
+                        self._borders[chunk_id] = self.model.current.borders
                         self.in_flight[chunk_id] = self._backward_from(hidden)
                     if action.op != "recompute" and not self.model.is_last:
                         self._connected.send_output(hidden.detach())
@@ -276,7 +279,17 @@ class Executor:
             assert gradient is not None
             if before is not None:
                 before()
-            torch.autograd.backward(begin, gradient)
+            borders = self._borders.pop(chunk_id)
+            roots: list[Any] = [begin]
+            gradients = [gradient]
+            for part, border in borders:
+                left = self.store.take_state_gradients(part)
+                roots += [border.left[name] for name in left]
+                gradients += left.values()
+            torch.autograd.backward(roots, gradients)
+            for part, border in borders:
+                begun = {name: state.grad for name, state in border.begun.items() if state.grad is not None}
+                self.store.give_state_gradients(part, begun)
         for part in tensors.parts:
             self.store.finish_backward(part)
         if not self.model.is_first:

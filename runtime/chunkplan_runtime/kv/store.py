@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ class _Sequence:
     memory: PageMemory
     page_tokens: int
     layers: dict[int, list[Page]] = field(default_factory=dict)
+    #: Of recurrent layers, by the token before which they are: states, and gradients of them, by name.
+    states: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
+    state_gradients: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
 
@@ -124,6 +128,22 @@ class StateStore:
             if page.start < span.stop and stop > start
         ]
         return sequence.memory.blocks([slices[-1], *slices[:-1]], asked)
+
+    def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
+        """Keep the states that recurrent layers have at the end of a part."""
+        self._sequences[span.occurrence].states[span.stop] = states
+
+    def states_before(self, span: Span) -> dict[Any, Tensor]:
+        """The states that a segment begins with: none at the beginning of a sequence."""
+        return self._sequences[span.occurrence].states[span.start] if span.is_split and span.start else {}
+
+    def give_state_gradients(self, span: Span, gradients: dict[Any, Tensor]) -> None:
+        """Keep the gradients of the states that a part began with, for the part before."""
+        self._sequences[span.occurrence].state_gradients[span.start] = gradients
+
+    def take_state_gradients(self, span: Span) -> dict[Any, Tensor]:
+        """The gradients of the states that a part left, from the part after; none of the last part."""
+        return self._sequences[span.occurrence].state_gradients.pop(span.stop, {})
 
     def _new_sequence(self, span: Span, shared: SharedPart | None) -> _Sequence:
         memory, page_tokens = self._memory, self._page_tokens

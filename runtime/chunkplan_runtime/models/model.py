@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -31,6 +32,7 @@ from chunkplan_runtime.models.checks import (
 )
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
 _REFUSALS = (
@@ -119,6 +121,11 @@ class CausalLM:
         """Whether tokens see only those before them; others run unsplit."""
         return not is_bidirectional(self.config)
 
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state, which goes on from one part of a sequence to the next."""
+        return is_recurrent(self.config)
+
     @property
     def head(self) -> Head:
         """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
@@ -143,29 +150,28 @@ class CausalLM:
                 f"the model's attention is {self.config._attn_implementation!r}, not {ATTENTION!r}",
                 hint="a model shares its config with those made from the same one; give each a copy",
             )
-        context = ChunkContext(
-            tensors.spans,
-            store,
-            self.kernels,
-            self.is_causal,
-            seed,
-            tensors.shared,
-        )
-        self.current.context = context
-        hidden: Tensor = self.call(self._decode, tensors, inputs)
-        return hidden[0]
 
-    def _decode(self, tensors: ChunkTensors, inputs: Tensor | None) -> Tensor:
+        def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
+            spans = own.spans
+            self.current.context = ChunkContext(spans, store, self.kernels, self.is_causal, its_seed, own.shared)
+            hidden: Tensor = self.call(self._decode, own, its_inputs, cache)
+            return hidden[0]
+
+        if not self.is_recurrent:
+            return run(tensors, inputs, seed, None)
+        hidden, self.current.borders = run_segments(run, self.config, tensors, store, inputs, seed)
+        return hidden
+
+    def _decode(self, tensors: ChunkTensors, inputs: Tensor | None, cache: StateCache | None = None) -> Tensor:
         device = self.device
         if inputs is None:
             tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
         else:
             tokens = {"inputs_embeds": inputs[None]}
             self.current.inputs = inputs[None]
+        kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
         hidden: Tensor = decoder_of(self.model)(
-            **tokens,
-            position_ids=tensors.position_ids.to(device, non_blocking=True),
-            use_cache=False,
+            **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
         ).last_hidden_state
         self.current.inputs = None
         if not self.is_last:
@@ -194,7 +200,16 @@ class CausalLM:
         }
 
     def enable_checkpointing(self) -> None:
-        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward."""
+        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward.
+
+        Raises:
+            UsageError: layers keep a state, which transformers leaves out where they run again.
+        """
+        if self.is_recurrent:
+            raise UsageError(
+                f"activation checkpointing of a {self.config.model_type} model, whose layers keep a state",
+                hint="leave --checkpointing out; a smaller --chunk-size or K takes less memory too",
+            )
         arguments = {"use_reentrant": False}
         if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)

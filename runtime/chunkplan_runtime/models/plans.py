@@ -7,6 +7,7 @@ from typing import Any
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.models.checks import is_bidirectional, kv_shapes
+from chunkplan_runtime.models.recurrent import is_recurrent
 from chunkplan_runtime.sharing import blocks_on
 
 
@@ -18,6 +19,12 @@ def check_plan(config: Any, plan: Plan, dp: int = 1) -> None:
             can.
     """
     shared = [block.heads for block in blocks_on(plan, dp)]
+    if shared and is_recurrent(config):
+        raise UsageError(
+            f"processes cannot share sequences of a {config.model_type} model, whose layers keep a state",
+            where=str(plan.path),
+            hint="build the plan with `--cp off`",
+        )
     (kv_heads, _), _ = kv_shapes(config)
     of_model = {"key and value heads": kv_heads, "heads": getattr(config, "num_attention_heads", kv_heads)}
     uneven = [(num, name, heads) for name, heads in of_model.items() for num in shared if heads % num]

@@ -82,6 +82,8 @@ _AT_MOST = {
     "linear_value_head_dim": 8,
     "linear_head_dim": 8,
     "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "block_size": 8,
     "mamba_chunk_size": 8,
     "ssm_state_size": 8,
     "state_size": 8,
@@ -186,6 +188,8 @@ def _of_families(tiny: Entries, heads: int, head_dim: int, num_layers: int) -> E
     for name in ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids"):
         if isinstance(tiny.get(name), list):
             found[name] = [layer for layer in tiny[name] if layer < num_layers]
+    if "expand" in tiny and "num_heads" in tiny:  # Mamba-2 alone
+        found |= {"num_heads": int(tiny["expand"] * tiny["hidden_size"]) // tiny["head_dim"], "n_groups": 1}
     if isinstance(tiny.get("num_attention_heads_per_layer"), list):
         found["num_attention_heads_per_layer"] = [heads] * num_layers
     if _is_size(tiny.get("moe_layer_end_index")):

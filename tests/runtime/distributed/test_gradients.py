@@ -83,6 +83,24 @@ def test_every_layout_has_the_gradients_of_one_process(pool: ProcessPool, made: 
     check(pool, dp * pp, made(dp=dp, pp=pp), evaluates=True)
 
 
+#: Mamba-2 and attention, in turn.
+RECURRENT = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 8,
+}
+
+
+@pytest.mark.parametrize(("dp", "pp"), [(2, 1), (2, 2)])
+def test_states_of_recurrent_layers_go_on_in_every_layout(pool, made, dp: int, pp: int) -> None:
+    """Layers run once a segment, of which processes have different numbers."""
+    check(pool, dp * pp, made(RECURRENT, dp=dp, pp=pp, tail_sharing=True), evaluates=True)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_exact_as_two_stages(pool: ProcessPool, made: Any, name: str) -> None:
     """With host memory that is there before links are opened: the model's config says how much a token needs."""

@@ -1,0 +1,183 @@
+"""States of recurrent layers across the borders of chunks: of convolutions, linear attention, and state-space models.
+
+A layer that keeps a state of constant size goes on with it through a cache of transformers. Here such a cache is made
+for one segment of one sequence: it begins with the state at which the part before ended, and what the layers leave in
+it is the state for the next part. States are assigned and never copied into, so that both stay in the graph: the part
+gets the gradients of the state that it left, and gives those of the state that it began with to the part before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from chunkplan.errors import DataError
+from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.dropout import mixed_seed
+from chunkplan_runtime.models.parts import decoder_of
+from chunkplan_runtime.spans import Span
+
+#: Of a layer, what kind of state, and the how-manieth of its kind.
+Name = tuple[int, str, int]
+
+#: Kinds of states, as attributes of a layer of a cache.
+_KINDS = ("conv_states", "recurrent_states")
+
+
+@dataclass(frozen=True)
+class Border:
+    """The states of a segment: those that it began with, leaves of its graph, and those that it left."""
+
+    begun: dict[Name, Tensor]
+    left: dict[Name, Tensor]
+
+
+class StateCache(DynamicCache):
+    """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`."""
+
+    def __init__(self, config: Any, begun: dict[Name, Tensor]) -> None:
+        super().__init__(config=config)
+        self.layers = [
+            _StateLayer(layer.number_of_states) if isinstance(layer, LinearAttentionCacheLayerMixin) else layer
+            for layer in self.layers
+        ]
+        for (index, kind, number), tensor in begun.items():
+            layer: Any = self.layers[index]
+            getattr(layer, kind)[number] = tensor
+            getattr(layer, f"is_{kind}_initialized")[number] = True
+            layer.has_previous_state[number] = True
+            layer.device, layer.dtype = tensor.device, tensor.dtype
+
+    def states(self) -> dict[Name, Tensor]:
+        """The states that are in it."""
+        return {
+            (index, kind, number): tensor
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            for kind in _KINDS
+            for number, tensor in getattr(layer, kind).items()
+            if tensor is not None
+        }
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep nothing: attention has a store of its own."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """No keys are kept."""
+        return 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """Queries are where their keys are."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """As many keys as queries."""
+        return query_length, 0
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        """Say so: else a segment of one token would be taken for a step of generation, which works in place."""
+        return True
+
+
+class _StateLayer(LinearAttentionLayer):
+    """Assigns states, where that of transformers copies into memory of its own."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Put new columns behind those that are kept, keep the last ones, and return all."""
+        before = self.conv_states[state_idx]
+        size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
+        self.conv_kernel_size[state_idx] = size
+        full = conv_states if before is None else torch.cat([before, conv_states], -1)
+        if full.shape[-1] < size:
+            full = torch.nn.functional.pad(full, (size - full.shape[-1], 0))
+        self.conv_states[state_idx] = full[..., -size:]
+        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        self.device, self.dtype = full.device, full.dtype  # type: ignore[assignment]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep a state."""
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+
+#: Runs a segment of a chunk: its tensors, what came from the stage before, its seed, its states; hidden states.
+Run = Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor]
+
+
+def run_segments(
+    run: Run, config: Any, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None, seed: int | None
+) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
+    """Run a chunk one segment after another: no state may go on from one sequence to the next.
+
+    Returns hidden states [num_tokens, hidden_size] of all, and the states of each part of a split sequence.
+
+    Raises:
+        DataError: a part has one token and is not the last one.
+    """
+    hidden: list[Tensor] = []
+    borders: list[tuple[Span, Border]] = []
+    for place, span in enumerate(tensors.spans):
+        here = slice(span.chunk_start, span.chunk_stop)
+        spans = (span._replace(chunk_start=0),)
+        own = ChunkTensors(tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here], spans)
+        own_inputs = None if inputs is None else inputs[here]
+        begun = store.states_before(span)
+        begun = {name: state.detach().requires_grad_(torch.is_grad_enabled()) for name, state in begun.items()}
+        if is_padded := bool(begun) and len(own.labels) == 1:
+            # One token after a state is taken for a step of generation, which works in place and has no backward.
+            own = _with_padding(own)
+            own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
+        cache = StateCache(config, begun)
+        out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), cache)
+        hidden.append(out[: span.stop - span.start])
+        if span.is_split:
+            left = cache.states() if span.stop < span.length else {}
+            if left and is_padded:
+                raise _no_state(span)
+            store.keep_states(span, {name: state.detach() for name, state in left.items()})
+            borders.append((span, Border(begun, left)))
+    return torch.cat(hidden), tuple(borders)
+
+
+def _with_padding(tensors: ChunkTensors) -> ChunkTensors:
+    """The same with a padding token behind, which nobody sees."""
+    padding, num_tokens = padding_tensors(), len(tensors.labels)
+    return ChunkTensors(
+        torch.cat([tensors.input_ids, padding.input_ids.to(tensors.input_ids.device)], 1),
+        torch.cat([tensors.position_ids, padding.position_ids.to(tensors.position_ids.device)], 1),
+        torch.cat([tensors.labels, padding.labels]),
+        (*tensors.spans, padding.spans[0]._replace(chunk_start=num_tokens)),
+    )
+
+
+def _no_state(span: Span) -> DataError:
+    return DataError(
+        f"token {span.start} of sequence {span.sequence_id} is a part by itself and not the last one, "
+        "which layers that keep a state cannot run",
+        where="chunks.parquet",
+        hint="build the plan with a larger --chunk-size",
+    )
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a model has layers that keep a state."""
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def cache_argument(model: Any) -> str:
+    """By which name its decoder takes a cache."""
+    names = inspect.signature(type(decoder_of(model)).forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"

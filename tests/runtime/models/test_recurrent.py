@@ -1,0 +1,108 @@
+"""Layers that keep a state go on with it over the borders of chunks, and give its gradient back over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from chunkplan import PlanConfig, build
+from chunkplan.errors import DataError, UsageError
+from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.plans import check_plan
+from chunkplan_runtime.models.recurrent import StateCache, is_recurrent
+from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.proof.prove import spread_weights
+from chunkplan_runtime.proof.tiny import tiny_document
+from tests.support.mixed_chunks import LENGTHS
+from tests.support.mixed_chunks import MIXED as WITH_ONE_TOKEN
+from tests.support.shared_plans import given_blocks
+
+MIXED = [*WITH_ONE_TOKEN[:5], [(4, 13, 15)], [(4, 15, 30)]]
+
+#: By what their layers are, with what a default config leaves out.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},  # gated delta rule, attention, mixtures
+    "mamba2": {},
+    "nemotron_h": {},  # Mamba-2, attention, mixtures, each a layer of its own
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+}
+
+
+@pytest.fixture
+def model() -> Callable[[str], CausalLM]:
+    def make(model_type: str) -> CausalLM:
+        config = AutoConfig.for_model(model_type, **RECURRENT[model_type])
+        made = new_model(AutoConfig.for_model(**tiny_document(config.to_dict())), torch.float64, seed=1)
+        spread_weights(made.model)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(("k", "kv_offload"), [(1, True), (2, False), (5, False)])
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_states_are_exact_over_all_borders(
+    model_type: str, k: int, kv_offload: bool, model: Any, handmade_plan: Any, random_sequences: Any
+) -> None:
+    """Packed, split and mixed chunks; of the short sequences beside a part none sees its state."""
+    sequences = [(ids % 64, target) for ids, target in random_sequences(LENGTHS)]
+    plan, analysis = handmade_plan(sequences, [{0: MIXED}], k=k)
+    report = compare_plan(plan, analysis, model(model_type), kv_offload=kv_offload)
+    assert report.max_relative_error < 1e-10, "the delta rule divides by small norms"
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-12)
+
+
+def test_parts_of_one_token_are_no_steps_of_generation(model: Any, handmade_plan: Any, random_sequences: Any) -> None:
+    [(ids, target)] = random_sequences([5])
+    parts = [[(0, 0, 4)], [(0, 4, 5)]]
+    for model_type in RECURRENT:
+        plan, analysis = handmade_plan([(ids % 64, target)], [{0: parts}], k=1)
+        assert compare_plan(plan, analysis, model(model_type)).max_relative_error < 1e-10
+    plan, analysis = handmade_plan([(ids % 64, target)], [{0: [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 5)]]}], k=1)
+    with pytest.raises(DataError, match="token 2 of sequence 0 is a part by itself and not the last one"):
+        compare_plan(plan, analysis, model("mamba2"))
+
+
+def test_without_the_gradients_of_states_it_would_not_be_exact(
+    model: Any, handmade_plan: Any, random_sequences: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [(ids % 64, target) for ids, target in random_sequences(LENGTHS)]
+    plan, analysis = handmade_plan(sequences, [{0: MIXED}], k=2)
+    monkeypatch.setattr(StateStore, "take_state_gradients", lambda *_: {})
+    assert compare_plan(plan, analysis, model("mamba2")).max_relative_error > 1e-3
+
+
+def test_what_cannot_be_done_with_states_is_refused_by_name(model: Any, tmp_path: Any) -> None:
+    assert not is_recurrent(AutoConfig.for_model("llama"))
+    with pytest.raises(UsageError, match="activation checkpointing of a mamba2 model"):
+        model("mamba2").enable_checkpointing()
+    with pytest.raises(UsageError, match="--reshard of a mamba2 model"):
+        Shards(model("mamba2"), None, master_weights=False, reshard_after_forward=True)  # type: ignore[arg-type]
+    with given_blocks({40: (0, 2, 1)}):
+        np.save(tmp_path / "lengths.npy", [40, 3])
+        plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2, cp="auto"))
+    with pytest.raises(UsageError, match="processes cannot share sequences of a mamba2 model"):
+        check_plan(model("mamba2").config, plan, 2)
+    check_plan(model("mamba2").config, plan, 1)
+
+
+def test_a_state_is_assigned_and_not_copied_into(model: Any) -> None:
+    """So that the part before and the part after are of different graphs."""
+    config = model("qwen3_next").config
+    cache = StateCache(config, {})
+    layer: Any = cache.layers[0]
+    first = layer.update_conv_state(torch.ones(1, 3, 2, requires_grad=True), conv_kernel_size=4)
+    assert first.shape == (1, 3, 4) and first[..., :2].abs().max() == 0
+    state = cache.states()[0, "conv_states", 0]
+    assert state.requires_grad and state.shape == (1, 3, 4)
+    again = StateCache(config, {(0, "conv_states", 0): state.detach()})
+    full = again.layers[0].update_conv_state(torch.full((1, 3, 1), 2.0), conv_kernel_size=4)
+    assert full.shape == (1, 3, 5)
+    assert torch.equal(again.states()[0, "conv_states", 0], full[..., -4:])
