@@ -278,8 +278,9 @@ def test_masks_of_transformers_are_what_their_functions_say():
     assert mask_of(mask_function=masking_utils.causal_mask_function) == Mask()
     assert mask_of(mask_function=masking_utils.sliding_window_causal_mask_function(7)) == Mask(7)
     assert mask_of(mask_function=masking_utils.bidirectional_mask_function) == Mask(causal=False)
-    packed = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.sliding_window_causal_mask_function(5), torch.zeros(1, 3), torch.zeros(1, 3)
+    packed = masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(torch.zeros(1, 3)),
+        masking_utils.sliding_window_causal_mask_function(5),
     )
     assert mask_of(mask_function=packed) == Mask(5)
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1))
