@@ -54,7 +54,7 @@ class Watched:
         self.retained: dict[int, int] = {}
         run, show = Executor.run, Screen.show_step
 
-        def run_watched(executor: Executor, work: Any, num_target_tokens: int, around: Any) -> Any:
+        def run_watched(executor: Executor, work: Any, num_target_tokens: int, around: Any, *more: Any) -> Any:
             @contextmanager
             def around_and_look(action: Action) -> Iterator[None]:
                 with around(action):
@@ -63,7 +63,7 @@ class Watched:
                 tokens = sum(work.chunks[chunk_id].num_tokens for chunk_id in held)
                 self.retained[work.step] = max(self.retained.get(work.step, 0), tokens)
 
-            return run(executor, work, num_target_tokens, around_and_look)
+            return run(executor, work, num_target_tokens, around_and_look, *more)
 
         def show_and_measure(screen: Screen, row: dict[str, Any]) -> None:
             show(screen, row)

@@ -73,7 +73,8 @@ def made(
         found = {chunk for chunks in next(built.iter_steps()).chunks.values() for chunk in chunks if chunk.cp_size > 1}
         shapes = {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in found}
         assert shapes == set(blocks.values())
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        has_latents = model is not None and "kv_lora_rank" in model  # each head then has keys of its own
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if has_latents else 4}
         config = tiny_config(**four_layers({**(model or {"model_type": "qwen2"}), **heads}))
         (folder / "config.json").write_text(json.dumps(config))
         return {"plan": folder / "plan", "config": folder / "config.json"}
