@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -27,6 +26,7 @@ from chunkplan_runtime.models.checks import MODEL_TYPES, max_positions
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.proof.prove import train_whole
 from chunkplan_runtime.proof.record import check_exact
 
 #: What rounding in float64 leaves far below and any mistake far above.
@@ -193,11 +193,7 @@ def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> 
     total = 0.0
     for sequence in sequences:
         input_ids, target = (torch.from_numpy(array.copy()).to(model.device) for array in tokens(sequence))
-        logits = model.model(input_ids[None].long(), use_cache=False).logits[0]
-        predicted = target[1:]
-        loss = F.cross_entropy(logits[:-1][predicted], input_ids[1:][predicted].long(), reduction="sum") / num_targets
-        torch.autograd.backward(loss)
-        total += loss.item()
+        total += train_whole(model, input_ids, target, num_targets)
     model.model.set_attn_implementation(attention)
     return total
 

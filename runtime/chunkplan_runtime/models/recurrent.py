@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -139,11 +140,11 @@ def run_segments(
             # One token after a state is taken for a step of generation, which works in place and has no backward.
             own = _with_padding(own)
             own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
-        cache = StateCache(config, begun)
-        out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), cache)
+        kept = StateCache(config, begun)
+        out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
         hidden.append(out[: span.stop - span.start])
         if span.is_split:
-            left = cache.states() if span.stop < span.length else {}
+            left = kept.states() if span.stop < span.length else {}
             if left and is_padded:
                 raise _no_state(span)
             store.keep_states(span, {name: state.detach() for name, state in left.items()})
@@ -179,5 +180,11 @@ def is_recurrent(config: Any) -> bool:
 
 def cache_argument(model: Any) -> str:
     """By which name its decoder takes a cache."""
-    names = inspect.signature(type(decoder_of(model)).forward).parameters
+    kind: Any = type(decoder_of(model))
+    return _cache_argument(kind)
+
+
+@cache
+def _cache_argument(decoder: Any) -> str:
+    names = inspect.signature(decoder.forward).parameters
     return "cache_params" if "cache_params" in names else "past_key_values"

@@ -124,13 +124,18 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int) -> _Run
     model.model.set_attn_implementation("eager")
     total = 0.0
     for tokens, target in sequences:
-        logits = model.model(tokens[None].long(), use_cache=False).logits[0]
-        predicted = target[1:]
-        loss = F.cross_entropy(logits[:-1][predicted], tokens[1:][predicted].long(), reduction="sum") / num_targets
-        torch.autograd.backward(loss)
-        total += loss.item()
+        total += train_whole(model, tokens, target, num_targets)
     model.model.set_attn_implementation(attention)
     return _Run(total, _taken(model))
+
+
+def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: int) -> float:
+    """Run a sequence [num_tokens] forward and backward by transformers alone: its part of the loss of a step."""
+    logits = model.model(tokens[None].long(), use_cache=False).logits[0]
+    predicted = target[1:]
+    loss = F.cross_entropy(logits[:-1][predicted], tokens[1:][predicted].long(), reduction="sum") / num_targets
+    torch.autograd.backward(loss)
+    return loss.item()
 
 
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int) -> _Run:

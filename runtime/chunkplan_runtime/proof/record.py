@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +66,7 @@ def _keep(config: Any, num_stages: int, proof: ModelProof) -> None:
     written = place.with_name(f"{place.name}.{os.getpid()}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(asdict(replace(proof))), encoding="utf-8")
+        written.write_text(json.dumps(asdict(proof)), encoding="utf-8")
         written.replace(place)
     except OSError:
         return

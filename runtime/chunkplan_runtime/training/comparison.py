@@ -83,7 +83,7 @@ def _of_sharding(cost: CostModel, config: TrainConfig, plan: Plan) -> list[str]:
     if plan.config.dp == 1 or not cost.shares("gradients") or (cost.shares("weights") and config.reshard):
         return []
     what = "weights (ZeRO-3)" if cost.shares("weights") else "gradients (ZeRO-2)"
-    helps = "--reshard shares weights" if cost.shares("weights") and plan.config.cp == "off" else "it may not fit"
+    helps = "--reshard shares weights" if cost.shares("weights") else "it may not fit"
     return [f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; {helps}"]
 
 
