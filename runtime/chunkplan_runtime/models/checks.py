@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from transformers import CONFIG_MAPPING
+
 from chunkplan.cost import model_config
 from chunkplan.errors import UsageError
 
@@ -55,6 +58,20 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+
+
+def check_known(model_type: str, where: str) -> None:
+    """Refuse a type of models that transformers does not have.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}",
+            where=where,
+            hint="give the config.json of a model that it has, or install the version that brings this one",
+        )
 
 
 def is_bidirectional(config: Any) -> bool:

@@ -24,12 +24,7 @@ from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.checks import (
-    check_config,
-    is_bidirectional,
-    kv_shapes,
-    windows,
-)
+from chunkplan_runtime.models.checks import check_config, check_known, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
 from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
@@ -230,6 +225,7 @@ def read_config(path: Path) -> Any:
     document = read_json(path, hint="give the config.json of a model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
+    check_known(document["model_type"], str(path))
     try:
         config = AutoConfig.for_model(**document)
     except _REFUSALS as error:

@@ -27,6 +27,7 @@ def config_file(tmp_path, tiny_config):
     ("changes", "message"),
     [
         ({"model_type": "qwen3_moe", "output_router_logits": True}, "load-balancing loss"),
+        ({"model_type": "no-such-model"}, "transformers [0-9.]+ has no model type 'no-such-model'"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         (
