@@ -20,6 +20,12 @@ from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
 #: What default configs leave out, or have at a value at which nothing happens; as published models have it.
 MORE: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
@@ -81,7 +87,7 @@ def verdict(model_type: str, num_stages: int) -> Verdict:
     """Prove a type with its default config, on so many stages."""
     try:
         config = AutoConfig.for_model(model_type, **MORE.get(model_type, {}))
-        proof = prove(config, num_stages=num_stages)
+        proof = prove(config.get_text_config(decoder=True), num_stages=num_stages)
     except UnprovedError as error:
         why = next((reason for word, reason in REASONS.items() if word in str(error)), str(error))
         return Verdict("not proved", why)

@@ -28,11 +28,14 @@ class Span(NamedTuple):
         """Whether the sequence has tokens in other chunks too."""
         return self.stop - self.start < self.length
 
-    def first_seen(self, window: int | None) -> int:
+    def first_seen(self, window: int | None, tile: int | None = None) -> int:
         """The first token of the sequence that a token of the segment sees.
 
-        `window` is how many tokens each sees, itself included; None: all before it.
+        `window` is how many tokens each sees, itself included; None: all before it. `tile`: those before it in its own
+        tile, of which a sequence has one every so many tokens.
         """
+        if tile is not None:
+            return self.start // tile * tile
         return 0 if window is None else max(0, self.start - window + 1)
 
     @property

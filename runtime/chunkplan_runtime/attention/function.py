@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,18 +25,34 @@ from chunkplan_runtime.sharing import Run
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Attention as one layer of a model does it. `window`: how many tokens a token sees, itself included."""
+    """Attention as one layer of a model does it.
+
+    `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
+    sequence has one every so many tokens (Llama 4).
+    """
 
     kernel: AttentionKernel
     layer: int
     scale: float
     window: int | None = None
     softcap: float | None = None
+    tile: int | None = None
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
         """What is asked of the kernel where queries and keys end at the same token."""
         reach = None if self.window is None else self.window - 1
+        if borders is not None and self.tile is not None:
+            cut = [first for start, stop in pairwise(borders) for first in range(start, stop, self.tile)]
+            borders = (*cut, borders[-1])
         return Form(self.scale, causal, reach=reach, softcap=self.softcap, borders=borders)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Tokens [start, stop) of a sequence, cut at the borders of tiles."""
+        while self.tile is not None and start // self.tile < (stop - 1) // self.tile:
+            border = (start // self.tile + 1) * self.tile
+            yield start, border
+            start = border
+        yield start, stop
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -109,7 +126,7 @@ def _attend(
     out = query.new_empty(*query.shape[:2], value.shape[2], dtype=wide(query.dtype))
     lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
-    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window), Asked((key, value)))
+    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window, attention.tile), Asked((key, value)))
     for block in blocks:
         block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
@@ -138,7 +155,7 @@ def _attend_backward(
     part, asked = tokens.part, Asked((key, value), with_gradients=True)
     assert part is not None
     grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
-    for block in context.store.blocks(part, attention.layer, part.first_seen(attention.window), asked):
+    for block in context.store.blocks(part, attention.layer, part.first_seen(attention.window, attention.tile), asked):
         block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
             grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
@@ -166,18 +183,27 @@ def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -
     offset = 0
     for start, stop in runs:
         offset -= start  # the token t of the run is query t + offset
-        within = max(start, block.start), min(stop, block.stop)
-        if within[0] < within[1]:
-            queries = slice(within[0] + offset, within[1] + offset)
-            yield queries, slice(0, within[1] - block.start), attention.form(causal=True)
-        after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
-        form = attention.form(causal=False)
-        last = stop
-        if attention.window is not None:
-            last = min(stop, block.stop + attention.window - 1)
-            # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
-            reach = attention.window - 1 - (last - block.stop)
-            form = replace(form, reach=None if last - attention.window <= block.start else reach)
-        if after < last:
-            yield slice(after + offset, last + offset), slice(0, block.stop - block.start), form
+        for first, last in attention.pieces(start, stop):
+            for queries, keys, form in _visible_to_piece(block, first, last, attention):
+                yield slice(queries.start + offset, queries.stop + offset), keys, form
         offset += stop
+
+
+def _visible_to_piece(
+    block: KVBlock, start: int, stop: int, attention: LayerAttention
+) -> Iterator[tuple[slice, slice, Form]]:
+    """The same of the queries [start, stop), which are given as tokens of the sequence."""
+    unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
+    within = max(start, block.start), min(stop, block.stop)
+    if within[0] < within[1]:
+        yield slice(*within), slice(unseen, within[1] - block.start), attention.form(causal=True)
+    after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
+    form = attention.form(causal=False)
+    last = stop
+    if attention.window is not None:
+        last = min(stop, block.stop + attention.window - 1)
+        # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
+        reach = attention.window - 1 - (last - block.stop)
+        form = replace(form, reach=None if last - attention.window <= block.start else reach)
+    if after < last and unseen < block.stop - block.start:
+        yield slice(after, last), slice(unseen, block.stop - block.start), form

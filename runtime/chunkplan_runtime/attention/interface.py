@@ -83,7 +83,7 @@ def chunk_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, (query.shape[-1], value.shape[-1]), form)
-    attention = LayerAttention(kernel, layer, scale, window, softcap)
+    attention = LayerAttention(kernel, layer, scale, window, softcap, attention_mask.tile)
     apply: Callable[..., Tensor] = ChunkAttention.apply
     shared, given = chunk_context.shared, (query[0], key[0], value[0])
     if shared is None or len(shared.heads) == 1:

@@ -18,11 +18,13 @@ import torch
 class Mask:
     """A token sees those before it and itself; with `window` the last so many of them; all, unless it is `causal`.
 
-    `unknown` is the name of what else there is to it, which the layers that get it are refused for.
+    `tile`: it sees those in its own tile of the sequence, of so many tokens each. `unknown` is the name of what else
+    there is to it, which the layers that get it are refused for.
     """
 
     window: int | None = None
     causal: bool = True
+    tile: int | None = None
     unknown: str | None = None
 
 
@@ -35,7 +37,7 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
 
     A mask of padding is not looked at: chunks have no padding, and where there is one, the model made it itself.
     """
-    window, causal, either = None, False, False
+    window, tile, causal, either = None, None, False, False
     for part in _parts(mask_function):
         name, _, _ = part.__qualname__.partition(".<locals>")
         if name == "or_masks":
@@ -46,10 +48,12 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
             causal = True
         elif name == "sliding_window_overlay":
             window = _enclosed(part)["sliding_window"]
+        elif name == "chunked_overlay":
+            tile = _enclosed(part)["chunk_size"]
         elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
             return Mask(unknown=name)
     if not either:
-        return Mask(window, causal)
+        return Mask(window, causal, tile)
     first, second = torch.arange(2)
     # One of two masks, of which one is causal: all see all, or it is not known what.
     return Mask(window, causal=False) if mask_function(0, 0, first, second) else Mask(unknown="or_masks")

@@ -24,9 +24,11 @@ from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.checks import check_config, check_known, is_bidirectional, kv_shapes, windows
+from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.selective_scan import continue_scans
+from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, is_text_weight
 from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
@@ -76,6 +78,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         for module in self.model.modules():
             module.chunkplan = self.current
+        continue_scans(self.model)
 
     @property
     def config(self) -> Any:
@@ -154,7 +157,7 @@ class CausalLM:
 
         if not self.is_recurrent:
             return run(tensors, inputs, seed, None)
-        hidden, self.current.borders = run_segments(run, self.config, tensors, store, inputs, seed)
+        hidden, self.current.borders = run_segments(run, self.model, tensors, store, inputs, seed)
         return hidden
 
     def _decode(self, tensors: ChunkTensors, inputs: Tensor | None, cache: StateCache | None = None) -> Tensor:
@@ -232,8 +235,7 @@ def read_config(path: Path) -> Any:
         raise DataError(
             f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
         ) from error
-    check_config(config, str(path))
-    return config
+    return checked_text_config(config, str(path))
 
 
 def read_pretrained_config(name: str) -> Any:
@@ -254,8 +256,7 @@ def read_pretrained_config(name: str) -> Any:
             f"cannot get model {name!r}: {_first_line(error)}",
             hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
         ) from error
-    check_config(config, name)
-    return config
+    return checked_text_config(config, name)
 
 
 def new_model(
@@ -304,6 +305,7 @@ def load_model(
             output_loading_info=True,
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
+            key_mapping=TEXT_WEIGHTS,
             **_how(config, dtype),
         )
     except (*_REFUSALS, SafetensorError) as error:
@@ -312,9 +314,12 @@ def load_model(
             hint="give a saved model whose weights are whole and belong to its config.json",
         ) from error
     missing = sorted(report["missing_keys"])
-    if missing:
+    left_out = sorted(each for each in report["unexpected_keys"] if is_text_weight(each))
+    if missing or left_out:
         raise DataError(
-            f"{len(missing)} weights are missing, the first is {missing[0]}",
+            f"{len(missing)} weights are missing, the first is {missing[0]}"
+            if missing
+            else f"{len(left_out)} weights have no place in the model, the first is {left_out[0]}",
             where=name,
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
@@ -17,8 +18,10 @@ def whole_of(model: Any) -> Any:
 def decoder_of(model: Any) -> Any:
     """The part of a causal LM that makes hidden states of tokens."""
     whole = whole_of(model)
-    decoder = whole.get_decoder()
-    return decoder if decoder is not whole else whole.base_model
+    for decoder in (whole.get_decoder(), whole.base_model):
+        if decoder is not whole:
+            return decoder
+    return next(child for child in whole.children() if isinstance(child, PreTrainedModel))
 
 
 def layers_of(model: Any) -> nn.ModuleList:

@@ -9,6 +9,7 @@ gets the gradients of the state that it left, and gives those of the state that 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.parts import decoder_of
+from chunkplan_runtime.models.selective_scan import begin_scan_with
 from chunkplan_runtime.spans import Span
 
 #: Of a layer, what kind of state, and the how-manieth of its kind.
@@ -30,6 +32,9 @@ Name = tuple[int, str, int]
 
 #: Kinds of states, as attributes of a layer of a cache.
 _KINDS = ("conv_states", "recurrent_states")
+
+#: The kind of state that MiniMax keeps in a cache of its own.
+_SUM = "linear_cache"
 
 
 @dataclass(frozen=True)
@@ -41,24 +46,42 @@ class Border:
 
 
 class StateCache(DynamicCache):
-    """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`."""
+    """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`.
 
-    def __init__(self, config: Any, begun: dict[Name, Tensor]) -> None:
-        super().__init__(config=config)
+    `start`: how many tokens of its sequence lie before the segment.
+    """
+
+    def __init__(self, config: Any, begun: dict[Name, Tensor], start: int) -> None:
+        DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
         self.layers = [
             _StateLayer(layer.number_of_states) if isinstance(layer, LinearAttentionCacheLayerMixin) else layer
             for layer in self.layers
         ]
-        for (index, kind, number), tensor in begun.items():
-            layer: Any = self.layers[index]
-            getattr(layer, kind)[number] = tensor
-            getattr(layer, f"is_{kind}_initialized")[number] = True
-            layer.has_previous_state[number] = True
-            layer.device, layer.dtype = tensor.device, tensor.dtype
+        self.linear_cache: list[Tensor] = []
+        self._sums: dict[Name, Tensor] = {}
+        self._begun, self._start = begun, start
+        for index in range(len(self.layers)):
+            self.rewind(index)
+
+    def rewind(self, index: int) -> None:
+        """Let a layer begin with the state that the segment begins with, whether or not it ran."""
+        layer: Any = self.layers[index]
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            self.layers[index] = layer = _StateLayer(layer.number_of_states)
+        self._sums.pop((index, _SUM, 0), None)
+        for name, tensor in self._begun.items():
+            of, kind, number = name
+            if of == index and kind == _SUM:
+                self._sums[name] = tensor
+            elif of == index:
+                getattr(layer, kind)[number] = tensor
+                getattr(layer, f"is_{kind}_initialized")[number] = True
+                layer.has_previous_state[number] = True
+                layer.device, layer.dtype = tensor.device, tensor.dtype
 
     def states(self) -> dict[Name, Tensor]:
         """The states that are in it."""
-        return {
+        return self._sums | {
             (index, kind, number): tensor
             for index, layer in enumerate(self.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
@@ -67,13 +90,27 @@ class StateCache(DynamicCache):
             if tensor is not None
         }
 
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer, with which a scan that follows begins (`selective_scan`)."""
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        begin_scan_with(state)
+        return state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The sum of keys times values of a layer of MiniMax."""
+        return self._sums.get((layer_idx, _SUM, 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep such a sum."""
+        self._sums[layer_idx, _SUM, 0] = linear_cache
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep nothing: attention has a store of its own."""
         return key_states, value_states
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """No keys are kept."""
-        return 0
+        """How many tokens came before, though no keys are kept."""
+        return self._start
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
         """Queries are where their keys are."""
@@ -118,7 +155,7 @@ Run = Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor]
 
 
 def run_segments(
-    run: Run, config: Any, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None, seed: int | None
+    run: Run, model: Any, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None, seed: int | None
 ) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
     """Run a chunk one segment after another: no state may go on from one sequence to the next.
 
@@ -127,6 +164,7 @@ def run_segments(
     Raises:
         DataError: a part has one token and is not the last one.
     """
+    new_cache = cache_class(type(decoder_of(model)))
     hidden: list[Tensor] = []
     borders: list[tuple[Span, Border]] = []
     for place, span in enumerate(tensors.spans):
@@ -140,7 +178,7 @@ def run_segments(
             # One token after a state is taken for a step of generation, which works in place and has no backward.
             own = _with_padding(own)
             own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
-        kept = StateCache(config, begun)
+        kept = new_cache(model.config, begun, span.start)
         out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
         hidden.append(out[: span.stop - span.start])
         if span.is_split:
@@ -173,9 +211,19 @@ def _no_state(span: Span) -> DataError:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether a model has layers that keep a state."""
+    """Whether a model has layers that keep a state; or that count the tokens before a call, as Llama 4's do."""
     layers = DynamicCache(config=config).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    keeps_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return keeps_state or bool(getattr(config, "attn_temperature_tuning", False))
+
+
+@cache
+def cache_class(decoder: Any) -> Any:
+    """The class of caches that a class of decoders takes: with states, and of its own kind if it has one."""
+    for name, kind in vars(sys.modules[decoder.__module__]).items():
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return type(f"State{name}", (StateCache, kind), {})
+    return StateCache
 
 
 def cache_argument(model: Any) -> str:

@@ -18,7 +18,7 @@ MOST_LAYERS = 12
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width")
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
@@ -92,6 +92,11 @@ _AT_MOST = {
     "chunk_size": 8,
     "kv_channels": 16,
     "rotary_dim": 8,
+    "adapter_rank": 8,
+    "num_query_groups": 2,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 32,
+    "mamba_headdim": 16,
 }
 
 
@@ -190,6 +195,9 @@ def _of_families(tiny: Entries, heads: int, head_dim: int, num_layers: int) -> E
             found[name] = [layer for layer in tiny[name] if layer < num_layers]
     if "expand" in tiny and "num_heads" in tiny:  # Mamba-2 alone
         found |= {"num_heads": int(tiny["expand"] * tiny["hidden_size"]) // tiny["head_dim"], "n_groups": 1}
+    if "attention_hidden_size" in tiny:  # Zamba: attention to the hidden states beside the embeddings
+        found |= {"attention_hidden_size": 2 * heads * head_dim, "attention_head_dim": 2 * head_dim}
+        found |= {"n_mamba_heads": 2 * heads if "mamba_headdim" in tiny else 2}
     if isinstance(tiny.get("num_attention_heads_per_layer"), list):
         found["num_attention_heads_per_layer"] = [heads] * num_layers
     if _is_size(tiny.get("moe_layer_end_index")):
@@ -206,6 +214,9 @@ def _kept_layers(document: Entries, num_layers: int) -> int:
     ]
     kinds = list(zip(*([str(kind) for kind in pattern] for pattern in patterns), strict=True))
     kept = next((index + 1 for index in range(len(kinds)) if {*kinds[: index + 1]} == {*kinds}), 2)
+    hybrid = [index for index, kind in enumerate(document.get("layers_block_type") or ()) if kind == "hybrid"]
+    if len(hybrid) > 1 and "attention_hidden_size" in document:  # Zamba: these have one attention between them
+        kept = max(kept, hybrid[1] + 1)
     dense = min(_first(document, ("first_k_dense_replace", "num_dense_layers")) or 0, 1)
     return min(max(kept, 2 + dense), MOST_LAYERS, max(num_layers, 2))
 

@@ -1,0 +1,33 @@
+"""Models of text and more (images, sound): the language model within is what is trained.
+
+Its config is the text part of theirs, for which transformers has a class of its own. The weights of the other parts are
+not loaded, and what is saved is the language model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunkplan_runtime.models.checks import check_config
+
+#: What weights of a language model are called within a model of text and more -> their names in it alone.
+TEXT_WEIGHTS = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+
+
+def checked_text_config(config: Any, where: str) -> Any:
+    """The config of the language model in a model with this config, which may be all there is; checked.
+
+    Raises:
+        UsageError: chunked execution would get it wrong.
+    """
+    text = config.get_text_config(decoder=True)
+    check_config(text, where)
+    return text
+
+
+def is_text_weight(name: str) -> bool:
+    """Whether a weight of a checkpoint belongs to its language model, by its name."""
+    return "language_model." in name or name.startswith("lm_head.")
