@@ -15,6 +15,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from chunkplan.errors import UsageError
+from chunkplan_runtime.models.text_part import checked_text_config
 from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
 
 #: What default configs leave out, or have at a value at which nothing happens; as published models have it.
@@ -86,8 +88,10 @@ class Verdict:
 def verdict(model_type: str, num_stages: int) -> Verdict:
     """Prove a type with its default config, on so many stages."""
     try:
-        config = AutoConfig.for_model(model_type, **MORE.get(model_type, {}))
-        proof = prove(config.get_text_config(decoder=True), num_stages=num_stages)
+        whole = AutoConfig.for_model(model_type, **MORE.get(model_type, {}))
+        proof = prove(checked_text_config(whole, "config"), num_stages=num_stages)
+    except UsageError as error:
+        return Verdict("not proved", error.message)
     except UnprovedError as error:
         why = next((reason for word, reason in REASONS.items() if word in str(error)), str(error))
         return Verdict("not proved", why)

@@ -17,7 +17,7 @@ from chunkplan_cli.terminal import print_json, stdout
 from chunkplan_runtime.domains import KERNEL
 
 if TYPE_CHECKING:
-    from chunkplan_runtime.parity import ParityReport
+    from chunkplan_runtime.parity import ParityReport, StageProof
 
 _MAX_PARAMETERS = 10
 
@@ -50,7 +50,9 @@ class ParityOptions(Options):
 def parity(*, asked: Given, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
-    Exit code 1 if the worst relative error is above 1e-12. `validate` checks the files of a plan.
+    Of a model that is given, a small one of its class with the same features is run first, on one pipeline stage and on
+    two; a model of more than 300M weights is not run itself. Exit code 1 if the worst relative error is above 1e-12, or
+    1e-10 for models that are proved at load. `validate` checks the files of a plan.
 
     Example: chunkplan parity --lengths 700,130,90 --chunk-size 128 --k 2
     """
@@ -71,6 +73,10 @@ def parity(*, asked: Given, as_json: JsonOption = False) -> None:
 
 def _print(result: ParityReport) -> None:
     console = stdout()
+    if result.proofs:
+        _print_proofs(result.proofs)
+    if result.ran_small:
+        console.print("the model has more than 300M weights: the sequences are run on the small one")
     counts = ", ".join(f"{count} {kind}" for kind, count in result.chunks.items() if count)
     console.print(f"chunks: {counts}")
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -86,3 +92,14 @@ def _print(result: ParityReport) -> None:
     console.print(f"loss: {result.loss:.12f} in chunks, {result.reference_loss:.12f} whole")
     verdict = "exact" if result.passed else "NOT exact"
     console.print(f"{verdict}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")
+
+
+def _print_proofs(proofs: tuple[StageProof, ...]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("small model of its class", header_style="dim", no_wrap=True)
+    table.add_column("relative error", header_style="dim", justify="right", no_wrap=True)
+    table.add_column("worst parameter", header_style="dim", overflow="fold")
+    for proof in proofs:
+        error = "not proved" if proof.error is None else f"{proof.error:.1e}"
+        table.add_row("one stage" if proof.num_stages == 1 else "two stages", error, proof.where)
+    stdout().print(table)

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from chunkplan_runtime.models.checks import MODEL_TYPES, max_positions
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
-from chunkplan_runtime.proof.prove import train_whole
-from chunkplan_runtime.proof.record import check_exact
+from chunkplan_runtime.models.tiny import num_weights, small_config_of
+from chunkplan_runtime.proof import prove
+from chunkplan_runtime.proof.prove import UnprovedError, train_whole
+from chunkplan_runtime.proof.record import check_exact, proof_of
 
-#: What rounding in float64 leaves far below and any mistake far above.
+#: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For
+#: others, which the delta rule is one of, there is that of `prove`.
 TOLERANCE = 1e-12
 
 #: A gradient this small beside that of all parameters is zero but for rounding (a query's where there is one key).
@@ -39,13 +42,30 @@ _VANISHING = 1e-14
 _LONGEST = 1_000_000
 
 
+#: A larger model is not run itself: its weights in float64, and their gradients, take 5 GB.
+_MOST_WEIGHTS = 300_000_000
+
+
+@dataclass(frozen=True)
+class StageProof:
+    """What a small model of the class shows on so many stages: the error of the worst gradient; None if it cannot run.
+
+    `where`: the weight that has it, or why there is none.
+    """
+
+    num_stages: int
+    error: float | None
+    where: str
+
+
 @dataclass(frozen=True)
 class ParityReport:
     """How far chunked gradients are from whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
 
     Where g_ref is zero but for rounding, its norm is replaced by that of all parameters together. `chunks` counts the
     plan's chunks by kind: standalone, dependent, mixed, zero_loss. `vanishing` names the parameters
-    whose g_ref is zero.
+    whose g_ref is zero. `proofs`: of a model that was given, what a small one of its class shows. `ran_small`: the
+    sequences were run on that too, as the model itself is too large to run whole.
     """
 
     max_relative_error: float
@@ -56,6 +76,8 @@ class ParityReport:
     vanishing: list[str]
     tolerance: float
     passed: bool
+    proofs: tuple[StageProof, ...] = ()
+    ran_small: bool = False
 
 
 def parity(
@@ -72,8 +94,9 @@ def parity(
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 
     The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
-    without it the model is a small one of the Qwen2 kind. `seed`: of weights and tokens. The rest is how the chunks are
-    run: with which attention kernel, with KV in host memory, with activation checkpointing inside of a chunk.
+    without it the model is a small one of the Qwen2 kind, and one that is too large to run whole is run as a small one
+    of its class. `seed`: of weights and tokens. The rest is how the chunks are run: with which attention kernel, with
+    KV in host memory, with activation checkpointing inside of a chunk.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused, by
@@ -94,11 +117,16 @@ def parity(
         raise UsageError(
             f"a length of {max(lengths):,} tokens", hint=f"parity runs sequences whole: at most {_LONGEST:,} tokens"
         )
+    proofs: tuple[StageProof, ...] = ()
+    ran_small = False
     if model_config is None:
         config = small_config(max_positions=max(lengths))
     else:
         config = read_config(model_config)
         check_exact(config, str(model_config))
+        proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
+        if ran_small := num_weights(config) > _MOST_WEIGHTS:
+            config = small_config_of(config, max(lengths))
     with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
         (Path(folder) / "analysis").mkdir()
         analysis = write_random_analysis(Path(folder) / "analysis", lengths, config.vocab_size, seed)
@@ -110,7 +138,16 @@ def parity(
         model = new_model(config, torch.float64, seed, attention=attention)
         if checkpointing:
             model.enable_checkpointing()
-        return compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
+        report = compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
+        return replace(report, proofs=proofs, ran_small=ran_small)
+
+
+def _stage_proof(config: Any, num_stages: int) -> StageProof:
+    try:
+        proof = proof_of(config, num_stages)
+    except UnprovedError as error:
+        return StageProof(num_stages, None, str(error))
+    return StageProof(num_stages, proof.error, proof.where)
 
 
 def small_config(max_positions: int) -> Any:
@@ -168,6 +205,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         raise ChunkplanError(
             "gradients are not finite", hint="with random weights this model overflows; use another config"
         )
+    tolerance = TOLERANCE if model.config.model_type in MODEL_TYPES else prove.TOLERANCE
     return ParityReport(
         max_relative_error=worst,
         relative_errors=errors,
@@ -175,8 +213,8 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         reference_loss=reference_loss,
         chunks=dict(Counter(chunk.kind.replace("-", "_") for chunk in chunks)),
         vanishing=vanishing,
-        tolerance=TOLERANCE,
-        passed=worst <= TOLERANCE,
+        tolerance=tolerance,
+        passed=worst <= tolerance,
     )
 
 

@@ -20,8 +20,8 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.execution import executor
 from chunkplan_runtime.kv.pages import DeviceMemory
-from chunkplan_runtime.models.checks import MODEL_TYPES
-from chunkplan_runtime.models.model import check_config, new_model
+from chunkplan_runtime.models.checks import MODEL_TYPES, check_config
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import (
     compare_plan,
     parity,

@@ -126,7 +126,9 @@ def _attend(
     out = query.new_empty(*query.shape[:2], value.shape[2], dtype=wide(query.dtype))
     lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
-    blocks = context.store.blocks(part, attention.layer, part.first_seen(attention.window, attention.tile), Asked((key, value)))
+    blocks = context.store.blocks(
+        part, attention.layer, part.first_seen(attention.window, attention.tile), Asked((key, value))
+    )
     for block in blocks:
         block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
@@ -155,7 +157,8 @@ def _attend_backward(
     part, asked = tokens.part, Asked((key, value), with_gradients=True)
     assert part is not None
     grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
-    for block in context.store.blocks(part, attention.layer, part.first_seen(attention.window, attention.tile), asked):
+    first_seen = part.first_seen(attention.window, attention.tile)
+    for block in context.store.blocks(part, attention.layer, first_seen, asked):
         block_key, block_value = block.tensors
         for queries, keys, form in _visible(block, tokens.runs, attention):
             grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))

@@ -73,7 +73,9 @@ def chunk_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    layer: Any = module.layer_idx
+    layer: Any = getattr(module.chunkplan.cache, "layer", None)  # type: ignore[union-attr]
+    if layer is None:
+        layer = module.layer_idx
     window = attention_mask.window
     if sliding_window not in (None, window):
         raise UsageError(

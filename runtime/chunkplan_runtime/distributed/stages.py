@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from chunkplan.errors import UsageError
@@ -18,9 +19,20 @@ from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, layers_of
+from chunkplan_runtime.models.tiny import returned_by_layers
 
 #: Names of the norm behind the last layer.
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm")
+_FINAL_NORMS = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "final_norm",
+    "ln_f",
+    "norm_f",
+    "embedding_norm",
+    "layer_norm",
+    "layernorm",
+)
 
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:
@@ -48,13 +60,14 @@ def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
     Tied embeddings stay on the first and on the last stage.
     """
     whole, all_layers = model.model, layers_of(model.model)
+    returned = returned_by_layers(model.config)
     for index in range(len(all_layers)):
         if index not in layers:
-            all_layers[index] = _Elsewhere(all_layers[index])
+            all_layers[index] = _Elsewhere(all_layers[index], returned)
     if not layout.is_first:
-        all_layers[0] = _Entry(all_layers[0])
+        all_layers[0] = _Entry(all_layers[0], returned)
     if not layout.is_last:
-        all_layers[layers.stop] = _Exit(all_layers[layers.stop])
+        all_layers[layers.stop] = _Exit(all_layers[layers.stop], returned)
     is_tied = has_tied_embeddings(whole)
     embeddings = whole.get_input_embeddings()
     for name, module in list(decoder_of(whole).named_children()):
@@ -65,7 +78,7 @@ def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
         else:
             is_own = layout.is_first or (module is embeddings and layout.is_last and is_tied)
         if not is_own:
-            setattr(decoder_of(whole), name, nn.Identity())
+            setattr(decoder_of(whole), name, _Nothing() if isinstance(module, nn.Embedding) else nn.Identity())
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
     return replace(model, is_first=layout.is_first, is_last=layout.is_last)
@@ -76,16 +89,32 @@ def has_tied_embeddings(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
 
 
-class _Elsewhere(nn.Module):
-    """Stands for a layer that another stage has, of which the decoder may ask what kind it is."""
+class _Nothing(nn.Module):
+    """Stands for embeddings that another stage adds."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros((), device=tokens.device)
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a layer that another stage has, of which the decoder may ask what kind it is.
+
+    `returned`: of how many values the first is the hidden states, where layers return more than these.
+    """
+
+    def __init__(self, layer: nn.Module, returned: int | None = None) -> None:
         super().__init__()
         for name, value in vars(layer).items():
             if isinstance(value, (str, int)) and not name.startswith("_") and name != "training":
                 setattr(self, name, value)
+        self._returned = returned
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        hidden = self.passed(hidden_states)
+        return hidden if self._returned is None else (hidden, *(None for _ in range(self._returned - 1)))
+
+    def passed(self, hidden_states: Tensor) -> Tensor:
+        """What goes on from here."""
         return hidden_states
 
 
@@ -94,7 +123,7 @@ class _Entry(_Elsewhere):
 
     chunkplan: Any
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def passed(self, hidden_states: Tensor) -> Tensor:
         inputs: Tensor = self.chunkplan.inputs
         return inputs.clone() if inputs.requires_grad else inputs  # some layers work in place
 
@@ -104,6 +133,6 @@ class _Exit(_Elsewhere):
 
     chunkplan: Any
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def passed(self, hidden_states: Tensor) -> Tensor:
         self.chunkplan.output = hidden_states
         return hidden_states

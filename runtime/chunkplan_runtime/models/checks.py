@@ -116,6 +116,15 @@ def check_config(config: Any, where: str) -> None:
     Raises:
         UsageError: naming what, and what to do about it.
     """
+    text = config.get_text_config(decoder=True)
+    if text.model_type != config.model_type:
+        raise UsageError(
+            f"a {config.model_type} model is one of text and more",
+            where=where,
+            hint=f"train its language model, of type {text.model_type}: `python -m chunkplan_runtime.train` takes that",
+        )
+    if text is not config or getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"a {config.model_type} model has an encoder", where=where, hint="take one of decoders only")
     for name in _SIZES:
         size = getattr(config, name, 1)
         if size is not None and (type(size) is not int or size < 1):

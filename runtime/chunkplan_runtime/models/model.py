@@ -27,9 +27,15 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.recurrent import (
+    StateCache,
+    cache_argument,
+    checkpoint_segments,
+    is_recurrent,
+    run_segments,
+)
 from chunkplan_runtime.models.selective_scan import continue_scans
 from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, is_text_weight
-from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
 _REFUSALS = (
@@ -152,6 +158,7 @@ class CausalLM:
         def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
             spans = own.spans
             self.current.context = ChunkContext(spans, store, self.kernels, self.is_causal, its_seed, own.shared)
+            self.current.cache = cache
             hidden: Tensor = self.call(self._decode, own, its_inputs, cache)
             return hidden[0]
 
@@ -165,7 +172,7 @@ class CausalLM:
         if inputs is None:
             tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
         else:
-            tokens = {"inputs_embeds": inputs[None]}
+            tokens = {"inputs_embeds": inputs[None].detach().clone()}  # some models scale them in place
             self.current.inputs = inputs[None]
         kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
         hidden: Tensor = decoder_of(self.model)(
@@ -198,16 +205,10 @@ class CausalLM:
         }
 
     def enable_checkpointing(self) -> None:
-        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward.
-
-        Raises:
-            UsageError: layers keep a state, which transformers leaves out where they run again.
-        """
+        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward."""
         if self.is_recurrent:
-            raise UsageError(
-                f"activation checkpointing of a {self.config.model_type} model, whose layers keep a state",
-                hint="leave --checkpointing out; a smaller --chunk-size or K takes less memory too",
-            )
+            checkpoint_segments(self.model, self.current)
+            return
         arguments = {"use_reentrant": False}
         if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)

@@ -12,18 +12,20 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from chunkplan.errors import DataError
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
-from chunkplan_runtime.models.parts import decoder_of
+from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.selective_scan import begin_scan_with
 from chunkplan_runtime.spans import Span
 
@@ -48,8 +50,11 @@ class Border:
 class StateCache(DynamicCache):
     """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`.
 
-    `start`: how many tokens of its sequence lie before the segment.
+    `start`: how many tokens of its sequence lie before the segment. `layer`: the one that attends, which a module does
+    not know of itself where layers have one between them.
     """
+
+    layer: int | None = None
 
     def __init__(self, config: Any, begun: dict[Name, Tensor], start: int) -> None:
         DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
@@ -104,8 +109,11 @@ class StateCache(DynamicCache):
         """Keep such a sum."""
         self._sums[layer_idx, _SUM, 0] = linear_cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep nothing: attention has a store of its own."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep nothing but which layer it is: attention has a store of its own."""
+        self.layer = layer_idx
         return key_states, value_states
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -164,7 +172,8 @@ def run_segments(
     Raises:
         DataError: a part has one token and is not the last one.
     """
-    new_cache = cache_class(type(decoder_of(model)))
+    kind: Any = type(decoder_of(model))
+    new_cache = cache_class(kind)
     hidden: list[Tensor] = []
     borders: list[tuple[Span, Border]] = []
     for place, span in enumerate(tensors.spans):
@@ -188,6 +197,33 @@ def run_segments(
             store.keep_states(span, {name: state.detach() for name, state in left.items()})
             borders.append((span, Border(begun, left)))
     return torch.cat(hidden), tuple(borders)
+
+
+def checkpoint_segments(model: Any, current: Current) -> None:
+    """Let layers that keep states keep the inputs of a segment only, and run it again in its backward.
+
+    transformers' own checkpoints run a layer again without its cache. Here it gets the same one, rewound to the state
+    that the segment begins with.
+    """
+    for index, layer in enumerate(layers_of(model)):
+        layer.forward = partial(_checkpointed, layer.forward, index, current)
+
+
+def _checkpointed(forward: Callable[..., Any], index: int, current: Current, *given: Any, **how: Any) -> Any:
+    context, cache = current.context, current.cache
+    if not torch.is_grad_enabled() or cache is None:
+        return forward(*given, **how)
+
+    def run(*given: Any, **how: Any) -> Any:
+        before = current.context, current.cache
+        current.context, current.cache = context, cache
+        cache.rewind(index)
+        try:
+            return forward(*given, **how)
+        finally:
+            current.context, current.cache = before
+
+    return checkpoint(run, *given, use_reentrant=False, **how)
 
 
 def _with_padding(tensors: ChunkTensors) -> ChunkTensors:

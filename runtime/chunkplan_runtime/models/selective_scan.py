@@ -2,7 +2,8 @@
 
 The scan is linear in its state: with the state h0 [channels, state_size] before it, it is what it is without, and in
 addition h0 decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, read by C_t (Gu and Dao, arXiv 2312.00752, 3.2).
-So what transformers calls stays as it is, a kernel or not, and what the state adds is added.
+Here A are `rates`, dt `steps`, B `writes` and C `reads`. So what transformers calls stays as it is, a kernel or not,
+and what the state adds is added.
 """
 
 from __future__ import annotations
@@ -46,33 +47,39 @@ def continue_scans(model: nn.Module) -> None:
 
 def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(scan)
-    def continued(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **how: Any) -> Any:
-        found = scan(hidden_states, dt, A, B, C, **how)
+    def continued(inputs: Tensor, steps: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **how: Any) -> Any:
+        found = scan(inputs, steps, rates, writes, reads, **how)
         states: list[Tensor] = getattr(_here, "states", [])
         if not states:
             return found
         state = states.pop(0)
-        steps = dt if how.get("delta_bias") is None else dt + how["delta_bias"].to(dt.dtype)[..., None]
+        if how.get("delta_bias") is not None:
+            steps = steps + how["delta_bias"].to(steps.dtype)[..., None]
         if how.get("delta_softplus"):
             steps = F.softplus(steps)
         passed = steps.cumsum(-1)  # [1, channels, num_tokens]
-        added = checkpoint(_read, passed, A, C, state, use_reentrant=False)  # else state_size times the activations
+        # Kept by autograd, this would be state_size times the activations.
+        added = checkpoint(_read, passed, rates, reads, state, use_reentrant=False)
         if how.get("z") is not None:
             added = added * F.silu(how["z"])
-        left = (A * passed[..., -1:]).exp() * state
         if not how.get("return_last_state"):
             return found + added.to(found.dtype)
         out, last = found
+        left = (rates * passed[..., -1:]).exp() * state
         return out + added.to(out.dtype), last + left.to(last.dtype)
 
     continued.continues = True  # type: ignore[attr-defined]
     return continued
 
 
-def _read(passed: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
-    """What is read of a state [1, channels, state_size] at each token: [1, channels, num_tokens]."""
+def _read(passed: Tensor, rates: Tensor, reads: Tensor, state: Tensor) -> Tensor:
+    """What is read of a state [1, channels, state_size] at each token: [1, channels, num_tokens].
+
+    `passed` [1, channels, num_tokens]: the steps up to a token, summed; `rates` [channels, state_size]; `reads` [1,
+    state_size, num_tokens].
+    """
     out = torch.zeros_like(passed)
-    for column in range(A.shape[1]):
-        decay = (A[:, column, None] * passed).exp()
-        out = out + C[:, column, None, :] * decay * state[..., column, None]
+    for column in range(rates.shape[1]):
+        decay = (rates[:, column, None] * passed).exp()
+        out = out + reads[:, column, None, :] * decay * state[..., column, None]
     return out

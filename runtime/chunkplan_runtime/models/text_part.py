@@ -6,6 +6,7 @@ not loaded, and what is saved is the language model.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from chunkplan_runtime.models.checks import check_config
@@ -30,4 +31,4 @@ def checked_text_config(config: Any, where: str) -> Any:
 
 def is_text_weight(name: str) -> bool:
     """Whether a weight of a checkpoint belongs to its language model, by its name."""
-    return "language_model." in name or name.startswith("lm_head.")
+    return re.match(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.", name) is not None

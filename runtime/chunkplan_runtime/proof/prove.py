@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan_runtime.attention.context import Current
@@ -26,13 +26,11 @@ from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
-from chunkplan_runtime.proof.tiny import tiny_document, unknown_numbers
+from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
 from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadLinks, random_sequences, work_of
 
 #: What rounding in float64 leaves far below and any mistake far above.
 TOLERANCE = 1e-10
-
-_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
 #: A gradient this small beside that of all weights is zero but for rounding.
 _VANISHING = 1e-13
@@ -69,7 +67,8 @@ def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
     Raises:
         UnprovedError: the small model cannot be built, or does not run in chunks.
     """
-    torch_state = torch.random.get_rng_state()
+    torch_state, num_threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are too small for more
     level = logging.get_verbosity()
     logging.set_verbosity(40)  # errors
     try:
@@ -81,6 +80,7 @@ def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
     finally:
         logging.set_verbosity(level)
         torch.random.set_rng_state(torch_state)
+        torch.set_num_threads(num_threads)
 
 
 def _prove(config: Any, num_stages: int) -> ModelProof:
@@ -89,10 +89,8 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
         what = " and ".join(f"{name} {document.get(name, '')}".strip() for name in unknown[:3])
         raise UnprovedError(f"what {what} changes in long sequences is not known")
     tiny = AutoConfig.for_model(**document)
-    with torch.device("meta"):
-        num_weights = sum(each.numel() for each in _AUTO_MODEL.from_config(deepcopy(tiny)).parameters())
-    if num_weights > _MOST_WEIGHTS:
-        raise UnprovedError(f"a small model of its class has {num_weights:,} weights still")
+    if (found := num_weights(tiny)) > _MOST_WEIGHTS:
+        raise UnprovedError(f"a small model of its class has {found:,} weights still")
     model = new_model(tiny, torch.float64, seed=0)
     model.model.double()  # some weights are float32 whatever is asked for
     spread_weights(model.model)
@@ -100,8 +98,8 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     num_targets = sum(int(each.target.sum()) for each in sequences)
     with evaluate_in_float64(model.model):
         whole = _whole(model, sequences, num_targets)
-        found = [_compared(_chunked(model, sequences, num_targets, k, num_stages), whole, f"K {k}") for k in ORDERS]
-    return max(found, key=lambda proof: (proof.error != proof.error, proof.error))
+        errors = [_compared(_chunked(model, sequences, num_targets, k, num_stages), whole, f"K {k}") for k in ORDERS]
+    return max(errors, key=lambda proof: (proof.error != proof.error, proof.error))
 
 
 def spread_weights(model: torch.nn.Module) -> None:

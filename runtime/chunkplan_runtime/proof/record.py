@@ -13,8 +13,8 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.checks import MODEL_TYPES
+from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.proof.prove import ModelProof, UnprovedError, prove
-from chunkplan_runtime.proof.tiny import tiny_document
 
 _HINT = "docs/models.md has the models that are known to be exact, and why others are not"
 
@@ -32,17 +32,14 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1) -> None:
         return
     stages = min(num_stages, 2)
     on = " on pipeline stages" if stages > 1 else ""
-    proof = known_proof(config, stages)
-    if proof is None:
-        try:
-            proof = prove(config, num_stages=stages)
-        except UnprovedError as error:
-            raise UsageError(
-                f"chunked gradients cannot be proved exact for model type {config.model_type!r}{on}: {error}",
-                where=where,
-                hint=_HINT,
-            ) from error
-        _keep(config, stages, proof)
+    try:
+        proof = proof_of(config, stages)
+    except UnprovedError as error:
+        raise UsageError(
+            f"chunked gradients cannot be proved exact for model type {config.model_type!r}{on}: {error}",
+            where=where,
+            hint=_HINT,
+        ) from error
     if not proof.holds:
         raise UsageError(
             f"chunked gradients of model type {config.model_type!r}{on} are off by {proof.error:.1e} "
@@ -50,6 +47,19 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1) -> None:
             where=where,
             hint=_HINT,
         )
+
+
+def proof_of(config: Any, num_stages: int) -> ModelProof:
+    """What is found for a model, or was found before for one of the same features with the same versions.
+
+    Raises:
+        UnprovedError: see `prove`.
+    """
+    proof = known_proof(config, num_stages)
+    if proof is None:
+        proof = prove(config, num_stages=num_stages)
+        _keep(config, num_stages, proof)
+    return proof
 
 
 def known_proof(config: Any, num_stages: int) -> ModelProof | None:

@@ -284,7 +284,7 @@ def test_masks_of_transformers_are_what_their_functions_say():
     )
     assert mask_of(mask_function=packed) == Mask(5)
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1))
-    assert mask_of(mask_function=chunked).unknown == "chunked_overlay"
+    assert mask_of(mask_function=chunked) == Mask(tile=4)
     either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(True))
     assert mask_of(mask_function=either) == Mask(causal=False)
     nothing = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(False))

@@ -13,13 +13,15 @@ from transformers import AutoConfig
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.recurrent import StateCache, is_recurrent
+from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
-from chunkplan_runtime.proof.tiny import tiny_document
+from chunkplan_runtime.spans import Span
 from tests.support.mixed_chunks import LENGTHS
 from tests.support.mixed_chunks import MIXED as WITH_ONE_TOKEN
 from tests.support.shared_plans import given_blocks
@@ -32,6 +34,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {},
     "nemotron_h": {},  # Mamba-2, attention, mixtures, each a layer of its own
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "jamba": {},  # Mamba's first version, attention, mixtures
+    "minimax": {},  # lightning attention, in a cache of its own
+    "llama4_text": {},  # no state, but a scale by the number of tokens before, and attention in tiles
 }
 
 
@@ -59,6 +64,41 @@ def test_states_are_exact_over_all_borders(
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-12)
 
 
+def test_checkpointed_layers_begin_again_with_the_states_of_their_segment(
+    model: Any, handmade_plan: Any, random_sequences: Any
+) -> None:
+    sequences = [(ids % 64, target) for ids, target in random_sequences(LENGTHS)]
+    plan, analysis = handmade_plan(sequences, [{0: MIXED}], k=2)
+    for model_type in RECURRENT:
+        checkpointed = model(model_type)
+        checkpointed.enable_checkpointing()
+        assert compare_plan(plan, analysis, checkpointed).max_relative_error < 1e-10, model_type
+
+
+def test_checkpoints_keep_less(model: Any) -> None:
+    def kept_bytes(*, checkpointing: bool) -> int:
+        made = model("jamba")
+        if checkpointing:
+            made.enable_checkpointing()
+        tensors = ChunkTensors(
+            torch.zeros(1, 30, dtype=torch.int32),
+            torch.arange(30, dtype=torch.int32)[None],
+            torch.zeros(30, dtype=torch.int64),
+            (Span(0, 0, 30, 30, 0, None),),
+        )
+        sizes: list[int] = []
+
+        def keep(saved: torch.Tensor) -> torch.Tensor:
+            sizes.append(saved.nbytes)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            made.hidden_states(tensors, StateStore(30))
+        return sum(sizes)
+
+    assert kept_bytes(checkpointing=True) < kept_bytes(checkpointing=False) / 5
+
+
 def test_parts_of_one_token_are_no_steps_of_generation(model: Any, handmade_plan: Any, random_sequences: Any) -> None:
     [(ids, target)] = random_sequences([5])
     parts = [[(0, 0, 4)], [(0, 4, 5)]]
@@ -81,8 +121,6 @@ def test_without_the_gradients_of_states_it_would_not_be_exact(
 
 def test_what_cannot_be_done_with_states_is_refused_by_name(model: Any, tmp_path: Any) -> None:
     assert not is_recurrent(AutoConfig.for_model("llama"))
-    with pytest.raises(UsageError, match="activation checkpointing of a mamba2 model"):
-        model("mamba2").enable_checkpointing()
     with pytest.raises(UsageError, match="--reshard of a mamba2 model"):
         Shards(model("mamba2"), None, master_weights=False, reshard_after_forward=True)  # type: ignore[arg-type]
     with given_blocks({40: (0, 2, 1)}):
@@ -96,13 +134,13 @@ def test_what_cannot_be_done_with_states_is_refused_by_name(model: Any, tmp_path
 def test_a_state_is_assigned_and_not_copied_into(model: Any) -> None:
     """So that the part before and the part after are of different graphs."""
     config = model("qwen3_next").config
-    cache = StateCache(config, {})
+    cache = StateCache(config, {}, 0)
     layer: Any = cache.layers[0]
     first = layer.update_conv_state(torch.ones(1, 3, 2, requires_grad=True), conv_kernel_size=4)
     assert first.shape == (1, 3, 4) and first[..., :2].abs().max() == 0
     state = cache.states()[0, "conv_states", 0]
     assert state.requires_grad and state.shape == (1, 3, 4)
-    again = StateCache(config, {(0, "conv_states", 0): state.detach()})
+    again = StateCache(config, {(0, "conv_states", 0): state.detach()}, 1)
     full = again.layers[0].update_conv_state(torch.full((1, 3, 1), 2.0), conv_kernel_size=4)
     assert full.shape == (1, 3, 5)
     assert torch.equal(again.states()[0, "conv_states", 0], full[..., -4:])

@@ -7,13 +7,23 @@ transformers; a config whose names are others is left as large as it is, or cann
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan_runtime.models.checks import MODEL_TYPES
+from chunkplan_runtime.models.parts import layers_of
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
 #: What a config says, by name: of any kind, as transformers has it.
 Entries = dict[str, Any]
 
 #: Layers are kept until every kind of them has occurred, but never more than these.
-MOST_LAYERS = 12
+MOST_LAYERS = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
@@ -169,6 +179,38 @@ def tiny_document(document: Entries) -> Entries:
     if isinstance(tiny.get("rope_parameters"), dict):
         tiny["rope_parameters"] = _tiny_rope(tiny["rope_parameters"])
     return tiny | _of_families(tiny, small_heads, head_dim, small_layers)
+
+
+def small_config_of(config: Any, max_positions: int) -> Any:
+    """The config of a small model of the same class, with room for so many positions."""
+    tiny = tiny_document(config.to_dict())
+    for name in _POSITIONS:
+        if _is_size(tiny.get(name)):
+            tiny[name] = max(tiny[name], max_positions)
+    return AutoConfig.for_model(**tiny)
+
+
+def num_weights(config: Any) -> int:
+    """How many weights a model with this config has."""
+    with torch.device("meta"):
+        return sum(each.numel() for each in _AUTO_MODEL.from_config(deepcopy(config)).parameters())
+
+
+def returned_by_layers(config: Any) -> int | None:
+    """How many values a layer of a model with this config returns, as a small one shows; None: the hidden states alone.
+
+    Also where there is no small one: then it has been refused (`proof`).
+    """
+    if config.model_type in MODEL_TYPES:
+        return None
+    found: list[Any] = []
+    with torch.random.fork_rng(devices=[]), suppress(Exception):
+        model = _AUTO_MODEL.from_config(AutoConfig.for_model(**tiny_document(config.to_dict())))
+        for layer in layers_of(model):
+            layer.register_forward_hook(lambda *given: found.append(given[2]))
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    return len(found[0]) if found and isinstance(found[0], tuple) else None
 
 
 def _tiny_rope(entries: Entries) -> Entries:
