@@ -28,6 +28,12 @@ MORE: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         }
     },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 500000.0},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+        "d_model": 6144,
+        "n_heads": 48,
+    },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
@@ -42,6 +48,9 @@ MORE: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 2047},
     "starcoder2": {"sliding_window": 4096},
 }
+
+#: Dropout in attention is refused; of these types it is set to 0.
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 #: What stands in the way, by a word of what was found.
 REASONS = {
@@ -88,7 +97,7 @@ class Verdict:
 def verdict(model_type: str, num_stages: int) -> Verdict:
     """Prove a type with its default config, on so many stages."""
     try:
-        whole = AutoConfig.for_model(model_type, **MORE.get(model_type, {}))
+        whole = AutoConfig.for_model(model_type, **dict.fromkeys(DROPOUTS, 0.0), **MORE.get(model_type, {}))
         proof = prove(checked_text_config(whole, "config"), num_stages=num_stages)
     except UsageError as error:
         return Verdict("not proved", error.message)

@@ -29,6 +29,11 @@ def no_device_waits() -> Iterator[None]:
         _forbidden = False
 
 
+def may_wait() -> bool:
+    """Whether something may wait for the device now: no links are open."""
+    return not _forbidden
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all that it was given; a CPU has."""
     _refuse("waiting for the device")

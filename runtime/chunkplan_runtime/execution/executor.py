@@ -27,6 +27,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import windows
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.recurrent import keeps_kv
 from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
@@ -222,8 +223,8 @@ class Executor:
     def _reserve(self, memory: HostMemory, work: RankWork, page_tokens: int, *, with_gradients: bool) -> None:
         """Take the memory of all pages, for parts of which as many processes share heads at once."""
         model = self.model
-        of_all = windows(model.config)
-        own = [of_all[layer] for layer in model.own_layers]
+        of_all, attends = windows(model.config), keeps_kv(model.config)
+        own = [of_all[layer] for layer in model.own_layers if attends[layer]]
         parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
         for chunk_id, tensors in work.tensors.items():
             num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)

@@ -9,7 +9,7 @@ next block is on its way while one is attended to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,10 @@ class GatheredMemory:
     def give_back(self, page: Page) -> None:
         """See `pages.PageMemory.give_back`."""
         self._inner.give_back(_own(page))
+
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See `pages.PageMemory.hold`."""
+        return self._inner.hold(tensor)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""

@@ -16,14 +16,14 @@ need not wait: all that was read from it was waited for by kernels, after which 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.device_waits import new_host_memory
+from chunkplan_runtime.device_waits import may_wait, new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice, heads_first
@@ -123,6 +123,19 @@ class HostMemory:
         for tensor in page.memory:
             self.unused[tensor.shape, tensor.dtype].append(tensor)
         page.memory = []
+
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See `pages.PageMemory.hold`. While links are open, when no memory is taken, it stays on the device."""
+        if not may_wait():
+            return lambda: tensor
+        home = new_host_memory(tensor.shape, tensor.dtype, self._device)
+        there = self._write_back([home], [tensor])
+
+        def fetch() -> Tensor:
+            _Queue.current(self._device).wait(there)
+            return home.to(self._device, non_blocking=True, copy=True)
+
+        return fetch
 
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,3 +124,6 @@ class _Counting:
     def give_back(self, page: Page) -> None:
         self._pages[room(page.capacity)] -= 1
         self._gradients[room(page.capacity)] -= bool(page.gradients)
+
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor

@@ -10,7 +10,7 @@ that knows what they are; today the first is the key and the second the value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,6 +116,10 @@ class PageMemory(Protocol):
         """Take back the memory of a page, which nobody will ask for again."""
         ...
 
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a tensor that is no page; what comes back gives it, on the device."""
+        ...
+
 
 class DeviceMemory:
     """Holds pages on the device; blocks are views of them."""
@@ -145,6 +149,10 @@ class DeviceMemory:
 
     def give_back(self, page: Page) -> None:
         """See `PageMemory.give_back`: its memory is free as soon as nobody holds it."""
+
+    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See `PageMemory.hold`."""
+        return lambda: tensor
 
 
 def heads_first(tensors: Sequence[Tensor], tokens: slice) -> tuple[Tensor, ...]:

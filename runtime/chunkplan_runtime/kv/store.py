@@ -8,7 +8,7 @@ complete when, and only when, backwards run in descending order, which is checke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class _Sequence:
     page_tokens: int
     layers: dict[int, list[Page]] = field(default_factory=dict)
     #: Of recurrent layers, by the token before which they are: states, and gradients of them, by name.
-    states: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
+    states: dict[int, dict[Any, Callable[[], Tensor]]] = field(default_factory=dict)
     state_gradients: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
@@ -131,11 +131,13 @@ class StateStore:
 
     def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
         """Keep the states that recurrent layers have at the end of a part."""
-        self._sequences[span.occurrence].states[span.stop] = states
+        held = {name: self._memory.hold(state) for name, state in states.items()}
+        self._sequences[span.occurrence].states[span.stop] = held
 
     def states_before(self, span: Span) -> dict[Any, Tensor]:
         """The states that a segment begins with: none at the beginning of a sequence."""
-        return self._sequences[span.occurrence].states[span.start] if span.is_split and span.start else {}
+        held = self._sequences[span.occurrence].states[span.start] if span.is_split and span.start else {}
+        return {name: fetch() for name, fetch in held.items()}
 
     def give_state_gradients(self, span: Span, gradients: dict[Any, Tensor]) -> None:
         """Keep the gradients of the states that a part began with, for the part before."""

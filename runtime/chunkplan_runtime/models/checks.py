@@ -80,6 +80,14 @@ def is_bidirectional(config: Any) -> bool:
     return not getattr(config, "is_causal", True) or looks_ahead
 
 
+def entry_of(config: Any, name: str, default: Any = None) -> Any:
+    """What a config has under a name; the largest where its layers have different sizes."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers refuses to say one for all layers
+        return max(getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers))
+
+
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens; None for full attention.
 
@@ -99,9 +107,9 @@ def kv_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, expanded
         key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         return (config.num_attention_heads, key_dim), (config.num_attention_heads, value_dim)
-    num_heads: int = getattr(config, "num_attention_heads", None) or 1
-    heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_heads: int = entry_of(config, "num_attention_heads") or 1
+    heads: int = entry_of(config, "num_key_value_heads") or num_heads
+    dim: int = entry_of(config, "head_dim") or config.hidden_size // num_heads
     return (heads, dim), (heads, dim)
 
 
@@ -126,9 +134,10 @@ def check_config(config: Any, where: str) -> None:
     if text is not config or getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"a {config.model_type} model has an encoder", where=where, hint="take one of decoders only")
     for name in _SIZES:
-        size = getattr(config, name, 1)
-        if size is not None and (type(size) is not int or size < 1):
-            raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
+        given = entry_of(config, name, 1)
+        for size in given if isinstance(given, (list, tuple)) else [given]:  # some have one for each layer
+            if size is not None and (type(size) is not int or size < 1):
+                raise UsageError(f"{name} is {size!r}", where=where, hint="give a whole number from 1")
     rope = getattr(config, "rope_parameters", None)
     for entry in model_config.rope_entries(rope) if rope else ():
         rope_type = entry.get("rope_type")
@@ -201,7 +210,7 @@ def _check_values(config: Any, where: str) -> None:
             where=where,
             hint="set it to null, or to a token of the vocabulary",
         )
-    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (entry_of(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads and kv_heads and heads % kv_heads:
         raise UsageError(
             f"{heads} attention heads cannot share {kv_heads} KV heads",

@@ -19,7 +19,7 @@ def decoder_of(model: Any) -> Any:
     """The part of a causal LM that makes hidden states of tokens."""
     whole = whole_of(model)
     for decoder in (whole.get_decoder(), whole.base_model):
-        if decoder is not whole:
+        if decoder is not whole and isinstance(decoder, PreTrainedModel):
             return decoder
     return next(child for child in whole.children() if isinstance(child, PreTrainedModel))
 

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention.context import Current
@@ -188,7 +193,10 @@ def run_segments(
             own = _with_padding(own)
             own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
         kept = new_cache(model.config, begun, span.start)
-        out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
+        try:
+            out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
+        finally:
+            begin_scan_with(None)
         hidden.append(out[: span.stop - span.start])
         if span.is_split:
             left = kept.states() if span.stop < span.length else {}
@@ -222,6 +230,7 @@ def _checkpointed(forward: Callable[..., Any], index: int, current: Current, *gi
             return forward(*given, **how)
         finally:
             current.context, current.cache = before
+            begin_scan_with(None)
 
     return checkpoint(run, *given, use_reentrant=False, **how)
 
@@ -251,6 +260,16 @@ def is_recurrent(config: Any) -> bool:
     layers = DynamicCache(config=config).layers
     keeps_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return keeps_state or bool(getattr(config, "attn_temperature_tuning", False))
+
+
+def keeps_kv(config: Any) -> list[bool]:
+    """Of each layer, whether it keeps keys and values: those with a state alone do not."""
+    layers = DynamicCache(config=config).layers
+    with_state_alone = [
+        isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicLayer) for layer in layers
+    ]
+    more = int(config.num_hidden_layers) - len(layers)
+    return [*(not alone for alone in with_state_alone), *(True for _ in range(more))]
 
 
 @cache

@@ -27,7 +27,7 @@ MOST_LAYERS = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width")
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -169,6 +169,9 @@ def tiny_document(document: Entries) -> Entries:
             tiny[name] = min(ids, 3) if type(ids) is int else ids
         elif name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, float):
             tiny[name] = 0.0  # what is random cannot be compared
+    for name in ("attn_config", "ffn_config"):
+        if isinstance(document.get(name), dict):
+            tiny[name] = tiny_document(document[name])
     layers = tiny.get("per_layer_config")
     if isinstance(layers, dict):  # by the index of a layer, what is otherwise in it
         tiny["per_layer_config"] = {

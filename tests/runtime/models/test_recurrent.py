@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
+from chunkplan_runtime.device_waits import no_device_waits
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.feed.stream import ChunkTensors
+from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.plans import check_plan
-from chunkplan_runtime.models.recurrent import StateCache, is_recurrent
+from chunkplan_runtime.models.recurrent import StateCache, is_recurrent, keeps_kv
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
@@ -49,6 +52,11 @@ def model() -> Callable[[str], CausalLM]:
         return made
 
     return make
+
+
+def keep_size(sizes: list[int], saved: torch.Tensor) -> torch.Tensor:
+    sizes.append(saved.nbytes)
+    return saved
 
 
 @pytest.mark.parametrize(("k", "kv_offload"), [(1, True), (2, False), (5, False)])
@@ -87,12 +95,7 @@ def test_checkpoints_keep_less(model: Any) -> None:
             (Span(0, 0, 30, 30, 0, None),),
         )
         sizes: list[int] = []
-
-        def keep(saved: torch.Tensor) -> torch.Tensor:
-            sizes.append(saved.nbytes)
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        with torch.autograd.graph.saved_tensors_hooks(partial(keep_size, sizes), lambda saved: saved):
             made.hidden_states(tensors, StateStore(30))
         return sum(sizes)
 
@@ -108,6 +111,49 @@ def test_parts_of_one_token_are_no_steps_of_generation(model: Any, handmade_plan
     plan, analysis = handmade_plan([(ids % 64, target)], [{0: [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 5)]]}], k=1)
     with pytest.raises(DataError, match="token 2 of sequence 0 is a part by itself and not the last one"):
         compare_plan(plan, analysis, model("mamba2"))
+
+
+def test_states_lie_on_the_host_where_keys_and_values_do() -> None:
+    memory = HostMemory(torch.device("cpu"))
+    state = torch.ones(3)
+    fetch = memory.hold(state)
+    state.zero_()
+    assert torch.equal(fetch(), torch.ones(3)), "what is kept is a copy"
+    with no_device_waits():
+        assert memory.hold(state)() is state, "no memory is taken while stages wait for one another"
+
+
+def test_no_pages_are_reserved_for_layers_with_a_state_alone(model: Any) -> None:
+    config = model("qwen3_next").config
+    assert keeps_kv(config) == [kind == "full_attention" for kind in config.layer_types]
+    assert keeps_kv(AutoConfig.for_model("falcon_h1", num_hidden_layers=3)) == [True] * 3, "both in each layer"
+    assert keeps_kv(AutoConfig.for_model("llama", num_hidden_layers=3)) == [True] * 3
+    assert not any(keeps_kv(model("mamba2").config))
+
+
+def test_memory_is_flat_in_the_length_of_a_sequence(model: Any) -> None:
+    """A part saves as much wherever it lies, leaves a state of one size at its end, and takes no page."""
+    made = model("mamba2")
+    store, size = StateStore(16), 16
+    saved: list[int] = []
+    states: list[int] = []
+    for start in range(0, 8 * size, size):
+        part = Span(0, start, start + size, 9 * size, 0, 0)
+        tensors = ChunkTensors(
+            torch.zeros(1, size, dtype=torch.int32),
+            torch.arange(start, start + size, dtype=torch.int32)[None],
+            torch.zeros(size, dtype=torch.int64),
+            (part,),
+        )
+        store.start_forward(part)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(partial(keep_size, sizes), lambda given: given):
+            made.hidden_states(tensors, store)
+        saved.append(sum(sizes))
+        states.append(sum(state.nbytes for state in store.states_before(part._replace(start=part.stop)).values()))
+    assert len({*saved[1:]}) == 1 and saved[0] <= saved[1]
+    assert len({*states}) == 1 and states[0] > 0
+    assert store.num_bytes == 0
 
 
 def test_without_the_gradients_of_states_it_would_not_be_exact(
