@@ -153,7 +153,7 @@ def test_memory_is_flat_in_the_length_of_a_sequence(model: Any) -> None:
         states.append(sum(state.nbytes for state in store.states_before(part._replace(start=part.stop)).values()))
     assert len({*saved[1:]}) == 1 and saved[0] <= saved[1]
     assert len({*states}) == 1 and states[0] > 0
-    assert store.num_bytes == 0
+    assert store.num_bytes() == 0
 
 
 def test_without_the_gradients_of_states_it_would_not_be_exact(
