@@ -87,10 +87,10 @@ def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads
         assert (found - wanted).norm() <= tolerance * wanted.norm().clamp(min=1)
 
 
-def attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts=()):
+def attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts=(), tile=None):
     """Out and gradients of one sequence run part by part; the chunk of the last part holds `shorts` as well."""
     kernel = Kernels().choose(query.device, query.dtype, (8, 8), Form(1.0, True, window, softcap))
-    layer = LayerAttention(kernel, 0, 0.3, window, softcap)
+    layer = LayerAttention(kernel, 0, 0.3, window, softcap, tile)
     return attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, shorts)
 
 
@@ -121,30 +121,32 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
 @given(data=st.data())
 @settings(max_examples=60)
 def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
-    """Whatever the parts, the pages, the window, and what else is in the chunk; with KV on the host the same bits."""
+    """Whatever the parts, the pages, the window or tiles, and what else is in the chunk; with KV on the host the same bits."""
     cuts = sorted(data.draw(st.sets(st.integers(1, 40), min_size=2, max_size=7)))
     shorts = data.draw(st.lists(st.integers(1, 9), max_size=3))
     page_tokens = data.draw(st.integers(1, 45))
     window = data.draw(st.none() | st.integers(1, 45))
+    tile = data.draw(st.none() | st.integers(1, 45)) if window is None else None
     softcap = data.draw(st.none() | st.just(2.0))
     torch.manual_seed(data.draw(st.integers(0, 9)))
     borders = (0, *accumulate([cuts[-1], *shorts]))
     query, grad_out = torch.randn(2, 4, borders[-1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, borders[-1], 8, dtype=torch.float64)
-    form = Form(0.3, True, None if window is None else window - 1, softcap, borders)
+    tiles = [cut for start, stop in pairwise(borders) for cut in range(start, stop, tile or 99)]
+    form = Form(0.3, True, None if window is None else window - 1, softcap, (*tiles, borders[-1]))
     exact = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     expected, _ = plain(*exact, form)
     expected.backward(grad_out)
 
     used = HostMemory(query.device)
     other = (torch.randn_like(each) for each in (query, key, value, grad_out))
-    attend_in_chunks(*other, cuts, page_tokens, used, window, softcap, shorts)
+    attend_in_chunks(*other, cuts, page_tokens, used, window, softcap, shorts, tile)
     for unused in used.unused.values():  # so that what was there before cannot go unnoticed
         for tensor in unused:
             tensor.fill_(torch.nan)
     memories = [DeviceMemory(), HostMemory(query.device), used]
     runs = [
-        attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts)
+        attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts, tile)
         for memory in memories
     ]
     for out, gradients, _ in runs:
