@@ -52,14 +52,24 @@ MORE: dict[str, dict[str, Any]] = {
 #: Dropout in attention is refused; of these types it is set to 0.
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
-#: What stands in the way, by a word of what was found.
+_OWN = "an attention of its own, which does not call transformers' interface"
+
+#: What stands in the way, by words of what was found.
 REASONS = {
     "position_bias": "attention with a bias by position",
-    "without a chunk": "an attention of its own, which does not call transformers' interface",
-    "'chunkplan'": "an attention of its own, which does not call transformers' interface",
-    "chunked_overlay": "attention within chunks of its own (Llama 4)",
+    "without a chunk": _OWN,
+    "'chunkplan'": _OWN,
+    "'Mask' object is not subscriptable": "sparse attention, whose keys an indexer chooses by the whole mask",
+    "'Mask'": _OWN,
+    "is_causal=False": "tokens see those that come after them",
+    "a second time": "a state that its modules keep, and not transformers' cache",
     "no list of layers": "no decoder of layers",
     "input_ids": "its later stages need the tokens too",
+    "values to unpack": "its layers hand more on than hidden states",
+    "is invalid for input of size": "its layers hand several streams of hidden states on",
+    "Unrecognized configuration class": "transformers has no causal language model for its text part",
+    "Class validation error": "transformers itself refuses its default config",
+    "set of layer types": "transformers itself refuses its default config",
 }
 
 INTRODUCTION = """\
