@@ -121,7 +121,7 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
 @given(data=st.data())
 @settings(max_examples=60)
 def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
-    """Whatever the parts, the pages, the window or tiles, and what else is in the chunk; with KV on the host the same bits."""
+    """Whatever parts, pages, window, tiles, and what else is in the chunk; with KV on the host the same bits."""
     cuts = sorted(data.draw(st.sets(st.integers(1, 40), min_size=2, max_size=7)))
     shorts = data.draw(st.lists(st.integers(1, 9), max_size=3))
     page_tokens = data.draw(st.integers(1, 45))
