@@ -177,12 +177,6 @@ def _check_values(config: Any, where: str) -> None:
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, None):
             raise UsageError(f"{name} is {getattr(config, name)}", where=where, hint="set it to 0")
-    if getattr(config, "output_router_logits", False):
-        raise UsageError(
-            "output_router_logits asks for a load-balancing loss, which is no sum over chunks",
-            where=where,
-            hint='set "output_router_logits": false to train without it',
-        )
     if getattr(config, "quantization_config", None):
         raise UsageError("the model is quantized", where=where, hint="train from weights that are not quantized")
     padding = getattr(config, "pad_token_id", None)

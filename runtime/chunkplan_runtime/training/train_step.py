@@ -19,8 +19,9 @@ from chunkplan_runtime.distributed.alignment import Aligned, Padding, paddings_o
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.execution.executor import Executor, SequenceLoss
+from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.joined import process_actions
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
