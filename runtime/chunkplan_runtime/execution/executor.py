@@ -214,7 +214,7 @@ class Executor:
         self.store = StateStore(page_tokens, self.memory, self._exchanges)
         self.inputs, self.in_flight = {}, {}
         if self._router_loss is not None:
-            self._router_loss.begin_run()
+            self._router_loss.begin_run(with_gradients=with_gradients)
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):

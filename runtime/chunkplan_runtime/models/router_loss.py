@@ -67,7 +67,7 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
 class RouterLoss:
     """Adds the gradient of the load-balancing loss to that of a model, or of a stage of it, in the backwards of a step.
 
-    Nothing happens but in chunks of a model that is trained. `num_routers`: how many are here.
+    `num_routers`: how many are here. In an evaluation nothing is added.
 
     Raises:
         UsageError: the loss would have no weight.
@@ -85,6 +85,7 @@ class RouterLoss:
         self._top_k: int = whole.num_experts_per_tok
         #: Whether a chunk runs forward for the first time.
         self.is_first_forward = False
+        self._is_training = False
         self._is_counting = False
         self._num_tokens = 1
         #: By layer and sequence in flight, [num_experts]; of a step, [num_experts] and rows.
@@ -118,9 +119,10 @@ class RouterLoss:
             counts = torch.tensor([counts for counts, _ in gathered], dtype=torch.float64).sum(0)  # [num_experts]
             self._shares = (counts * len(counts) / num_rows / num_rows).to(self._device)
 
-    def begin_run(self) -> None:
-        """Forget what is in flight: sequences of another rank, or of a run that raised."""
+    def begin_run(self, *, with_gradients: bool) -> None:
+        """Forget what is in flight, of another rank or of a run that raised; without gradients nothing is added."""
         self._of_sequences.clear()
+        self._is_training = with_gradients
 
     @property
     def value(self) -> float:
@@ -130,7 +132,7 @@ class RouterLoss:
     def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
         """A forward hook: count, and pass on what the router gives so that its backward adds the gradient."""
         current = getattr(module, "chunkplan", None)
-        if current is not self._current or current.context is None or not module.training:
+        if current is not self._current or current.context is None or not (self._is_training or self._is_counting):
             return None
         outputs = list(output) if isinstance(output, tuple) else [output]
         logits = outputs[index]
