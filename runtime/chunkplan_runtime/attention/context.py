@@ -36,13 +36,15 @@ class Current:
 
     So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
-    `output` what the next one gets. `borders`: the states of its segments, where layers keep any.
+    `output` what the next one gets. `borders`: the states of its segments, where layers keep any. `router_loss`: the
+    one of several that it is run with.
     """
 
     context: ChunkContext | None = None
     inputs: Tensor | None = None
     output: Tensor | None = None
     borders: tuple[Any, ...] = ()
+    router_loss: Any = None
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,7 @@ class Executor:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
         self.store = StateStore(page_tokens, self.memory, self._exchanges)
         self.inputs, self.in_flight = {}, {}
+        self.model.current.router_loss = self._router_loss
         if self._router_loss is not None:
             self._router_loss.begin_run(with_gradients=with_gradients)
         if self._links is None:
@@ -236,8 +237,6 @@ class Executor:
 
     def _forward(self, work: RankWork, chunk_id: int, *, is_first: bool = True) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""
-        if self._router_loss is not None:
-            self._router_loss.is_first_forward = is_first
         tensors = work.tensors[chunk_id]
         for part in tensors.parts:
             self.store.start_forward(part, tensors.shared)
@@ -245,7 +244,8 @@ class Executor:
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
+            with self._router_loss.counting(is_first) if self._router_loss else nullcontext():
+                return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
 
     def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
         """What a backward begins with: on the last stage the hidden states, on others only their place in the graph."""

@@ -110,8 +110,10 @@ def max_positions(config: Any) -> int | None:
     return model_config.max_positions(config.to_dict())
 
 
-def check_config(config: Any, where: str) -> None:
+def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
     """Refuse a model that chunked execution would get wrong.
+
+    `router_loss`: the load-balancing loss that its config may ask for is seen to elsewhere (`router_loss`).
 
     Raises:
         UsageError: naming what, and what to do about it.
@@ -133,6 +135,12 @@ def check_config(config: Any, where: str) -> None:
     if config.model_type in MODEL_TYPES:
         _check_windows(config, where)
     _check_values(config, where)
+    if getattr(config, "output_router_logits", False) and not router_loss:
+        raise UsageError(
+            "output_router_logits asks for a load-balancing loss, which is no sum over chunks",
+            where=where,
+            hint="train with chunkplan_runtime.train or ChunkTrainer, which add it, or set it to false to go without",
+        )
 
 
 def _check_windows(config: Any, where: str) -> None:

@@ -212,8 +212,8 @@ class CausalLM:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
-def read_config(path: Path) -> Any:
-    """The transformers config in a model's config.json, or its folder, checked for what chunked execution needs.
+def read_config(path: Path, *, router_loss: bool = False) -> Any:
+    """The config in a model's config.json, or its folder, checked for what chunked execution needs (`check_config`).
 
     Raises:
         UsageError: there is no such file, or the model is not one that gradients are exact for.
@@ -232,19 +232,19 @@ def read_config(path: Path) -> Any:
         raise DataError(
             f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
         ) from error
-    check_config(config, str(path))
+    check_config(config, str(path), router_loss=router_loss)
     return config
 
 
-def read_pretrained_config(name: str) -> Any:
-    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub.
+def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
+    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub; checked as by `read_config`.
 
     Raises:
         UsageError: it is not there, the hub cannot be reached, or gradients are not exact for it.
         DataError: the folder's config.json is not the config of a model.
     """
     if Path(name).is_dir():
-        return read_config(Path(name))
+        return read_config(Path(name), router_loss=router_loss)
     if name.startswith((".", "/", "~")):
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:
@@ -254,7 +254,7 @@ def read_pretrained_config(name: str) -> Any:
             f"cannot get model {name!r}: {_first_line(error)}",
             hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
         ) from error
-    check_config(config, name)
+    check_config(config, name, router_loss=router_loss)
     return config
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
@@ -46,8 +47,10 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     """What f is counted over: "batch", "sequence", or "none" for no such loss; None asks for what the config says.
 
     Raises:
-        UsageError: transformers computes no such loss for the model type, or it would have no weight.
+        UsageError: there is no such scope, or transformers computes no such loss for the model type.
     """
+    if asked not in (None, *ROUTER_LOSSES):
+        raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
     scope = asked or ("batch" if getattr(config, "output_router_logits", False) else NO_ROUTER_LOSS)
     if scope == NO_ROUTER_LOSS:
         return scope
@@ -55,7 +58,9 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     compute = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None) if kind else None
     if compute is None:
         raise UsageError(
-            f"transformers computes no load-balancing loss for model type {config.model_type!r}", where=where, hint=_HINT
+            f"transformers computes no load-balancing loss for model type {config.model_type!r}",
+            where=where,
+            hint=_HINT,
         )
     if compute.__code__.co_varnames[: compute.__code__.co_argcount] != _KNOWN_ARGUMENTS:
         raise UsageError(
@@ -76,17 +81,16 @@ class RouterLoss:
     def __init__(self, model: CausalLM, scope: str) -> None:
         whole = whole_of(model.model)
         self.scope = scope
-        self._current = model.current
         self._device = model.device
         weight: float | None = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
         if not weight:
             raise UsageError(f"router_aux_loss_coef is {weight}, with a load-balancing loss", hint=_HINT)
         self._weight = weight
         self._top_k: int = whole.num_experts_per_tok
-        #: Whether a chunk runs forward for the first time.
-        self.is_first_forward = False
         self._is_training = False
         self._is_counting = False
+        #: Whether a chunk runs forward for the first time: no recompute, nor layers that run again in a backward.
+        self._is_first_forward = False
         self._num_tokens = 1
         #: By layer and sequence in flight, [num_experts]; of a step, [num_experts] and rows.
         self._of_sequences: dict[tuple[int, tuple[int, int | None]], Tensor] = {}
@@ -98,7 +102,7 @@ class RouterLoss:
             module.register_forward_hook(partial(self._after_router, self.num_routers, index))
 
     def begin_step(
-        self, num_tokens: int, run_forwards: Callable[[], None], gather: Callable[[Counts], Sequence[Counts]]
+        self, num_tokens: int, run_forwards: Callable[[], object], gather: Callable[[Counts], Sequence[Counts]]
     ) -> None:
         """Begin a step of so many tokens on all processes; of the whole batch, count the tokens of each expert first.
 
@@ -124,6 +128,13 @@ class RouterLoss:
         self._of_sequences.clear()
         self._is_training = with_gradients
 
+    @contextmanager
+    def counting(self, is_first_forward: bool) -> Iterator[None]:
+        """Within the block a chunk runs forward, for the first time in a run or again."""
+        self._is_first_forward = is_first_forward
+        yield
+        self._is_first_forward = False
+
     @property
     def value(self) -> float:
         """What this process has added to the loss of the step so far: of routers that a backward has come through."""
@@ -132,7 +143,9 @@ class RouterLoss:
     def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
         """A forward hook: count, and pass on what the router gives so that its backward adds the gradient."""
         current = getattr(module, "chunkplan", None)
-        if current is not self._current or current.context is None or not (self._is_training or self._is_counting):
+        if current is None or current.router_loss is not self or current.context is None:
+            return None
+        if not (self._is_training or self._is_counting):
             return None
         outputs = list(output) if isinstance(output, tuple) else [output]
         logits = outputs[index]
@@ -144,7 +157,7 @@ class RouterLoss:
             before, rows = self._counted or (torch.zeros_like(counts[0]), 0)
             tokens = [span.stop - span.start for span in context.spans if span.sequence_id >= 0]
             self._counted = before + counts.sum(0), rows + sum(tokens)
-        if counts is not None and self.scope == "sequence" and self.is_first_forward:
+        if counts is not None and self.scope == "sequence" and self._is_first_forward:
             for own, span in zip(counts, context.spans, strict=True):
                 if span.is_split:
                     key = (router, span.occurrence)
@@ -157,7 +170,8 @@ class RouterLoss:
             if place != index and isinstance(each, Tensor) and each.requires_grad
         ]
         gradient = partial(self._gradient, router, context.spans, counts)
-        passed: Any = _Balanced.apply(gradient, logits, *(outputs[place] for place in others))
+        apply: Callable[..., tuple[Tensor, ...]] = _Balanced.apply
+        passed = apply(gradient, logits, *(outputs[place] for place in others))
         for place, each in zip([index, *others], passed, strict=True):
             outputs[place] = each
         return tuple(outputs) if isinstance(output, tuple) else outputs[0]
@@ -200,7 +214,9 @@ class RouterLoss:
             if span.is_split and span.start == 0:  # the last backward of its sequence
                 self._of_sequences.pop((router, span.occurrence), None)
         scale = [counts.shape[1] / (self._top_k * span.length * self._num_tokens) for span in spans]
-        return torch.stack(found) * torch.tensor(scale, dtype=torch.float64).to(counts.device, non_blocking=True)[:, None]
+        return (
+            torch.stack(found) * torch.tensor(scale, dtype=torch.float64).to(counts.device, non_blocking=True)[:, None]
+        )
 
 
 class _Balanced(torch.autograd.Function):

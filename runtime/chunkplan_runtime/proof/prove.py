@@ -187,7 +187,12 @@ def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: in
 
 
 def _chunked(
-    model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int, router_loss: RouterLoss | None
+    model: CausalLM,
+    sequences: list[Sequence],
+    num_targets: int,
+    k: int,
+    num_stages: int,
+    router_loss: RouterLoss | None,
 ) -> _Run:
     work = work_of(sequences, k)
     gather = ThreadGather(num_stages)
