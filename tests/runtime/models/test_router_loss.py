@@ -19,6 +19,7 @@ from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.proof.prove import spread_weights, train_routers, train_whole
 from tests.support.mixed_chunks import LENGTHS, MIXED
+from tests.support.router_cases import OF_WHOLE_SEQUENCES
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -84,24 +85,6 @@ def run_whole(
     return loss, take_gradients(model)
 
 
-def balance_by_sequence(model: CausalLM, sequences: list[Tensor]) -> float:
-    """DeepSeek-V3's sequence-wise loss, written down as in its equations 17 to 20, of whole sequences."""
-    num_tokens, total = sum(map(len, sequences)), torch.zeros((), dtype=torch.float64)
-    for tokens in sequences:
-        logits = model.model(tokens[None].long(), use_cache=False, output_router_logits=True).router_logits
-        top_k = model.model.num_experts_per_tok
-        for of_layer in logits:
-            affinity = torch.softmax(of_layer, -1)  # [T, experts]
-            chosen = torch.zeros_like(affinity)
-            for token, row in enumerate(affinity):
-                chosen[token, row.topk(top_k).indices] = 1
-            frequency = affinity.shape[1] / (top_k * len(tokens)) * chosen.sum(0)
-            mean = affinity.sum(0) / len(tokens)
-            total = total + WEIGHT * (frequency * mean).sum() * len(tokens) / num_tokens
-    torch.autograd.backward(total)
-    return total.item()
-
-
 def assert_same(found: tuple[float, dict[str, Tensor]], whole: tuple[float, dict[str, Tensor]]) -> None:
     errors = relative_errors(found[1], whole[1], vanishing_gradients(whole[1]))
     assert max(errors.values()) <= 1e-12, max(errors, key=errors.__getitem__)
@@ -118,7 +101,7 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
     work, sequences = step(k)
     run = model(name)
     with evaluate_in_float64(run.model):
-        whole = run_whole(run, sequences, train_routers if scope == "batch" else balance_by_sequence)
+        whole = run_whole(run, sequences, OF_WHOLE_SEQUENCES[scope])
         if checkpointing:
             run.enable_checkpointing()
         assert_same(run_chunks(run, work, scope), whole)
@@ -134,7 +117,7 @@ def test_padding_counts_nowhere(model, handmade_plan, random_sequences, step) ->
     plan, analysis = open_plan(*handmade_plan(random_sequences(LENGTHS), [{0: [*MIXED, []]}], k=2))
     work = next(iter(PlanStream(plan, analysis, vocab_size=97, max_positions=None, prefetch=0)))
     assert any(not chunk.segments for chunk in work.ranks[0].chunks.values())
-    for scope, reference in (("batch", train_routers), ("sequence", balance_by_sequence)):
+    for scope, reference in OF_WHOLE_SEQUENCES.items():
         run = model()
         with evaluate_in_float64(run.model):
             assert_same(run_chunks(run, work, scope), run_whole(run, sequences, reference))
