@@ -5,21 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.proof.prove import spread_weights, train_routers, train_whole
 from tests.support.mixed_chunks import LENGTHS, MIXED
 from tests.support.router_cases import OF_WHOLE_SEQUENCES
+from tests.support.shared_plans import given_blocks
 
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -178,6 +182,17 @@ def test_what_transformers_has_no_such_loss_for_is_refused_by_name(tiny_config) 
         scope("doge", output_router_logits=True)
     with pytest.raises(UsageError, match="router_loss is 'step'"):
         scope("mixtral", "step")
+
+
+def test_by_sequence_no_two_processes_may_share_one(model, tmp_path) -> None:
+    with given_blocks({40: (0, 2, 1)}):
+        np.save(tmp_path / "lengths.npy", [40, 3])
+        plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2, cp="auto"))
+    with pytest.raises(UsageError, match="with --router-loss sequence processes cannot share sequences") as refused:
+        check_plan(model().config, plan, 2, "sequence")
+    assert "`--cp off`" in str(refused.value.hint) and "`--router-loss batch`" in str(refused.value.hint)
+    check_plan(model().config, plan, 1, "sequence")
+    check_plan(model().config, plan, 2, "batch")
 
 
 def test_a_loss_of_no_weight_is_refused(model) -> None:
