@@ -21,8 +21,15 @@ def mixed_seed(*numbers: int) -> int:
 
 
 def seed_layers(model: Any) -> None:
-    """Let each layer of a transformers model set its seed before it runs in training."""
-    for index, layer in enumerate(layers_of(model)):
+    """Let each layer of a transformers model set its seed before it runs in training.
+
+    One without a list of layers cannot be cut into stages: the seed of the chunk is enough.
+    """
+    try:
+        layers = layers_of(model)
+    except LookupError:
+        return
+    for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(_set_seed, index))
 
 
