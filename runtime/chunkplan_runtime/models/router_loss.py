@@ -92,11 +92,12 @@ class RouterLoss:
         #: Whether a chunk runs forward for the first time: no recompute, nor layers that run again in a backward.
         self._is_first_forward = False
         self._num_tokens = 1
-        #: By layer and sequence in flight, [num_experts]; of a step, [num_experts] and rows.
+        #: By router and sequence in flight [num_experts]; of a step, [num_experts] and over how many rows.
         self._of_sequences: dict[tuple[int, tuple[int, int | None]], Tensor] = {}
         self._counted: tuple[Tensor, int] | None = None
         self._shares: Tensor | None = None
         self._value: Tensor | None = None
+        self._last: tuple[Sequence[Span], tuple[Tensor, Tensor]] | None = None
         self.num_routers = 0
         for self.num_routers, (module, index) in enumerate(_routers(decoder_of(model.model)), 1):
             module.register_forward_hook(partial(self._after_router, self.num_routers, index))
@@ -126,6 +127,7 @@ class RouterLoss:
     def begin_run(self, *, with_gradients: bool) -> None:
         """Forget what is in flight, of another rank or of a run that raised; without gradients nothing is added."""
         self._of_sequences.clear()
+        self._last = None
         self._is_training = with_gradients
 
     @contextmanager
@@ -181,10 +183,9 @@ class RouterLoss:
         rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
         chosen = rows.to(wide(rows.dtype)).softmax(-1).topk(self._top_k).indices  # [num_tokens, top_k]
         hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)
-        counts = hits.new_zeros(len(spans), rows.shape[1])
-        counts.index_add_(0, _span_of_tokens(spans, rows.device), hits)
-        is_real = torch.tensor([span.sequence_id >= 0 for span in spans], dtype=torch.int64)
-        return counts * is_real.to(rows.device, non_blocking=True)[:, None]
+        places, weights = self._placed(spans, rows.device)
+        counts = hits.new_zeros(len(spans), rows.shape[1]).index_add_(0, places, hits)
+        return counts * (weights > 0)[:, None]
 
     def _gradient(self, router: int, spans: Sequence[Span], counts: Tensor | None, logits: Tensor) -> Tensor:
         """That of the loss for `logits` [..., num_experts]; its value is added up."""
@@ -192,20 +193,19 @@ class RouterLoss:
         probabilities = rows.to(wide(rows.dtype)).softmax(-1)  # [num_tokens, num_experts]
         if counts is None:
             assert self._shares is not None, "a step has begun"
-            by_span = self._shares.expand(len(spans), -1)
+            by_span = self._shares.expand(len(spans), -1)  # [num_spans, num_experts]
         else:
-            by_span = self._shares_of_sequences(router, spans, counts)
-        weights = [self._weight * (span.sequence_id >= 0) for span in spans]
-        scale = torch.tensor(weights, dtype=torch.float64).to(rows.device, non_blocking=True)
-        shares = (by_span * scale[:, None])[_span_of_tokens(spans, rows.device)].to(probabilities.dtype)
-        terms = shares * probabilities
+            by_span = self._counts_of_sequences(router, spans, counts)
+            by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
+        places, weights = self._placed(spans, rows.device)
+        terms = (by_span * weights[:, None])[places].to(probabilities.dtype) * probabilities
         by_token = terms.sum(-1, keepdim=True)
         value = by_token.sum(dtype=torch.float64)
         self._value = value if self._value is None else self._value + value
         return (terms - probabilities * by_token).to(logits.dtype).view_as(logits)
 
-    def _shares_of_sequences(self, router: int, spans: Sequence[Span], counts: Tensor) -> Tensor:
-        """What a token's probabilities are multiplied by: [num_spans, num_experts]."""
+    def _counts_of_sequences(self, router: int, spans: Sequence[Span], counts: Tensor) -> Tensor:
+        """How many tokens of the whole sequence of each span choose each expert: [num_spans, num_experts]."""
         found = [
             self._of_sequences[router, span.occurrence] if span.is_split else own
             for own, span in zip(counts, spans, strict=True)
@@ -213,10 +213,23 @@ class RouterLoss:
         for span in spans:
             if span.is_split and span.start == 0:  # the last backward of its sequence
                 self._of_sequences.pop((router, span.occurrence), None)
-        scale = [counts.shape[1] / (self._top_k * span.length * self._num_tokens) for span in spans]
-        return (
-            torch.stack(found) * torch.tensor(scale, dtype=torch.float64).to(counts.device, non_blocking=True)[:, None]
-        )
+        return torch.stack(found)
+
+    def _placed(self, spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each token the place of its span [num_tokens], and of each span its weight [num_spans], of padding 0.
+
+        All routers that a chunk passes need the same.
+        """
+        if self._last is None or self._last[0] is not spans:
+            num_tokens = torch.tensor([span.stop - span.start for span in spans])
+            places = torch.arange(len(spans)).repeat_interleave(num_tokens)
+            weights = [
+                self._weight * (span.sequence_id >= 0) / (span.length if self.scope == "sequence" else 1)
+                for span in spans
+            ]
+            of_spans = torch.tensor(weights, dtype=torch.float64)
+            self._last = spans, (places.to(device, non_blocking=True), of_spans.to(device, non_blocking=True))
+        return self._last[1]
 
 
 class _Balanced(torch.autograd.Function):
@@ -235,12 +248,6 @@ class _Balanced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
         return None, gradients[0] + ctx.gradient(logits), *gradients[1:]
-
-
-def _span_of_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """The place among `spans` of each token's span: [num_tokens]."""
-    places = torch.arange(len(spans)).repeat_interleave(torch.tensor([span.stop - span.start for span in spans]))
-    return places.to(device, non_blocking=True)
 
 
 def _routers(decoder: Any) -> Iterator[tuple[nn.Module, int]]:

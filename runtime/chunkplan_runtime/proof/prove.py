@@ -110,7 +110,7 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
         return _chunked(model, sequences, num_targets, k, num_stages, router_loss)
 
     with evaluate_in_float64(model.model):
-        is_noisy = _draws_noise(model, sequences[0].tokens)
+        is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
         whole = _whole(model, sequences, num_targets, with_router_loss=router_loss is not None)
         found = [_compared(chunked(k, num_stages), whole, f"K {k}") for k in ORDERS]
@@ -120,7 +120,7 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     return max(found, key=lambda proof: (proof.error != proof.error, proof.error))
 
 
-def _draws_noise(model: CausalLM, tokens: Tensor) -> bool:
+def draws_noise(model: CausalLM, tokens: Tensor) -> bool:
     """Whether a model takes random numbers when it is trained."""
     before = torch.random.get_rng_state()
     with _plain_attention(model), torch.no_grad():

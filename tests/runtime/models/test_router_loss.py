@@ -15,6 +15,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -113,6 +114,18 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
     assert not torch.allclose(
         without[1]["model.layers.0.input_layernorm.weight"], whole[1]["model.layers.0.input_layernorm.weight"]
     )
+
+
+@pytest.mark.parametrize("scope", OF_WHOLE_SEQUENCES)
+def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step) -> None:
+    work, sequences = step(1)
+    run = add_lora(model(), LoraOptions(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj")))
+    spread_weights(run.model)
+    with evaluate_in_float64(run.model):
+        whole = run_whole(run, sequences, OF_WHOLE_SEQUENCES[scope])
+        found = run_chunks(run, work, scope)
+    assert all("lora" in name for name in found[1])
+    assert_same(found, whole)
 
 
 def test_padding_counts_nowhere(model, handmade_plan, random_sequences, step) -> None:
