@@ -16,3 +16,7 @@ DEVICE = Domain(
     completed=("auto", "cpu", "cuda"),
 )
 KERNEL = text("KERNEL", expected="the name of an attention kernel", completed=ATTENTION)
+
+#: What the counts of a load-balancing loss of routers are of; without such a loss the first.
+ROUTER_LOSSES = ("none", "batch", "sequence")
+NO_ROUTER_LOSS = ROUTER_LOSSES[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
-from chunkplan_runtime.proof.prove import UnprovedError, train_whole
+from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, train_whole
 from chunkplan_runtime.proof.record import check_exact, proof_of
 
 #: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For
@@ -189,7 +190,7 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     most = max_positions(model.config)
     stream = PlanStream(opened, loaded_analysis, vocab_size=model.vocab_size, max_positions=most)
     work = next(iter(stream))
-    with evaluate_in_float64(model.model):
+    with evaluate_in_float64(model.model), _without_noise(model):
         executor = Executor(model, kv_offload=kv_offload)
         loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
         gradients = take_gradients(model)
@@ -216,6 +217,20 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         tolerance=tolerance,
         passed=worst <= tolerance,
     )
+
+
+@contextmanager
+def _without_noise(model: CausalLM) -> Iterator[None]:
+    """Within the block a model that draws noise in training, which whole sequences would draw otherwise, is evaluated.
+
+    What it draws when a chunk runs again is for its proof to compare.
+    """
+    if not draws_noise(model, torch.zeros(2, dtype=torch.int64, device=model.device)):
+        yield
+        return
+    model.model.eval()
+    yield
+    model.model.train()
 
 
 def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:

@@ -144,6 +144,12 @@ MODELS = {
 }
 
 
+NOISY = {
+    "mixtral, jitter of routers": {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.3},
+    "phimoe, experts that are drawn": {"model_type": "phimoe", "num_local_experts": 4, "router_jitter_noise": 0.9},
+}
+
+
 @pytest.fixture
 def model(tiny_config):
     def make(name="qwen2", **changes):
@@ -180,6 +186,17 @@ def test_mixed_and_packed_and_dependent_chunks_are_exact_for_every_model(
     report = compare_plan(plan, analysis, run, kv_offload=kv_offload)
     assert_exact(report)
     assert report.chunks == {"standalone": 1, "dependent": 4, "mixed": 2}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_models_that_draw_noise_in_training_are_compared_without(
+    name, model, tiny_config, handmade_plan, random_sequences, monkeypatch
+):
+    monkeypatch.setitem(MODELS, name, NOISY[name])
+    plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=2)
+    run = model(name)
+    assert_exact(compare_plan(plan, analysis, run))
+    assert run.model.training
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 31, 1000])

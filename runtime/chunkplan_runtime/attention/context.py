@@ -37,7 +37,7 @@ class Current:
     So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
-    segments of the chunk leave.
+    segments of the chunk leave. `router_loss`: the one of several that it is run with.
     """
 
     context: ChunkContext | None = None
@@ -45,6 +45,7 @@ class Current:
     output: Tensor | None = None
     borders: tuple[Any, ...] = ()
     cache: Any = None
+    router_loss: Any = None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -18,7 +17,7 @@ from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
-from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.page_needs import page_needs
@@ -28,6 +27,7 @@ from chunkplan_runtime.models.checks import windows
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.recurrent import keeps_kv
+from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
@@ -46,32 +46,13 @@ PAGE_CHUNKS = 4
 Around = Callable[[Action], AbstractContextManager[object]]
 
 
-@dataclass(frozen=True)
-class SequenceLoss:
-    """The loss of one sequence in a step: summed over its `num_target_tokens`.
-
-    More than one rank may have it: because it occurs more than once, or because they share it.
-    """
-
-    sequence_id: int
-    loss: float
-    num_target_tokens: int
-
-
-@dataclass(frozen=True)
-class RankLoss:
-    """What a rank lost in a step: `loss` is its share of the mean over the step's target tokens."""
-
-    loss: float
-    sequences: list[SequenceLoss]
-
-
 class Executor:
     """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
 
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
+    `router_loss`: whose gradient is added, once it has begun a step.
     """
 
     def __init__(
@@ -82,8 +63,10 @@ class Executor:
         kv_offload: bool = False,
         links: Links | None = None,
         exchanges: Exchanges | None = None,
+        router_loss: RouterLoss | None = None,
     ) -> None:
         self.model = model
+        self._router_loss = router_loss
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
@@ -154,7 +137,7 @@ class Executor:
                         self.inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
                     self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
                     with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                        hidden = self._forward(work, chunk_id)
+                        hidden = self._forward(work, chunk_id, is_first=action.op != "recompute")
                     if action.op != "forward_kv":
                         self._contexts[chunk_id] = self.model.current.context
                         self._borders[chunk_id] = self.model.current.borders
@@ -170,7 +153,7 @@ class Executor:
             raise _broken(f"no backward of chunk {left[0]}", where)
         if not self.store.is_empty:
             raise _broken("a sequence is left without the backward of its first part", where)
-        return _collect(work, losses, num_target_tokens)
+        return rank_loss(work, losses, num_target_tokens)
 
     def evaluate(self, work: RankWork, num_target_tokens: int) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
@@ -178,29 +161,46 @@ class Executor:
         Raises:
             DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
+        losses: dict[int, Tensor] = {}
+
+        def find_losses(chunk_id: int, hidden: Tensor) -> None:
+            labels = work.tensors[chunk_id].labels
+            losses[chunk_id] = token_losses(self.model.head, hidden, labels, self.model.vocab_size)
+
+        self.forward_only(work, "evaluation", find_losses)
+        return rank_loss(work, losses, num_target_tokens)
+
+    def forward_only(
+        self, work: RankWork, what: str, at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None
+    ) -> None:
+        """Run all chunks forward, keeping nothing but KV, and call `at_end` with each one's final hidden states.
+
+        `what` it is for is said where it waits.
+
+        Raises:
+            DataError: as `evaluate`.
+        """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
         if {action.chunk_id for action in forwards} != work.chunks.keys():
             raise _broken("a chunk has no forward", where)
-        losses: dict[int, Tensor] = {}
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
-                chunk_id, tensors = action.chunk_id, work.tensors[action.chunk_id]
-                self.doing = f"evaluation, {where}, waiting for chunk {chunk_id} from the stage before"
+                chunk_id = action.chunk_id
+                self.doing = f"{what}, {where}, waiting for chunk {chunk_id} from the stage before"
                 if not self.model.is_first:
                     self.inputs[chunk_id] = self._connected.receive_input(chunk_id)
-                self.doing = f"evaluation, {where}, in the forward of chunk {chunk_id}"
+                self.doing = f"{what}, {where}, in the forward of chunk {chunk_id}"
                 hidden = self._forward(work, chunk_id)
                 self.inputs.pop(chunk_id, None)
                 if self.model.is_last:
-                    losses[chunk_id] = token_losses(self.model.head, hidden, tensors.labels, self.model.vocab_size)
+                    at_end(chunk_id, hidden)
                 else:
                     self._connected.send_output(hidden)
-                for part in tensors.parts:
+                for part in work.tensors[chunk_id].parts:
                     if part.stop == part.length:
                         self.store.drop(part)
         self.model.current.context = None
-        return _collect(work, losses, num_target_tokens)
 
     @property
     def _connected(self) -> Links:
@@ -214,6 +214,9 @@ class Executor:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
         self.store = StateStore(page_tokens, self.memory, self._exchanges)
         self.inputs, self.in_flight = {}, {}
+        self.model.current.router_loss = self._router_loss
+        if self._router_loss is not None:
+            self._router_loss.begin_run(with_gradients=with_gradients)
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):
@@ -233,7 +236,7 @@ class Executor:
             needs = page_needs(work.actions, by_chunk, page_tokens, own, with_gradients=with_gradients)
             memory.reserve(needs, [(heads // num_sharing, dim) for heads, dim in model.kv_shapes], model.dtype)
 
-    def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
+    def _forward(self, work: RankWork, chunk_id: int, *, is_first: bool = True) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""
         tensors = work.tensors[chunk_id]
         for part in tensors.parts:
@@ -242,7 +245,8 @@ class Executor:
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
+            with self._router_loss.counting(is_first) if self._router_loss else nullcontext():
+                return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
 
     def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
         """What a backward begins with: on the last stage the hidden states, on others only their place in the graph."""
@@ -298,25 +302,6 @@ class Executor:
             assert inputs.grad is not None
             self._connected.send_input_gradient(inputs.grad)
         return losses
-
-
-def _collect(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) -> RankLoss:
-    """Sum token losses by sequence; they come from the device at once."""
-    order = [chunk_id for chunk_id in sorted(losses) if work.chunks[chunk_id].segments]
-    if not order:
-        return RankLoss(0.0, [])
-    by_token = torch.cat([losses[chunk_id] for chunk_id in order]).double().cpu().numpy()
-    is_target = torch.cat([work.tensors[chunk_id].labels for chunk_id in order]).numpy() != NO_TARGET
-    spans = [span for chunk_id in order for span in work.tensors[chunk_id].spans]
-    lengths = np.array([span.stop - span.start for span in spans])  # [num_spans]
-    starts = np.cumsum(lengths) - lengths
-    sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)
-    sums = np.bincount(which, np.add.reduceat(by_token, starts))
-    counts = np.bincount(which, np.add.reduceat(is_target.astype(np.int64), starts)).astype(np.int64)
-    sequences = [
-        SequenceLoss(*values) for values in zip(sequence_ids.tolist(), sums.tolist(), counts.tolist(), strict=True)
-    ]
-    return RankLoss(float(by_token.sum()) / max(num_target_tokens, 1), sequences)
 
 
 def _check(action: Action, done: dict[int, str | None], where: str) -> None:

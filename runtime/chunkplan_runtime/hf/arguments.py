@@ -13,7 +13,9 @@ from transformers.training_args import OptimizerNames
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.checks import check_config
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
@@ -157,8 +159,8 @@ def settings_of_plan(
     return copied
 
 
-def base_model(model: Any) -> Any:
-    """The transformers model in `model`: itself, or what peft's adapters are around; checked.
+def base_model(model: Any, router_loss: str | None = None) -> Any:
+    """The transformers model in `model`: itself, or what peft's adapters are around; checked, with its `router_loss`.
 
     Raises:
         UsageError: gradients are not known to be exact for it.
@@ -178,8 +180,9 @@ def base_model(model: Any) -> Any:
     is_model = isinstance(base, PreTrainedModel)
     if not is_model:
         raise UsageError("not a model of transformers", where=where, hint="load it with AutoModelForCausalLM")
-    check_config(base.config, where)
-    check_exact(base.config, where)
+    check_config(base.config, where, router_loss=True)
+    scope = router_loss_scope(base.config, router_loss, where)
+    check_exact(base.config, where, router_loss=scope != NO_ROUTER_LOSS)
     if base.get_output_embeddings() is None or base.get_decoder() is base:
         raise UsageError("no head that predicts tokens", where=where, hint="load it with AutoModelForCausalLM")
     devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.hf.arguments import (
@@ -32,6 +34,7 @@ from chunkplan_runtime.hf.arguments import (
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 
 
 class ChunkTrainer(Trainer):
@@ -39,8 +42,10 @@ class ChunkTrainer(Trainer):
 
     `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
     `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
-    sequences lie in host memory. `others` may be `optimizers` and `optimizer_cls_and_kwargs`. Arguments that `Trainer`
-    has too are as there; `args` is copied, and the copy has what the plan decides.
+    sequences lie in host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch",
+    "sequence" or "none"; None: what the model's config asks for. `others` may be `optimizers` and
+    `optimizer_cls_and_kwargs`. Arguments that `Trainer` has too are as there; `args` is copied, and the copy has what
+    the plan decides.
 
     Raises:
         UsageError: an argument or a setting would have no effect, the model is not one that gradients are exact for, or
@@ -59,6 +64,7 @@ class ChunkTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[Any] | None = None,
         kv_offload: bool = False,
+        router_loss: str | None = None,
         **others: Any,
     ) -> None:
         passed_on = accepted_arguments(others)
@@ -66,7 +72,7 @@ class ChunkTrainer(Trainer):
         check_settings(args)
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
-        base = base_model(model)
+        base = base_model(model, router_loss)
         opened, found = open_plan(plan, analysis)
         pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
         train_data = PlanData(opened, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
@@ -88,9 +94,10 @@ class ChunkTrainer(Trainer):
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
         self._base = base
         self._plan_hash = opened.content_hash
-        self._executor = Executor(
-            CausalLM(base, call=_in_autocast(self.accelerator.autocast)), seed=self.args.seed, kv_offload=kv_offload
-        )
+        causal_lm = CausalLM(base, call=_in_autocast(self.accelerator.autocast))
+        scope = router_loss_scope(base.config, router_loss, type(base).__name__)
+        self._router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(causal_lm, scope)
+        self._executor = Executor(causal_lm, seed=self.args.seed, kv_offload=kv_offload, router_loss=self._router_loss)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of one batch a step of the plan, from the step that comes next."""
@@ -129,7 +136,10 @@ class ChunkTrainer(Trainer):
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run a step of the plan; gradients are then those of its loss, a scalar: the mean over its target tokens."""
+        """Run a step of the plan; gradients are then those of its loss, a scalar.
+
+        That is the mean over its target tokens, and with it the load-balancing loss of routers, where there is one.
+        """
         if not inputs:
             raise UsageError(
                 "a callback stopped an epoch early, and a plan is run in its order",
@@ -138,10 +148,18 @@ class ChunkTrainer(Trainer):
         work: StepWork = inputs["work"]
         self._switch("train")
         with self._chunk_attention():
+            if self._router_loss is not None:
+                self._router_loss.begin_step(work.step.num_tokens, partial(self._count, work), lambda own: [own])
             loss = sum(self._executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
+        if self._router_loss is not None:
+            loss += self._router_loss.value
         if not work.step.num_target_tokens:  # nothing to learn: no decay, no momentum either
             self._base.zero_grad(set_to_none=True)
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
+
+    def _count(self, work: StepWork) -> None:
+        for rank in work.ranks:
+            self._executor.forward_only(rank, "counting")
 
     def evaluation_loop(
         self,

@@ -118,8 +118,10 @@ def max_positions(config: Any) -> int | None:
     return model_config.max_positions(config.to_dict())
 
 
-def check_config(config: Any, where: str) -> None:
+def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
     """Refuse a model that chunked execution would get wrong.
+
+    `router_loss`: the load-balancing loss that its config may ask for is seen to elsewhere (`router_loss`).
 
     Raises:
         UsageError: naming what, and what to do about it.
@@ -151,6 +153,12 @@ def check_config(config: Any, where: str) -> None:
     if config.model_type in MODEL_TYPES:
         _check_windows(config, where)
     _check_values(config, where)
+    if getattr(config, "output_router_logits", False) and not router_loss:
+        raise UsageError(
+            "output_router_logits asks for a load-balancing loss, which is no sum over chunks",
+            where=where,
+            hint="train with chunkplan_runtime.train or ChunkTrainer, which add it, or set it to false to go without",
+        )
 
 
 def _check_windows(config: Any, where: str) -> None:
@@ -195,12 +203,6 @@ def _check_values(config: Any, where: str) -> None:
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, None):
             raise UsageError(f"{name} is {getattr(config, name)}", where=where, hint="set it to 0")
-    if getattr(config, "output_router_logits", False):
-        raise UsageError(
-            "output_router_logits asks for a load-balancing loss, which is no sum over chunks",
-            where=where,
-            hint='set "output_router_logits": false to train without it',
-        )
     if getattr(config, "quantization_config", None):
         raise UsageError("the model is quantized", where=where, hint="train from weights that are not quantized")
     padding = getattr(config, "pad_token_id", None)

@@ -1,4 +1,4 @@
-"""Dropout that a chunk draws alike whenever it runs forward, first or as a recompute, and on however many stages.
+"""Dropout and noise of routers, drawn alike whenever a chunk runs forward, first or again, and on any number of stages.
 
 Every layer draws from a seed of its own, made from the chunk's identity and the layer's index. What it draws then
 depends neither on K nor on which layers ran before it in the same process.
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from chunkplan_runtime.models.parts import layers_of
 
@@ -22,14 +21,19 @@ def mixed_seed(*numbers: int) -> int:
 
 
 def seed_layers(model: Any) -> None:
-    """Let each layer of a transformers model set its seed before it runs. Does nothing without dropout."""
-    if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    """Let each layer of a transformers model set its seed before it runs in training.
+
+    One without a list of layers cannot be cut into stages: the seed of the chunk is enough.
+    """
+    try:
+        layers = layers_of(model)
+    except LookupError:
         return
-    for index, layer in enumerate(layers_of(model)):
+    for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(_set_seed, index))
 
 
 def _set_seed(index: int, layer: Any, _: Any) -> None:
-    seed = layer.chunkplan.context.seed
-    if seed is not None and layer.training:
-        torch.manual_seed(mixed_seed(seed, index))
+    context = layer.chunkplan.context
+    if context is not None and context.seed is not None and layer.training:
+        torch.manual_seed(mixed_seed(context.seed, index))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.model import CausalLM
 
 #: Stands for every linear layer but the head.
@@ -71,6 +70,4 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         raise UsageError(
             f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
         ) from error
-    model = replace(model, model=adapted)
-    seed_layers(model.model)
-    return model
+    return replace(model, model=adapted)

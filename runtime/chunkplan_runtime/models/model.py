@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
@@ -26,7 +26,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.dropout import seed_layers
-from chunkplan_runtime.models.parts import decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,
@@ -51,8 +51,6 @@ _REFUSALS = (
 )
 
 _CONFIG_HINT = "take the config.json that came with a model"
-
-_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
 
 #: A function from hidden states [n, hidden_size] to logits [n, vocab_size].
 Head = Callable[[Tensor], Tensor]
@@ -216,8 +214,8 @@ class CausalLM:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
-def read_config(path: Path) -> Any:
-    """The transformers config in a model's config.json, or its folder, checked for what chunked execution needs.
+def read_config(path: Path, *, router_loss: bool = False) -> Any:
+    """The config in a model's config.json, or its folder, checked for what chunked execution needs (`check_config`).
 
     Raises:
         UsageError: there is no such file, or the model is not one that gradients are exact for.
@@ -236,18 +234,18 @@ def read_config(path: Path) -> Any:
         raise DataError(
             f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
         ) from error
-    return checked_text_config(config, str(path))
+    return checked_text_config(config, str(path), router_loss=router_loss)
 
 
-def read_pretrained_config(name: str) -> Any:
-    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub.
+def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
+    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub; checked as by `read_config`.
 
     Raises:
         UsageError: it is not there, the hub cannot be reached, or gradients are not exact for it.
         DataError: the folder's config.json is not the config of a model.
     """
     if Path(name).is_dir():
-        return read_config(Path(name))
+        return read_config(Path(name), router_loss=router_loss)
     if name.startswith((".", "/", "~")):
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:
@@ -257,7 +255,7 @@ def read_pretrained_config(name: str) -> Any:
             f"cannot get model {name!r}: {_first_line(error)}",
             hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
         ) from error
-    return checked_text_config(config, name)
+    return checked_text_config(config, name, router_loss=router_loss)
 
 
 def new_model(
@@ -280,7 +278,7 @@ def new_model(
     torch.manual_seed(seed)
     try:
         with torch.device(device):
-            model = _AUTO_MODEL.from_config(copy.deepcopy(config), **_how(config, dtype))
+            model = AUTO_MODEL.from_config(copy.deepcopy(config), **_how(config, dtype))
     except _REFUSALS as error:
         raise DataError(
             f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
@@ -300,7 +298,7 @@ def load_model(
     register_attention()
     kernels = Kernels(attention)
     try:
-        model, report = _AUTO_MODEL.from_pretrained(
+        model, report = AUTO_MODEL.from_pretrained(
             name,
             config=copy.deepcopy(config),
             output_loading_info=True,

@@ -6,8 +6,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+#: The class that makes causal LMs of configs; its own types promise less than it does.
+AUTO_MODEL: Any = AutoModelForCausalLM
 
 
 def whole_of(model: Any) -> Any:

@@ -11,12 +11,14 @@ from chunkplan_runtime.models.recurrent import is_recurrent
 from chunkplan_runtime.sharing import blocks_on
 
 
-def check_plan(config: Any, plan: Plan, dp: int = 1) -> None:
+def check_plan(config: Any, plan: Plan, dp: int = 1, router_loss: str | None = None) -> None:
     """Refuse a plan that a model of this transformers config cannot be run with, on `dp` data-parallel processes.
 
+    `router_loss`: what its load-balancing loss is over, if it has one.
+
     Raises:
-        UsageError: the plan splits sequences and the model looks both ways, or more processes are to share heads than
-            can.
+        UsageError: the plan splits sequences and the model looks both ways, more processes are to share heads than
+            can, or none would count a whole sequence.
     """
     shared = [block.heads for block in blocks_on(plan, dp)]
     if shared and is_recurrent(config):
@@ -24,6 +26,12 @@ def check_plan(config: Any, plan: Plan, dp: int = 1) -> None:
             f"processes cannot share sequences of a {config.model_type} model, whose layers keep a state",
             where=str(plan.path),
             hint="build the plan with `--cp off`",
+        )
+    if shared and router_loss == "sequence":
+        raise UsageError(
+            "with --router-loss sequence processes cannot share sequences, of which none would count a whole one",
+            where=str(plan.path),
+            hint="build the plan with `--cp off`, or train with `--router-loss batch`",
         )
     (kv_heads, _), _ = kv_shapes(config)
     of_model = {"key and value heads": kv_heads, "heads": getattr(config, "num_attention_heads", kv_heads)}

@@ -18,14 +18,16 @@ TEXT_WEIGHTS = {
 }
 
 
-def checked_text_config(config: Any, where: str) -> Any:
+def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
     """The config of the language model in a model with this config, which may be all there is; checked.
+
+    `router_loss`: see `check_config`.
 
     Raises:
         UsageError: chunked execution would get it wrong.
     """
     text = config.get_text_config(decoder=True)
-    check_config(text, where)
+    check_config(text, where, router_loss=router_loss)
     return text
 
 

@@ -12,12 +12,11 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from chunkplan_runtime.models.checks import MODEL_TYPES
-from chunkplan_runtime.models.parts import layers_of
-
-_AUTO_MODEL: Any = AutoModelForCausalLM  # its own types promise less than it does
+from chunkplan_runtime.models.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
+from chunkplan_runtime.models.parts import AUTO_MODEL, layers_of
 
 #: What a config says, by name: of any kind, as transformers has it.
 Entries = dict[str, Any]
@@ -30,8 +29,6 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_he
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width")
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
 
 #: What other sizes become at most; a size of 0 or None stays.
@@ -119,7 +116,17 @@ _SMALL = 16
 
 def unknown_numbers(tiny: Entries) -> list[str]:
     """Entries of a small config that are large still, and may be bounds that no short sequence reaches."""
-    known = {*_LAYERS, *_HEADS, *_KV_HEADS, *_WIDTHS, *_MLP_WIDTHS, *_EXPERTS, *_CHOSEN, *_POSITIONS, *_AT_MOST}
+    known = {
+        *_LAYERS,
+        *_HEADS,
+        *_KV_HEADS,
+        *_WIDTHS,
+        *_MLP_WIDTHS,
+        *NUM_EXPERTS,
+        *EXPERTS_PER_TOKEN,
+        *_POSITIONS,
+        *_AT_MOST,
+    }
     found = []
     for name, value in tiny.items():
         name = str(name)
@@ -149,9 +156,9 @@ def tiny_document(document: Entries) -> Entries:
     _set(tiny, _KV_HEADS, small_kv_heads)
     _set(tiny, _WIDTHS, small_heads * head_dim)
     _set(tiny, _MLP_WIDTHS, 48)
-    _set(tiny, _EXPERTS, 4)
+    _set(tiny, NUM_EXPERTS, 4)
     _set(tiny, _POSITIONS, 256)
-    for name in _CHOSEN:
+    for name in EXPERTS_PER_TOKEN:
         if _is_size(document.get(name)):
             tiny[name] = min(document[name], 2)
     for name, most in _AT_MOST.items():
@@ -196,7 +203,7 @@ def small_config_of(config: Any, max_positions: int) -> Any:
 def num_weights(config: Any) -> int:
     """How many weights a model with this config has."""
     with torch.device("meta"):
-        return sum(each.numel() for each in _AUTO_MODEL.from_config(deepcopy(config)).parameters())
+        return sum(each.numel() for each in AUTO_MODEL.from_config(deepcopy(config)).parameters())
 
 
 def returned_by_layers(config: Any) -> int | None:
@@ -208,7 +215,7 @@ def returned_by_layers(config: Any) -> int | None:
         return None
     found: list[Any] = []
     with torch.random.fork_rng(devices=[]), suppress(Exception):
-        model = _AUTO_MODEL.from_config(AutoConfig.for_model(**tiny_document(config.to_dict())))
+        model = AUTO_MODEL.from_config(AutoConfig.for_model(**tiny_document(config.to_dict())))
         for layer in layers_of(model):
             layer.register_forward_hook(lambda *given: found.append(given[2]))
         with torch.no_grad():

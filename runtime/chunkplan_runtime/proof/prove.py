@@ -8,26 +8,31 @@ refused by what is measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from threading import Thread
+from threading import BrokenBarrierError, Thread
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
-from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadLinks, random_sequences, work_of
+from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadGather, ThreadLinks, random_sequences, work_of
 
 #: What rounding in float64 leaves far below and any mistake far above.
 TOLERANCE = 1e-10
@@ -96,10 +101,29 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     spread_weights(model.model)
     sequences = random_sequences(tiny.vocab_size)
     num_targets = sum(int(each.target.sum()) for each in sequences)
+    scope = router_loss_scope(tiny, None, "the small model")
+    router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(model, scope)
+
+    def chunked(k: int, num_stages: int) -> _Run:
+        return _chunked(model, sequences, num_targets, k, num_stages, router_loss)
+
     with evaluate_in_float64(model.model):
-        whole = _whole(model, sequences, num_targets)
-        errors = [_compared(_chunked(model, sequences, num_targets, k, num_stages), whole, f"K {k}") for k in ORDERS]
+        is_noisy = draws_noise(model, sequences[0].tokens)
+        model.model.train(not is_noisy)
+        whole = _whole(model, sequences, num_targets, with_router_loss=router_loss is not None)
+        errors = [_compared(chunked(k, num_stages), whole, f"K {k}") for k in ORDERS]
+        if is_noisy:
+            model.model.train()  # on one stage: two threads would draw from one generator
+            errors.append(_compared(chunked(1, 1), chunked(2, 1), "K 1 beside K 2, with noise"))
     return max(errors, key=lambda proof: (proof.error != proof.error, proof.error))
+
+
+def draws_noise(model: CausalLM, tokens: Tensor) -> bool:
+    """Whether a model takes random numbers when it is trained."""
+    before = torch.random.get_rng_state()
+    with _plain_attention(model), torch.no_grad():
+        model.model(tokens[None].long(), use_cache=False)
+    return not torch.equal(before, torch.random.get_rng_state())
 
 
 def spread_weights(model: torch.nn.Module) -> None:
@@ -116,15 +140,39 @@ class _Run:
     gradients: dict[str, Tensor]
 
 
-def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int) -> _Run:
+def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with_router_loss: bool) -> _Run:
     """Plain training of whole sequences: nothing here is shared with chunked execution but the weights."""
+    total = 0.0
+    with _plain_attention(model):
+        for tokens, target in sequences:
+            total += train_whole(model, tokens, target, num_targets)
+        if with_router_loss:
+            total += train_routers(model, [tokens for tokens, _ in sequences])
+    return _Run(total, _taken(model))
+
+
+@contextmanager
+def _plain_attention(model: CausalLM) -> Iterator[None]:
+    """Within the block the model attends as transformers' own plain code does."""
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("eager")
-    total = 0.0
-    for tokens, target in sequences:
-        total += train_whole(model, tokens, target, num_targets)
+    yield
     model.model.set_attn_implementation(attention)
-    return _Run(total, _taken(model))
+
+
+def train_routers(model: CausalLM, sequences: list[Tensor]) -> float:
+    """Run sequences as one padded batch by transformers alone: its load-balancing loss, with its weight."""
+    tokens = pad_sequence([each.long() for each in sequences], batch_first=True)
+    mask = pad_sequence([torch.ones_like(each) for each in sequences], batch_first=True).long()
+    label = torch.full_like(tokens, -100)
+    label[0, 1] = tokens[0, 1]
+    out, without = (
+        model.model(tokens, attention_mask=mask, labels=label, use_cache=False, output_router_logits=with_loss)
+        for with_loss in (True, False)
+    )
+    loss = out.loss - without.loss
+    torch.autograd.backward(loss)
+    return float(loss.item())
 
 
 def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: int) -> float:
@@ -136,10 +184,27 @@ def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: in
     return loss.item()
 
 
-def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int) -> _Run:
+def _chunked(
+    model: CausalLM,
+    sequences: list[Sequence],
+    num_targets: int,
+    k: int,
+    num_stages: int,
+    router_loss: RouterLoss | None,
+) -> _Run:
     work = work_of(sequences, k)
+    gather = ThreadGather(num_stages)
+
+    def run_step(own: CausalLM, links: Any, router_loss: RouterLoss | None) -> float:
+        executor = Executor(own, links=links, router_loss=router_loss)
+        if router_loss is None:
+            return executor.run(work, num_targets).loss
+        num_tokens = sum(len(each.tokens) for each in sequences)
+        router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"), gather)
+        return executor.run(work, num_targets).loss + router_loss.value
+
     if num_stages == 1:
-        return _Run(Executor(model).run(work, num_targets).loss, _taken(model))
+        return _Run(run_step(model, None, router_loss), _taken(model))
     queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
     num_layers = len(model.own_layers)
     cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
@@ -154,11 +219,14 @@ def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: in
     def run(stage: int) -> None:
         links = ThreadLinks(queues)
         try:
+            own_loss = None if router_loss is None else RouterLoss(stages[stage], router_loss.scope)
             with evaluate_in_float64(stages[stage].model):
-                losses[stage] = Executor(stages[stage], links=links).run(work, num_targets).loss  # type: ignore[arg-type]
+                losses[stage] = run_step(stages[stage], links, own_loss)
         except BaseException as error:
-            failed.insert(0 if str(error) != "the other stage failed" else len(failed), error)
+            is_own = str(error) != "the other stage failed" and not isinstance(error, BrokenBarrierError)
+            failed.insert(0 if is_own else len(failed), error)
             links.close()
+            gather.close()
 
     threads = [Thread(target=run, args=(stage,)) for stage in range(2)]
     for thread in threads:

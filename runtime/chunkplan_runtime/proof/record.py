@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -19,8 +20,10 @@ from chunkplan_runtime.proof.prove import ModelProof, UnprovedError, prove
 _HINT = "docs/models.md has the models that are known to be exact, and why others are not"
 
 
-def check_exact(config: Any, where: str, *, num_stages: int = 1) -> None:
+def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bool = False) -> None:
     """Refuse a model for which chunked execution is not exact, on one stage or on several.
+
+    With `router_loss` the load-balancing loss of its routers is proved too.
 
     Types that the tests of this project hold are let through, and what was proved before is not proved again, for the
     same features and versions.
@@ -30,6 +33,9 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1) -> None:
     """
     if config.model_type in MODEL_TYPES:
         return
+    if bool(getattr(config, "output_router_logits", False)) != router_loss:
+        config = copy.copy(config)
+        config.output_router_logits = router_loss
     stages = min(num_stages, 2)
     on = " on pipeline stages" if stages > 1 else ""
     try:

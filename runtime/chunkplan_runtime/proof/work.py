@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from threading import Barrier
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,24 @@ def work_of(sequences: list[Sequence], k: int) -> RankWork:
         )
     actions = [Action(_OPS[word[0]], int(word[1:]), 0) for word in ORDERS[k].split()]
     return RankWork(0, 0, actions, chunks, tensors)
+
+
+class ThreadGather:
+    """Gathers a value of each of several threads, once, as `distributed.job.Job.all_gather_object` does."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._barrier = Barrier(num_threads)
+        self._values: list[Any] = []
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values of all threads, when all have called it."""
+        self._values.append(value)
+        self._barrier.wait()
+        return self._values
+
+    def close(self) -> None:
+        """Say that a thread failed: those that wait for it fail too."""
+        self._barrier.abort()
 
 
 class ThreadLinks:

@@ -12,7 +12,7 @@ from typing import Any
 from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
-from chunkplan_runtime.domains import DEVICE, KERNEL
+from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
 from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
 
 #: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
@@ -207,9 +207,16 @@ class TrainConfig(Options):
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
     )
+    router_loss: str | None = option(
+        one_of(*ROUTER_LOSSES),
+        "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
+        group=LEARNING,
+        default=None,
+        default_words="batch if the model's config has output_router_logits, else none",
+    )
     seed: int = option(
         whole(),
-        "Seed of random weights and dropout.",
+        "Seed of random weights, dropout and noise of routers.",
         group=LEARNING,
         default=0,
     )

@@ -2,39 +2,57 @@
 
 Model FLOPs, as in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a
 matrix and token that meets it, the vocabulary head at every token, and attention where the mask lets it see; no
-recompute, and adapters count as if all weights were trained.
+recompute, and adapters count as if all weights were trained. Of experts a token meets those that it goes to. What
+recurrent layers do with their states counts nothing: it takes no weights, and does not grow with the sequence.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.checks import kv_shapes, windows
+from chunkplan_runtime.models.experts import share_of_tokens
 from chunkplan_runtime.models.model import CausalLM
+
+#: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 
 
 class FlopCounter:
     """Counts the model FLOPs of steps of one model."""
 
     def __init__(self, model: CausalLM) -> None:
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._windows = windows(config)
-        self._query_width = config.num_attention_heads * head_dim
+        self._widths = _attention_widths(model.config)
         self._weights = _active_weights(model)
 
     def count(self, step: PlanStep) -> float:
         """The model FLOPs of the forward and backward of a step, on all ranks."""
         segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
         num_tokens = sum(segment.end - segment.start for segment in segments)
-        twice_pairs = {
-            window: sum(
-                _twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)
-                for segment in segments
-            )
-            for window in set(self._windows)
-        }
-        attention: int = self._query_width * sum(twice_pairs[window] for window in self._windows)
+        attention = sum(
+            width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
+            for window, width in self._widths.items()
+            for segment in segments
+        )
         return 6.0 * (self._weights * num_tokens + attention)
+
+
+def _attention_widths(config: Any) -> Counter[int | None]:
+    """By window, how wide keys and values of all heads of queries are together, over the layers that attend."""
+    of_layers = windows(config)
+    kinds = getattr(config, "layer_types", None) or (None,) * len(of_layers)
+    own = getattr(config, "per_layer_config", None) or (config,) * len(of_layers)
+    widths: Counter[int | None] = Counter()
+    for window, kind, layer in zip(of_layers, kinds, own, strict=True):
+        if kind not in _WITHOUT_ATTENTION:
+            (_, key_dim), (_, value_dim) = kv_shapes(layer)
+            value_dim = getattr(layer, "v_head_dim", None) or value_dim
+            widths[window] += (getattr(layer, "num_attention_heads", None) or 1) * (key_dim + value_dim)
+    return widths
 
 
 def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
@@ -45,13 +63,13 @@ def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
 
 
 def _active_weights(model: CausalLM) -> float:
-    """How many weights of matrices a token meets: of experts its share, of the embeddings only the head."""
+    """How many weights of matrices a token meets: of experts its share, of embeddings none, but a head that is tied."""
     config = model.config
-    embeddings = model.model.get_input_embeddings().weight
-    experts = getattr(config, "num_experts", None)
-    share = config.num_experts_per_tok / experts if experts else 1.0
-    total = float(embeddings.numel()) if config.tie_word_embeddings else 0.0
-    for name, weight in model.model.named_parameters():
-        if weight.ndim >= 2 and weight is not embeddings and "lora_" not in name:
-            total += weight.numel() * (share if ".experts." in name else 1.0)
+    total = 0.0
+    for path, module in model.model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for own, weight in module.named_parameters(path, recurse=False):
+            if weight.ndim >= 2 and "lora_" not in own and not own.endswith("bias"):
+                total += weight.numel() * share_of_tokens(config, own, weight, module)
     return total

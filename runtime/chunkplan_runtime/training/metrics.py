@@ -16,7 +16,7 @@ from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
-from chunkplan_runtime.execution.executor import SequenceLoss
+from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
@@ -39,6 +39,7 @@ class ComputedRow(TypedDict):
     seconds: float
     predicted_seconds: float | None
     source_losses: dict[str, float]
+    router_loss: NotRequired[float]  # where there is one
     processes: NotRequired[list[ProcessRow]]  # of several
 
 
@@ -118,7 +119,7 @@ def step_row(
     step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, predicted: float | None
 ) -> ComputedRow:
     """What a step computed, which took `seconds`, and was `predicted` to take, where a plan does."""
-    return {
+    row: ComputedRow = {
         "step": step.step,
         "epoch": step.epoch,
         "loss": gradients.loss,
@@ -130,6 +131,9 @@ def step_row(
         "predicted_seconds": predicted,
         "source_losses": source_losses(gradients.sequences, analysis),
     }
+    if gradients.router_loss is not None:
+        row["router_loss"] = gradients.router_loss
+    return row
 
 
 def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:

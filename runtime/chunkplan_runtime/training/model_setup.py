@@ -47,9 +47,9 @@ def read_model_config(config: TrainConfig) -> Any:
         DataError: it is not the config of a model.
     """
     if config.model is not None:
-        return read_pretrained_config(config.model)
+        return read_pretrained_config(config.model, router_loss=True)
     assert config.model_config is not None
-    return read_config(config.model_config)
+    return read_config(config.model_config, router_loss=True)
 
 
 def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:

@@ -10,8 +10,10 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
@@ -43,11 +45,21 @@ def describe_run(
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *comparison.lines,
+        *router_lines(config, model),
         *group_lines(groups),
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
     ]
+
+
+def router_lines(config: TrainConfig, model: CausalLM) -> list[str]:
+    """Say what the load-balancing loss of routers is over, and what it costs; nothing where there is none."""
+    scope = router_loss_scope(model.config, config.router_loss, "")
+    if scope == NO_ROUTER_LOSS:
+        return []
+    counted = "each sequence" if scope == "sequence" else "the whole batch: each chunk runs forward once more"
+    return [f"routers   load-balancing loss over {counted}"]
 
 
 def group_lines(groups: Groups | None) -> list[str]:

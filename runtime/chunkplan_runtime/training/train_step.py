@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,12 +21,15 @@ from chunkplan_runtime.distributed.alignment import Aligned, Padding, paddings_o
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.execution.executor import Executor, SequenceLoss
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.joined import process_actions
-from chunkplan_runtime.feed.stream import PlanStream, StepWork
+from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimeline
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
@@ -32,6 +37,8 @@ from chunkplan_runtime.training.learning_rate import learning_rate_factor
 from chunkplan_runtime.training.losses import add_up
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer, optimizer_state, restore_optimizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Gradients:
         sequences: the losses of all sequences, each once.
         spent: the seconds of each process, by rank.
         times: of this process, action by action.
+        router_loss: the load-balancing loss of routers with its weight, which `loss` is without; None if there is none.
     """
 
     loss: float
@@ -51,11 +59,12 @@ class Gradients:
     sequences: list[SequenceLoss]
     spent: list[Spent]
     times: StepTimeline
+    router_loss: float | None = None
 
     @property
     def is_finite(self) -> bool:
         """Whether loss and norm are finite, so that an update with these gradients makes sense."""
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+        return all(map(math.isfinite, (self.loss, self.norm, self.router_loss or 0.0)))
 
 
 class TrainStep:
@@ -73,6 +82,8 @@ class TrainStep:
                 reshard_after_forward=config.reshard,
             )
         self.model = self._shards.model if self._shards else model
+        scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
+        self.router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(self.model, scope)
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = Executor(
             self.model,
@@ -80,6 +91,7 @@ class TrainStep:
             kv_offload=bool(config.kv_offload),
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
+            router_loss=self.router_loss,
         )
         self._config = config
         self._num_steps = num_steps
@@ -100,6 +112,9 @@ class TrainStep:
             clock.start(work.step.step)
             if self._shards:
                 self._shards.begin_step()
+            if self.router_loss is not None:
+                count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
+                self.router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
             aligned = Aligned(self._paddings(work), self._run_padding)
             rank_losses = [
                 self.executor.run(
@@ -121,14 +136,16 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"
-            gathered = job.all_gather_object((rank_losses, times.spent))
-        losses = [rank for ranks, _ in gathered for rank in ranks]
+            router_loss = None if self.router_loss is None else self.router_loss.value
+            gathered = job.all_gather_object((rank_losses, times.spent, router_loss or 0.0))
+        losses = [rank for ranks, *_ in gathered for rank in ranks]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
             norm=norm.item(),
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
-            spent=[spent for _, spent in gathered],
+            spent=[spent for _, spent, _ in gathered],
             times=times,
+            router_loss=None if router_loss is None else sum(value for *_, value in gathered),
         )
 
     def update(self, step: PlanStep) -> float:
@@ -153,12 +170,8 @@ class TrainStep:
             self.executor.doing = "evaluation, before its first step"
             with self._warned_of_stall():
                 for work in stream:
-                    for rank in work.ranks:
-                        losses += self.executor.evaluate(rank, work.step.num_target_tokens).sequences
-                    if self._config.reshard:
-                        forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
-                        for _ in range(max(forwards) - forwards[self._job.layout.dp_rank]):
-                            self._run_padding("forward")
+                    evaluate = partial(self.executor.evaluate, num_target_tokens=work.step.num_target_tokens)
+                    losses += [loss for rank in self._run_forwards(work, evaluate) for loss in rank.sequences]
         finally:
             self.model.model.train()
         if self._shards:
@@ -176,6 +189,15 @@ class TrainStep:
             warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device),
         ):
             yield
+
+    def _run_forwards(self, work: StepWork, run: Callable[[RankWork], T]) -> list[T]:
+        """Have `run` do all forwards of this process in a step, and gather weights with those that have more to do."""
+        found = [run(rank) for rank in work.ranks]
+        if self._config.reshard:
+            forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
+            for _ in range(max(forwards) - forwards[self._job.layout.dp_rank]):
+                self._run_padding("forward")
+        return found
 
     def _paddings(self, work: StepWork) -> Iterable[Sequence[Padding]]:
         if not self._config.reshard:

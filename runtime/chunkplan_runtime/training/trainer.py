@@ -12,7 +12,9 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.plans import check_plan
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
@@ -66,7 +68,9 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         UsageError, DataError: as `train`.
     """
     model_config = read_model_config(config)
-    check_exact(model_config, str(config.model or config.model_config), num_stages=job.layout.pp)
+    where = str(config.model or config.model_config)
+    router_loss = router_loss_scope(model_config, config.router_loss, where)
+    check_exact(model_config, where, num_stages=job.layout.pp, router_loss=router_loss != NO_ROUTER_LOSS)
     data = open_data(config, model_config, job.layout)
     tokenizer = find_tokenizer(config)
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
@@ -80,7 +84,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         data.stream(data.evaluation)  # refused now if it cannot be used
     for plan in (data.plan, data.evaluation):
         if plan is not None:
-            check_plan(model_config, plan, job.layout.dp)
+            check_plan(model_config, plan, job.layout.dp, router_loss)
     model = build_model(config, model_config, job)
     refuse_other_processes({"weights": fingerprint(model)}, job)
     fixed["frozen weights"] = fingerprint(model, only_frozen=True)

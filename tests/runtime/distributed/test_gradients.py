@@ -23,6 +23,7 @@ from tests.support.analyses import write_analysis
 from tests.support.distributed_cases import compare_master_weights, compare_steps, gradients_with_dropout
 from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.router_cases import compare_router_loss, gradients_with_noise
 from tests.support.wait_cases import compare_waiting, compare_without_reserve, used_groups
 
 LENGTHS = [23, 5, 9, 3, 1, 30, 8]
@@ -225,6 +226,63 @@ def test_dropout_is_the_same_whatever_k_and_however_many_stages(pool: ProcessPoo
         assert found[pp, 1].keys() == found[1, 1].keys()
         for name, gradient in found[1, 1].items():
             assert np.linalg.norm(found[pp, 1][name] - gradient) <= 1e-12 * np.linalg.norm(gradient)
+
+
+def routed(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    return {"model_type": model_type, "output_router_logits": True, **experts, **changes}
+
+
+@pytest.mark.parametrize(
+    "scope, dp, pp, how",
+    [
+        ("batch", 2, 1, ["checkpointing"]),
+        ("batch", 2, 1, ["reshard"]),
+        ("sequence", 2, 1, []),
+        ("sequence", 1, 2, ["checkpointing"]),
+        *(pytest.param(scope, 2, 2, [], marks=pytest.mark.soak) for scope in ("batch", "sequence")),
+        pytest.param("sequence", 2, 1, ["reshard"], marks=pytest.mark.soak),
+        ("batch", 1, 2, []),
+    ],
+)
+def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(
+    pool: ProcessPool, made: Any, scope: str, dp: int, pp: int, how: list[str]
+) -> None:
+    """Over the batch, tokens of all processes and layers of all stages are counted before the first backward."""
+    settings = {"k": 1, "equal_chunks": True} if "reshard" in how else {"tail_sharing": True}
+    plan = made(routed(), dp=dp, pp=pp, **settings)
+    for error, added, expected in pool.run(
+        dp * pp, compare_router_loss, **plan, scope=scope, **dict.fromkeys(how, True)
+    ):
+        assert error <= TOLERANCE
+        assert added == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_load_balancing_loss_over_the_batch_is_exact_where_processes_share_sequences(
+    pool: ProcessPool, made: Any
+) -> None:
+    plan = made(routed(), lengths=[300, 5, 9, 3], dp=2, cp="auto", chunk_size=64)
+    assert any(chunk.cp_size > 1 for chunk in next(load_plan(plan["plan"]).iter_steps()).chunks[0])
+    for world_size, scope in ((2, "batch"), (1, "batch"), (1, "sequence")):
+        for error, added, expected in pool.run(world_size, compare_router_loss, **plan, scope=scope):
+            assert error <= TOLERANCE
+            assert added == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "model", [routed(router_jitter_noise=0.3), routed("phimoe", router_jitter_noise=0.9, input_jitter_noise=0.2)]
+)
+def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(
+    pool: ProcessPool, made: Any, model: dict[str, Any]
+) -> None:
+    found = []
+    for pp, k in ((1, 100), (2, 1)):
+        plan = made(model, lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False)
+        stages = pool.run(pp, gradients_with_noise, **plan, scope="batch")
+        found.append({name: gradient for stage in stages for name, gradient in stage.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert np.linalg.norm(found[1][name] - gradient) <= 1e-12 * np.linalg.norm(gradient)
 
 
 @pytest.mark.parametrize("k", [1, 3])

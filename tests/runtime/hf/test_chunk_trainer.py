@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.support.hf_cases import (
     with_adapters,
 )
 from tests.support.mixed_chunks import LENGTHS, MIXED
+from tests.support.router_cases import OF_WHOLE_SEQUENCES
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [
@@ -49,6 +52,31 @@ def test_a_training_step_has_the_gradients_and_the_loss_of_whole_sequences(
         trainer.train()
     assert_same_gradients(gradients.found, reference)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("router_loss", [None, "batch", "sequence", "none"])
+def test_the_load_balancing_loss_of_routers_is_that_of_whole_sequences(
+    router_loss, made, tmp_path, new_model, handmade_plan, random_sequences
+):
+    """In the gradients and in the loss that is logged, as `Trainer` has it."""
+    sequences = random_sequences(LENGTHS)
+    plan, _ = handmade_plan(sequences, [{0: MIXED}], k=1)
+    asked = {"output_router_logits": router_loss is None, "router_aux_loss_coef": 0.5}
+    model, gradients = new_model("mixtral", num_local_experts=4, **asked), Gradients()
+    model.set_experts_implementation("eager")
+    args = TrainingArguments(str(tmp_path), max_grad_norm=0, report_to=[], use_cpu=True, logging_steps=1)
+    trainer = ChunkTrainer(model, args, plan=plan, callbacks=[gradients], router_loss=router_loss)
+    with evaluate_in_float64(model):
+        tokens = [torch.from_numpy(ids) for ids, _ in sequences]
+        of_routers = OF_WHOLE_SEQUENCES.get(router_loss or "batch", lambda model, tokens: 0.0)
+        added = of_routers(SimpleNamespace(model=model), tokens)
+        routers = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        reference, loss = whole_gradients(model, sequences)
+        trainer.train()
+    total = {name: gradient + routers.get(name, 0.0) for name, gradient in reference.items()}
+    assert_same_gradients(gradients.found, total)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss + added, rel=1e-6)
 
 
 def test_ranks_and_chunks_without_sequences_change_nothing(new_trainer, new_model, handmade_plan, random_sequences):

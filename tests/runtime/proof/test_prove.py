@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import AutoConfig
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
 from chunkplan_runtime.attention.mask import Mask
+from chunkplan_runtime.models import dropout
 from chunkplan_runtime.models import model as models
+from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.tiny import tiny_document, unknown_numbers
 from chunkplan_runtime.proof import record
 from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
@@ -40,6 +43,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "nemotron_h": {},  # Mamba-2, attention and mixtures
     "phi": {},
+    "phimoe": {"router_jitter_noise": 0.9, "input_jitter_noise": 0.2},  # a router that draws experts at random
     "qwen3_next": {},  # a gated delta rule
     "stablelm": {},  # layers that pass nothing on to attention
     "starcoder2": {},
@@ -74,6 +78,40 @@ def test_a_head_without_the_scaling_that_the_model_has_would_be_found(monkeypatc
     monkeypatch.setattr(models, "logits_of", lambda model, hidden: model.get_output_embeddings()(hidden[None]))
     assert prove(config_of("granite", logits_scaling=1.0)).holds
     assert prove(config_of("granite", logits_scaling=8.0)).error > 0.1
+
+
+def test_noise_that_is_drawn_anew_in_a_recompute_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = config_of("phimoe", router_jitter_noise=0.9)
+    count = itertools.count()
+    monkeypatch.setattr(dropout, "mixed_seed", lambda *_: next(count))
+    proof = prove(noisy)
+    assert proof.error > 1e-3 and "with noise" in proof.where
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "jetmoe", "phimoe", "qwen3_next"])
+def test_the_load_balancing_loss_of_transformers_is_proved_where_a_config_asks_for_it(
+    model_type: str, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(model_type, output_router_logits=True)
+    assert prove(config, num_stages=num_stages).error < 1e-11
+    monkeypatch.setattr(RouterLoss, "_gradient", lambda self, router, spans, counts, logits: torch.zeros_like(logits))
+    assert prove(config, num_stages=num_stages).error > 1e-5
+
+
+def test_what_a_trainer_is_asked_for_is_proved_whatever_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[bool] = []
+
+    def seen(config: Any, *, num_stages: int) -> Any:
+        proved.append(config.output_router_logits)
+        return prove(config, num_stages=num_stages)
+
+    monkeypatch.setattr(record, "prove", seen)
+    for asks in (False, True):
+        config = config_of("olmoe", output_router_logits=asks)
+        check_exact(config, "model", router_loss=not asks)
+        assert config.output_router_logits is asks
+    assert proved == [True, False]
 
 
 def test_a_window_that_is_left_out_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,3 +181,116 @@ def test_flops_are_six_a_weight_and_token_and_those_of_the_pairs_seen(
     squares = sum(2 * sum(min(place + 0.5, window) for place in range(length)) for length in lengths)
     expected = 6 * (36 * (2 * (heads + mlp) + 32 * 97) + 2 * 32 * squares)
     assert FlopCounter(model).count(work.step) == pytest.approx(expected, rel=0.01)
+
+
+_ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
+_LATENTS = 32 * 16 + 16 * 4 * 12 + 32 * (16 + 4) + 16 * 4 * (8 + 6) + 4 * 6 * 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "weights", "widths"),
+    [
+        pytest.param(
+            "mixtral",
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+            2 * (_ATTENTION + 4 * 32 + 2 * 3 * 32 * 48),
+            {None: 2 * 4 * (8 + 8)},
+            id="mixtral",
+        ),
+        pytest.param(
+            "deepseek_v3",
+            {
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 4,
+                "head_dim": 4,
+                "v_head_dim": 6,
+                "num_key_value_heads": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "n_shared_experts": 1,
+            },
+            2 * _LATENTS + 3 * 32 * 48 + (2 + 1) * 3 * 32 * 16 + 8 * 32,
+            {None: 2 * 4 * (12 + 6)},
+            id="latents with keys wider than values, a dense layer and one with a shared expert",
+        ),
+        pytest.param(
+            "gpt_oss",
+            {
+                "num_local_experts": 3,
+                "num_experts_per_tok": 2,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            2 * (_ATTENTION + 3 * 32 + 2 * 3 * 32 * 48),
+            {7: 4 * (8 + 8), None: 4 * (8 + 8)},
+            id="a window in every other layer, biases of experts",
+        ),
+        pytest.param(
+            "ernie4_5_moe",
+            {
+                "moe_num_experts": 4,
+                "moe_k": 2,
+                "moe_intermediate_size": 16,
+                "moe_num_shared_experts": 0,
+                "moe_layer_start_index": 0,
+                "moe_layer_end_index": 1,
+                "use_bias": False,
+            },
+            2 * (_ATTENTION + 4 * 32 + 2 * 3 * 32 * 16),
+            {None: 2 * 4 * (8 + 8)},
+            id="names of Ernie",
+        ),
+        pytest.param(
+            "jetmoe",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_attention_heads": 4},
+            # Queries and outputs are made by experts too; keys and values by all.
+            2 * (2 * 32 * 16 + 2 * 2 * 32 * 16 + 2 * 4 * 32 + 2 * 3 * 32 * 48),
+            {None: 2 * 4 * (8 + 8)},
+            id="experts of attention",
+        ),
+        pytest.param(
+            "gpt2",
+            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48},
+            2 * (4 * 32 * 32 + 2 * 32 * 48),
+            {None: 2 * 4 * (8 + 8)},
+            id="embeddings of positions, a tied head",
+        ),
+    ],
+)
+def test_flops_are_those_counted_by_hand(
+    tiny_config, handmade_plan, random_sequences, kind, changes, weights, widths
+) -> None:
+    model = new_model(AutoConfig.for_model(**tiny_config(kind, **changes)), torch.float32, 0)
+    assert flops(model, [23, 9], handmade_plan, random_sequences) == pytest.approx(
+        6 * ((weights + 32 * 97) * 32 + sum(width * pairs(window, [23, 9]) for window, width in widths.items()))
+    )
+
+
+def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(
+    tiny_config, handmade_plan, random_sequences
+) -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    config = tiny_config("qwen3_next", num_hidden_layers=3, layer_types=kinds, num_experts=4, **sizes)
+    model = new_model(AutoConfig.for_model(**config, num_experts_per_tok=2), torch.float32, 0)
+    once, twice = (flops(model, [length], handmade_plan, random_sequences) for length in (16, 32))
+    assert twice - 2 * once == pytest.approx(6 * 4 * (8 + 8) * (pairs(None, [32]) - 2 * pairs(None, [16])))
+
+
+def flops(model, lengths, handmade_plan, random_sequences) -> float:
+    plan, analysis = handmade_plan(
+        random_sequences(lengths), [{0: [[(i, 0, length)] for i, length in enumerate(lengths)]}]
+    )
+    work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)))
+    return FlopCounter(model).count(work.step)
+
+
+def pairs(window, lengths) -> float:
+    """How many keys queries see, where one sees half of itself."""
+    return sum(min(place + 0.5, window or place + 1) for length in lengths for place in range(length))

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chunkplan import PlanConfig, analyze, build, load_plan
-from chunkplan_runtime.execution.executor import SequenceLoss
+from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.json_lines import append_lines, cut_back
 from chunkplan_runtime.training.losses import SpikeWatch

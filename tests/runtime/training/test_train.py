@@ -258,6 +258,27 @@ def test_clipping_changes_what_is_learned_and_not_what_is_reported(made, tmp_pat
     assert [row["loss"] for row in clipped[1:]] != [row["loss"] for row in free[1:]]
 
 
+def test_a_mixture_learns_with_the_load_balancing_loss_that_its_config_asks_for(made, tmp_path, tiny_config, capsys):
+    experts = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("mixtral", **experts)))
+    first, shown = {}, {}
+    for asked in (None, "batch", "sequence", "none"):
+        more = ["--router-loss", asked] if asked else []
+        given = options(made, tmp_path / str(asked), "--max-steps", "2", *more)
+        given[given.index("--model-config") + 1] = str(tmp_path / "config.json")
+        assert main(given) == 0
+        first[asked], shown[asked] = lines(tmp_path / str(asked) / "metrics.jsonl"), capsys.readouterr().err
+    assert [row["router_loss"] for row in first[None]] == [row["router_loss"] for row in first["batch"]]
+    assert first[None][0]["loss"] == first["sequence"][0]["loss"] == first["none"][0]["loss"]
+    # Perfectly balanced it is 0.5 times the 2 of 4 experts that a token goes to; by sequence 0.5 times the 2 layers.
+    assert all(0.99 < row["router_loss"] < 2 for asked in (None, "sequence") for row in first[asked])
+    assert len({first[asked][1]["loss"] for asked in (None, "sequence", "none")}) == 3
+    assert all(row.keys() == KEYS for row in first["none"])
+    assert "routers   load-balancing loss over the whole batch: each chunk runs forward once more" in shown[None]
+    assert "routers   load-balancing loss over each sequence" in shown["sequence"]
+    assert "routers" not in shown["none"]
+
+
 def test_an_output_that_is_a_plan_or_cannot_be_written_is_refused(made, tmp_path, capsys):
     assert main(options(made, made / "plan")) == 2
     assert "is an analysis or a plan" in capsys.readouterr().err

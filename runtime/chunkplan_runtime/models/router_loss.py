@@ -1,0 +1,262 @@
+"""The load-balancing loss of a mixture of experts, whose gradient is that of a whole step, or of whole sequences.
+
+With f_e how often tokens choose expert e and P_e the mean probability that its router gives it, the loss is a multiple
+of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). What is counted, f, has no gradient, and P is
+a mean of tokens: once f is known, each token by itself has the gradient of the whole. It is added to that of the
+router's logits in the backward of each router (`_Balanced`), so that it is the same wherever a graph is cut: by chunks,
+by stages, or where layers run again.
+
+- `batch`: as transformers computes it of one batch, here of all tokens of a step on all processes: f and P are means
+  over the tokens of all layers together. f is counted before a step begins, by forwards of their own.
+- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), with the
+  probabilities of this router: the sum over experts of num_experts / (top_k T) count_e P_e, T tokens long; summed over
+  layers, and the mean over the sequences of a step, each with the weight of its tokens. All forwards of a sequence come
+  before its first backward, so that they are what is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.output_capturing import OutputRecorder
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
+from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import decoder_of, whole_of
+from chunkplan_runtime.spans import Span
+
+#: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
+Counts = tuple[list[int], int]
+
+_HINT = "use `--router-loss none`, or set output_router_logits to false, to train without it"
+
+_KNOWN_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+
+def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
+    """What f is counted over: "batch", "sequence", or "none" for no such loss; None asks for what the config says.
+
+    Raises:
+        UsageError: there is no such scope, or transformers computes no such loss for the model type.
+    """
+    if asked not in (None, *ROUTER_LOSSES):
+        raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
+    scope = asked or ("batch" if getattr(config, "output_router_logits", False) else NO_ROUTER_LOSS)
+    if scope == NO_ROUTER_LOSS:
+        return scope
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    compute = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None) if kind else None
+    if compute is None:
+        raise UsageError(
+            f"transformers computes no load-balancing loss for model type {config.model_type!r}",
+            where=where,
+            hint=_HINT,
+        )
+    if compute.__code__.co_varnames[: compute.__code__.co_argcount] != _KNOWN_ARGUMENTS:
+        raise UsageError(
+            f"the load-balancing loss of model type {config.model_type!r} is one of its own", where=where, hint=_HINT
+        )
+    return scope
+
+
+class RouterLoss:
+    """Adds the gradient of the load-balancing loss to that of a model, or of a stage of it, in the backwards of a step.
+
+    `num_routers`: how many are here. In an evaluation nothing is added.
+
+    Raises:
+        UsageError: the loss would have no weight.
+    """
+
+    def __init__(self, model: CausalLM, scope: str) -> None:
+        whole = whole_of(model.model)
+        self.scope = scope
+        self._device = model.device
+        weight: float | None = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
+        if not weight:
+            raise UsageError(f"router_aux_loss_coef is {weight}, with a load-balancing loss", hint=_HINT)
+        self._weight = weight
+        self._top_k: int = whole.num_experts_per_tok
+        self._is_training = False
+        self._is_counting = False
+        #: Whether a chunk runs forward for the first time: no recompute, nor layers that run again in a backward.
+        self._is_first_forward = False
+        self._num_tokens = 1
+        #: By router and sequence in flight [num_experts]; of a step, [num_experts] and over how many rows.
+        self._of_sequences: dict[tuple[int, tuple[int, int | None]], Tensor] = {}
+        self._counted: tuple[Tensor, int] | None = None
+        self._shares: Tensor | None = None
+        self._value: Tensor | None = None
+        self._last: tuple[Sequence[Span], tuple[Tensor, Tensor]] | None = None
+        self.num_routers = 0
+        for self.num_routers, (module, index) in enumerate(_routers(decoder_of(model.model)), 1):
+            module.register_forward_hook(partial(self._after_router, self.num_routers, index))
+
+    def begin_step(
+        self, num_tokens: int, run_forwards: Callable[[], object], gather: Callable[[Counts], Sequence[Counts]]
+    ) -> None:
+        """Begin a step of so many tokens on all processes; of the whole batch, count the tokens of each expert first.
+
+        `run_forwards` runs all chunks of this process forward. `gather` gives what all processes have counted.
+        """
+        self._num_tokens, self._value = max(num_tokens, 1), None
+        if self.scope != "batch":
+            return
+        self._counted, self._is_counting = None, True
+        try:
+            run_forwards()
+        finally:
+            self._is_counting = False
+        own: Counts = ([], 0) if self._counted is None else (self._counted[0].tolist(), self._counted[1])
+        gathered = [counts for counts in gather(own) if counts[1]]
+        if gathered:
+            num_rows = sum(rows for _, rows in gathered)
+            counts = torch.tensor([counts for counts, _ in gathered], dtype=torch.float64).sum(0)  # [num_experts]
+            self._shares = (counts * len(counts) / num_rows / num_rows).to(self._device)
+
+    def begin_run(self, *, with_gradients: bool) -> None:
+        """Forget what is in flight, of another rank or of a run that raised; without gradients nothing is added."""
+        self._of_sequences.clear()
+        self._last = None
+        self._is_training = with_gradients
+
+    @contextmanager
+    def counting(self, is_first_forward: bool) -> Iterator[None]:
+        """Within the block a chunk runs forward, for the first time in a run or again."""
+        self._is_first_forward = is_first_forward
+        yield
+        self._is_first_forward = False
+
+    @property
+    def value(self) -> float:
+        """What this process has added to the loss of the step so far: of routers that a backward has come through."""
+        return 0.0 if self._value is None else self._value.item()
+
+    def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
+        """A forward hook: count, and pass on what the router gives so that its backward adds the gradient."""
+        current = getattr(module, "chunkplan", None)
+        if current is None or current.router_loss is not self or current.context is None:
+            return None
+        if not (self._is_training or self._is_counting):
+            return None
+        outputs = list(output) if isinstance(output, tuple) else [output]
+        logits = outputs[index]
+        if logits is None:
+            return None
+        context: ChunkContext = current.context
+        counts = self._count(logits.detach(), context.spans) if self._is_counting or self.scope == "sequence" else None
+        if counts is not None and self._is_counting:
+            before, rows = self._counted or (torch.zeros_like(counts[0]), 0)
+            tokens = [span.stop - span.start for span in context.spans if span.sequence_id >= 0]
+            self._counted = before + counts.sum(0), rows + sum(tokens)
+        if counts is not None and self.scope == "sequence" and self._is_first_forward:
+            for own, span in zip(counts, context.spans, strict=True):
+                if span.is_split:
+                    key = (router, span.occurrence)
+                    self._of_sequences[key] = self._of_sequences[key] + own if key in self._of_sequences else own
+        if self._is_counting or not (torch.is_grad_enabled() and logits.requires_grad):
+            return None
+        others = [
+            place
+            for place, each in enumerate(outputs)
+            if place != index and isinstance(each, Tensor) and each.requires_grad
+        ]
+        gradient = partial(self._gradient, router, context.spans, counts)
+        apply: Callable[..., tuple[Tensor, ...]] = _Balanced.apply
+        passed = apply(gradient, logits, *(outputs[place] for place in others))
+        for place, each in zip([index, *others], passed, strict=True):
+            outputs[place] = each
+        return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+
+    def _count(self, logits: Tensor, spans: Sequence[Span]) -> Tensor:
+        """How many tokens of each span choose each expert: [num_spans, num_experts], of padding none."""
+        rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
+        chosen = rows.to(wide(rows.dtype)).softmax(-1).topk(self._top_k).indices  # [num_tokens, top_k]
+        hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)
+        places, weights = self._placed(spans, rows.device)
+        counts = hits.new_zeros(len(spans), rows.shape[1]).index_add_(0, places, hits)
+        return counts * (weights > 0)[:, None]
+
+    def _gradient(self, router: int, spans: Sequence[Span], counts: Tensor | None, logits: Tensor) -> Tensor:
+        """That of the loss for `logits` [..., num_experts]; its value is added up."""
+        rows = logits.reshape(-1, logits.shape[-1])
+        probabilities = rows.to(wide(rows.dtype)).softmax(-1)  # [num_tokens, num_experts]
+        if counts is None:
+            assert self._shares is not None, "a step has begun"
+            by_span = self._shares.expand(len(spans), -1)  # [num_spans, num_experts]
+        else:
+            by_span = self._counts_of_sequences(router, spans, counts)
+            by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
+        places, weights = self._placed(spans, rows.device)
+        terms = (by_span * weights[:, None])[places].to(probabilities.dtype) * probabilities
+        by_token = terms.sum(-1, keepdim=True)
+        value = by_token.sum(dtype=torch.float64)
+        self._value = value if self._value is None else self._value + value
+        return (terms - probabilities * by_token).to(logits.dtype).view_as(logits)
+
+    def _counts_of_sequences(self, router: int, spans: Sequence[Span], counts: Tensor) -> Tensor:
+        """How many tokens of the whole sequence of each span choose each expert: [num_spans, num_experts]."""
+        found = [
+            self._of_sequences[router, span.occurrence] if span.is_split else own
+            for own, span in zip(counts, spans, strict=True)
+        ]
+        for span in spans:
+            if span.is_split and span.start == 0:  # the last backward of its sequence
+                self._of_sequences.pop((router, span.occurrence), None)
+        return torch.stack(found)
+
+    def _placed(self, spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each token the place of its span [num_tokens], and of each span its weight [num_spans], of padding 0.
+
+        All routers that a chunk passes need the same.
+        """
+        if self._last is None or self._last[0] is not spans:
+            num_tokens = torch.tensor([span.stop - span.start for span in spans])
+            places = torch.arange(len(spans)).repeat_interleave(num_tokens)
+            weights = [
+                self._weight * (span.sequence_id >= 0) / (span.length if self.scope == "sequence" else 1)
+                for span in spans
+            ]
+            of_spans = torch.tensor(weights, dtype=torch.float64)
+            self._last = spans, (places.to(device, non_blocking=True), of_spans.to(device, non_blocking=True))
+        return self._last[1]
+
+
+class _Balanced(torch.autograd.Function):
+    """Passes on what a router gives; in the backward `gradient` of its logits is added to theirs.
+
+    All that has a gradient goes through it, as most models go on with something else than the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Callable[[Tensor], Tensor], logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(logits)
+        ctx.gradient = gradient
+        return tuple(each.clone() for each in (logits, *others))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        return None, gradients[0] + ctx.gradient(logits), *gradients[1:]
+
+
+def _routers(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
+    """The modules that give router logits, as transformers records them, and at which place of what they return."""
+    found = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
+    recorders: list[OutputRecorder] = found if isinstance(found, list) else [found]
+    for name, module in decoder.named_modules():
+        for recorder in recorders:
+            if not isinstance(module, recorder.target_class):
+                continue
+            if recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f".{name}.":
+                yield module, recorder.index
