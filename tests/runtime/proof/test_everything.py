@@ -1,0 +1,150 @@
+"""Whatever the model, the plan and how chunks are run: gradients are those of whole sequences."""
+
+from __future__ import annotations
+
+import tempfile
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig
+
+from chunkplan import PlanConfig, build
+from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.distributed.stages import cut_stage
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.tiny import tiny_document
+from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients, write_random_analysis
+from chunkplan_runtime.proof.prove import TOLERANCE, spread_weights
+from chunkplan_runtime.proof.work import ThreadLinks
+
+#: By what crosses a border of chunks: keys and values, windows of them, latents, tiles, states of every kind.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "llama4_text": {"num_hidden_layers": 4},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6},
+    "qwen3_next": {},
+    "mamba2": {},
+    "jamba": {},
+    "minimax": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
+}
+
+
+class Case(NamedTuple):
+    """A step: its sequences, how they are cut, and how chunks of them are run."""
+
+    lengths: tuple[int, ...]
+    chunk_size: int
+    k: int
+    pp: int
+    kv_offload: bool
+    checkpointing: bool
+    lora: bool
+
+
+CASES = st.builds(
+    Case,
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=5).map(tuple),
+    chunk_size=st.integers(3, 24),
+    k=st.integers(1, 4),
+    pp=st.integers(1, 2),
+    kv_offload=st.booleans(),
+    checkpointing=st.booleans(),
+    lora=st.booleans(),
+)
+
+
+@cache
+def config_of(model_type: str) -> Any:
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    return AutoConfig.for_model(**tiny_document(config.to_dict()))
+
+
+def run_case(model_type: str, case: Case, folder: Path) -> float:
+    """The worst relative error of a gradient."""
+    model = new_model(config_of(model_type), torch.float64, seed=1)
+    model.model.double()
+    if case.lora:
+        add_lora(model, LoraOptions(rank=2, alpha=4, seed=0))
+    spread_weights(model.model)
+    (folder / "analysis").mkdir()
+    analysis = write_random_analysis(folder / "analysis", case.lengths, model.vocab_size, seed=0)
+    build(
+        analysis,
+        folder / "plan",
+        PlanConfig(chunk_size=case.chunk_size, k=case.k, pp=case.pp, global_batch=len(case.lengths)),
+    )
+    with evaluate_in_float64(model.model):
+        run_whole(model, analysis, range(len(case.lengths)))
+        whole = take_gradients(model)
+    gradients: dict[str, Tensor] = {}
+    for own in run_stages(model, case, folder):
+        for name, gradient in take_gradients(own).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return max(relative_errors(gradients, whole, vanishing_gradients(whole)).values())
+
+
+def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
+    """Run the step on as many stages as it has, each in a thread."""
+    queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
+    half = len(model.own_layers) // 2
+    stages = [model]
+    if case.pp == 2:
+        cuts = (range(half), range(half, len(model.own_layers)))
+        copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
+        stages = [cut_stage(own, cut, RankLayout(2, rank)) for rank, (own, cut) in enumerate(zip(copies, cuts, strict=True))]
+    failed: list[BaseException] = []
+
+    def run(stage: int) -> None:
+        own, links = stages[stage], ThreadLinks(queues)
+        plan, analysis = open_plan(folder / "plan", folder / "analysis", pp=case.pp)
+        layout = RankLayout(pp=case.pp, rank=stage)
+        stream = PlanStream(plan, analysis, vocab_size=own.vocab_size, max_positions=None, layout=layout, prefetch=0)
+        try:
+            if case.checkpointing:
+                own.enable_checkpointing()
+            with evaluate_in_float64(own.model):
+                executor = Executor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
+                for work in stream:
+                    for rank in work.ranks:
+                        executor.run(rank, work.step.num_target_tokens)
+        except BaseException as error:
+            failed.append(error)
+            links.close()
+
+    threads = [Thread(target=run, args=(stage,)) for stage in range(case.pp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return stages
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(each, marks=() if each in ("llama", "qwen3_next") else pytest.mark.soak) for each in MODELS],
+)
+@given(case=CASES)
+@settings(max_examples=8)
+def test_any_step_is_exact(model_type: str, case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_case(model_type, case, Path(folder)) <= TOLERANCE
