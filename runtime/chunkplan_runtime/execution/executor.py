@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
@@ -223,14 +224,17 @@ class Executor:
         """Take the memory of all pages, for parts of which as many processes share heads at once."""
         model = self.model
         of_all = windows(model.config)
-        own = [of_all[layer] for layer in model.own_layers]
         parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
         for chunk_id, tensors in work.tensors.items():
             num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)
             parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
         for num_sharing, by_chunk in parts.items():
-            needs = page_needs(work.actions, by_chunk, page_tokens, own, with_gradients=with_gradients)
-            memory.reserve(needs, [(heads // num_sharing, dim) for heads, dim in model.kv_shapes], model.dtype)
+            own: dict[Shapes, list[int | None]] = {}  # windows, by what pages keep of a layer
+            for index, layer in model.own_layers.items():
+                own.setdefault(page_shapes(layer, model.kv_shapes, num_sharing), []).append(of_all[index])
+            for shapes, its_windows in own.items():
+                needs = page_needs(work.actions, by_chunk, page_tokens, its_windows, with_gradients=with_gradients)
+                memory.reserve(needs, shapes, model.dtype)
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""

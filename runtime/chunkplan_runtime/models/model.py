@@ -21,6 +21,7 @@ from chunkplan.files.json_file import read_json
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
@@ -76,6 +77,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         for module in self.model.modules():
             module.chunkplan = self.current
+            watch_expansion(module)
 
     @property
     def config(self) -> Any:
