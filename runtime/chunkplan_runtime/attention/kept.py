@@ -59,7 +59,11 @@ class Made:
         tokens = self.key.shape[2]
         if any(each.dim() != 4 or each.shape[0] != 1 or each.shape[2] != tokens for each in self.latents):
             return False
-        return LEAST_SAVING * _width(*self.latents) <= _width(self.key, self.value)
+        kept, expanded = (
+            tuple((each.shape[1], each.shape[3]) for each in tensors)
+            for tensors in (self.latents, (self.key, self.value))
+        )
+        return LEAST_SAVING * _numbers(kept) <= _numbers(expanded)
 
 
 def watch_expansion(module: Any) -> None:
@@ -89,7 +93,9 @@ class Expand:
 
     def __call__(self, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Key and value [heads, num_tokens, dim] of latents [heads, num_tokens, dim] each."""
-        with torch.autocast(latents[0].device.type, self.dtype if self.autocast else None, enabled=self.autocast):
+        device, dtype = latents[0].device.type, self.dtype if self.autocast else None
+        # Without a cache: weights that it casts here, in a forward without a graph, others would take for their own.
+        with torch.autocast(device, dtype, enabled=self.autocast, cache_enabled=False):
             key, value = type(self.module).expand_kv(self.module, *(each[None] for each in latents))
         return key[0].to(self.dtype), value[0].to(self.dtype)
 
@@ -138,20 +144,22 @@ def owner_of(layer: int, key: Tensor, value: Tensor, owners: Owners) -> int:
     return first if is_same else layer
 
 
-def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> Shapes:
-    """(heads, dim) of each tensor that pages keep of a layer with keys and values of `kv_shapes`.
+def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[Shapes]:
+    """(heads, dim) of each tensor that pages keep of a layer with keys and values of `kv_shapes`; by its attentions.
 
-    Nothing where it attends with those of another layer. `num_sharing`: so many processes share heads, and expand none.
+    None where it attends with those of another layer. `num_sharing`: so many processes share heads, and expand nothing.
     """
+    expanded = tuple((heads // num_sharing, dim) for heads, dim in kv_shapes)
+    found = []
     for module in layer.modules():
         attention: Any = module
         if getattr(attention, "is_kv_shared_layer", False):
-            return ()
-        if num_sharing == 1 and hasattr(attention, "expand_kv") and not _draws(attention):
+            return []
+        if hasattr(attention, "expand_kv"):
             latents = (1, attention.kv_lora_rank), (1, attention.qk_rope_head_dim)
-            if LEAST_SAVING * sum(dim for _, dim in latents) <= sum(heads * dim for heads, dim in kv_shapes):
-                return latents
-    return tuple((heads // num_sharing, dim) for heads, dim in kv_shapes)
+            saves = LEAST_SAVING * _numbers(latents) <= _numbers(kv_shapes)
+            found.append(latents if num_sharing == 1 and saves and not _draws(attention) else expanded)
+    return found or [expanded]
 
 
 def _draws(module: nn.Module) -> bool:
@@ -163,6 +171,6 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
 
 
-def _width(*tensors: Tensor) -> int:
-    """Numbers a token of [1, heads, num_tokens, dim] each."""
-    return sum(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
+def _numbers(shapes: Shapes) -> int:
+    """How many numbers a token takes."""
+    return sum(heads * dim for heads, dim in shapes)

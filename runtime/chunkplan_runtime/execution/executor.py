@@ -231,7 +231,8 @@ class Executor:
         for num_sharing, by_chunk in parts.items():
             own: dict[Shapes, list[int | None]] = {}  # windows, by what pages keep of a layer
             for index, layer in model.own_layers.items():
-                own.setdefault(page_shapes(layer, model.kv_shapes, num_sharing), []).append(of_all[index])
+                for shapes in page_shapes(layer, model.kv_shapes, num_sharing):
+                    own.setdefault(shapes, []).append(of_all[index])
             for shapes, its_windows in own.items():
                 needs = page_needs(work.actions, by_chunk, page_tokens, its_windows, with_gradients=with_gradients)
                 memory.reserve(needs, shapes, model.dtype)
