@@ -90,7 +90,7 @@ class ChunkAttention(torch.autograd.Function):
             else:
                 kept = tuple(tensor[:, here] for tensor in latents or (key, value))
                 if not attention.borrows:
-                    context.store.write(tokens.part, attention.layer, kept)
+                    context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
                 out[:, here], lse[:, here] = _attend(query[:, here], value.shape[2], kept, tokens, context, attention)
         if sink is not None:
             without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))

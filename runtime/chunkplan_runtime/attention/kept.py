@@ -3,7 +3,8 @@
 *Latent attention* (MLA, arXiv 2405.04434) makes keys and values of all heads out of a latent and a rotary key that all
 heads have in common. The modules of transformers do it in a method, `expand_kv`. Where attention is given the very
 tensors that this returned, pages keep what it was given, many times less, and keys and values are made again for a page
-at a time. In a backward their gradients go on to the latents, which pages add up, and to the weights that expand them.
+at a time, which is a part of a sequence. In a backward their gradients go on to the latents, which pages add up, and to
+the weights that expand them.
 
 *Layers that share keys and values* (Gemma 3n and 4) attend with the very tensors of an earlier layer. The pages are
 that one's, and so is the gradient, which it hands out: its backward comes after theirs.
@@ -144,12 +145,13 @@ def owner_of(layer: int, key: Tensor, value: Tensor, owners: Owners) -> int:
     return first if is_same else layer
 
 
-def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[Shapes]:
-    """(heads, dim) of each tensor that pages keep of a layer with keys and values of `kv_shapes`; by its attentions.
+def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[tuple[Shapes, bool]]:
+    """What pages keep of each attention of a layer, whose keys and values are of `kv_shapes`.
 
-    None where it attends with those of another layer. `num_sharing`: so many processes share heads, and expand nothing.
+    (heads, dim) of each tensor, and whether every part of a sequence has a page of its own. Nothing where it attends
+    with those of another layer. `num_sharing`: so many processes share heads, and expand nothing.
     """
-    expanded = tuple((heads // num_sharing, dim) for heads, dim in kv_shapes)
+    expanded = tuple((heads // num_sharing, dim) for heads, dim in kv_shapes), False
     found = []
     for module in layer.modules():
         attention: Any = module
@@ -158,7 +160,7 @@ def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> li
         if hasattr(attention, "expand_kv"):
             latents = (1, attention.kv_lora_rank), (1, attention.qk_rope_head_dim)
             saves = LEAST_SAVING * _numbers(latents) <= _numbers(kv_shapes)
-            found.append(latents if num_sharing == 1 and saves and not _draws(attention) else expanded)
+            found.append((latents, True) if num_sharing == 1 and saves and not _draws(attention) else expanded)
     return found or [expanded]
 
 

@@ -229,12 +229,13 @@ class Executor:
             num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)
             parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
         for num_sharing, by_chunk in parts.items():
-            own: dict[Shapes, list[int | None]] = {}  # windows, by what pages keep of a layer
+            own: dict[tuple[Shapes, bool], list[int | None]] = {}  # windows, by what pages keep of a layer
             for index, layer in model.own_layers.items():
-                for shapes in page_shapes(layer, model.kv_shapes, num_sharing):
-                    own.setdefault(shapes, []).append(of_all[index])
-            for shapes, its_windows in own.items():
-                needs = page_needs(work.actions, by_chunk, page_tokens, its_windows, with_gradients=with_gradients)
+                for each in page_shapes(layer, model.kv_shapes, num_sharing):
+                    own.setdefault(each, []).append(of_all[index])
+            for (shapes, by_parts), its_windows in own.items():
+                tokens = 1 if by_parts else page_tokens
+                needs = page_needs(work.actions, by_chunk, tokens, its_windows, with_gradients=with_gradients)
                 memory.reserve(needs, shapes, model.dtype)
 
     def _forward(self, work: RankWork, chunk_id: int) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import chunk_attention
-from chunkplan_runtime.attention.kept import page_shapes, watch_expansion
+from chunkplan_runtime.attention.kept import Expand, page_shapes, watch_expansion
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.attention.mask import Mask
 from chunkplan_runtime.device_waits import no_device_waits
@@ -86,10 +86,10 @@ class Kept:
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     found, write = Kept(), StateStore.write
 
-    def watched(self: StateStore, span: Span, layer: int, tensors: tuple[Tensor, ...]) -> None:
+    def watched(self: StateStore, span: Span, layer: int, tensors: tuple[Tensor, ...], **how: bool) -> None:
         found.widths[layer] = tuple(tensor.shape[0] * tensor.shape[2] for tensor in tensors)
         found.dtypes.update(tensor.dtype for tensor in tensors)
-        write(self, span, layer, tensors)
+        write(self, span, layer, tensors, **how)
 
     monkeypatch.setattr(StateStore, "write", watched)
     return found
@@ -148,7 +148,7 @@ def test_with_dropout_in_the_layer_nothing_is_expanded_again(model: Any, plan: A
         spread_weights(run.model)
         Executor(run).run(work_of(plan(k), run), 10)
         gradients.append([weight.grad for weight in run.model.parameters() if weight.requires_grad])
-        assert page_shapes(run.own_layers[0], run.kv_shapes) == [run.kv_shapes]
+        assert page_shapes(run.own_layers[0], run.kv_shapes) == [(run.kv_shapes, False)]
     assert set(kept.widths.values()) == {EXPANDED}
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
@@ -182,14 +182,15 @@ def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(
 
 
 def most_bytes(model: CausalLM, work: RankWork) -> int:
-    """The most that pages take in a step."""
-    executor, held = Executor(model), [0]
+    """The most that pages take in a step: when the last part of a sequence has run backward."""
+    executor, held, finish = Executor(model), [], StateStore.finish_backward
 
-    def around(_: Any) -> Any:
-        held.append(executor.store.num_bytes())
-        return nullcontext()
+    def watched(self: StateStore, span: Span) -> None:
+        held.append(self.num_bytes())
+        finish(self, span)
 
-    executor.run(work, 10, around)
+    with patch.object(StateStore, "finish_backward", watched):
+        executor.run(work, 10)
     assert executor.store.is_empty
     return max(held)
 
@@ -201,6 +202,18 @@ def test_pages_take_the_bytes_of_latents(model: Any, plan: Any, monkeypatch: pyt
     assert most_bytes(run, work) == 30 * run.config.num_hidden_layers * sum(WIDTHS) * 8 * 2
     monkeypatch.setattr("chunkplan_runtime.attention.kept.LEAST_SAVING", 3)
     assert most_bytes(run, work) == 30 * run.config.num_hidden_layers * sum(EXPANDED) * 8 * 2
+
+
+def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, expanded, expand = model("minicpm3"), [], Expand.__call__
+
+    def watched(self: Expand, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        expanded.append(latents[0].shape[1])
+        return expand(self, latents)
+
+    monkeypatch.setattr(Expand, "__call__", watched)
+    Executor(run).run(work_of(plan(2), run), 10)
+    assert {*expanded} == {8, 3, 12, 13, 1, 16}, "the parts of two sequences"
 
 
 def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: Any) -> None:
