@@ -141,7 +141,7 @@ def tiny_document(document: Entries) -> Entries:
     small_layers = _kept_layers(document, num_layers)
     if num_shared := document.get("num_kv_shared_layers"):
         # Layers that have keys and values of earlier ones: of every kind, behind one of every kind that has its own.
-        kinds = document["layer_types"]
+        kinds = document.get("layer_types") or [""]
         own = max(kinds.index(kind) for kind in {*kinds}) + 1
         small_layers = min(max(small_layers, 2 * own), own + num_shared, MOST_LAYERS)
         tiny["num_kv_shared_layers"] = small_layers - own
