@@ -103,18 +103,7 @@ _SMALL = 16
 
 def unknown_numbers(tiny: Entries) -> list[str]:
     """Entries of a small config that are large still, and may be bounds that no short sequence reaches."""
-    known = {
-        *_LAYERS,
-        "num_kv_shared_layers",
-        *_HEADS,
-        *_KV_HEADS,
-        *_WIDTHS,
-        *_MLP_WIDTHS,
-        *_EXPERTS,
-        *_CHOSEN,
-        *_POSITIONS,
-        *_AT_MOST,
-    }
+    known = {*_LAYERS, *_HEADS, *_KV_HEADS, *_WIDTHS, *_MLP_WIDTHS, *_EXPERTS, *_CHOSEN, *_POSITIONS, *_AT_MOST}
     found = []
     for name, value in tiny.items():
         name = str(name)
