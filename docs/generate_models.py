@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "gemma4_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 20},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "granitemoe": {"logits_scaling": 6.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "hunyuan_v1_dense": {"head_dim": 128},

@@ -18,7 +18,7 @@ from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.page_needs import page_needs
-from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.model import new_model
 from tests.support.places import ROOT
 
@@ -83,7 +83,7 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     assert needs.largest == 12
     assert len(needs.pages) > 1
 
-    memory.reserve(needs, model.kv_shapes, torch.bfloat16)
+    memory.reserve(needs, kv_shapes(model.config), torch.bfloat16)
     with no_device_waits():
         (executor.evaluate if evaluates else executor.run)(work, 1)
 

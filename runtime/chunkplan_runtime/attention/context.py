@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from chunkplan_runtime.attention.kept import Made, Owners
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart
@@ -37,7 +39,8 @@ class Current:
     So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
-    segments of the chunk leave. `router_loss`: the one of several that it is run with.
+    segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
+    at work has just made of its latents.
     """
 
     context: ChunkContext | None = None
@@ -46,6 +49,12 @@ class Current:
     borders: tuple[Any, ...] = ()
     cache: Any = None
     router_loss: Any = None
+    made: Made | None = None
+
+    def take_made(self, key: Tensor, value: Tensor) -> Made | None:
+        """What was made last, if it is these very tensors; it is forgotten."""
+        made, self.made = self.made, None
+        return made if made is not None and made.is_of(key, value) else None
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
     `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
-    that: all tokens that those have together who share heads.
+    that: all tokens that those have together who share heads. `owners`: whose keys and values are in use.
     """
 
     spans: Sequence[Span]
@@ -62,6 +71,12 @@ class ChunkContext:
     causal: bool = True
     seed: int | None = None
     shared: SharedPart | None = None
+    owners: Owners = field(default_factory=WeakIdKeyDictionary)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is a part of a split sequence in it."""
+        return any(tokens.part is not None for tokens in self.ranges)
 
     @cached_property
     def ranges(self) -> list[TokenRange]:

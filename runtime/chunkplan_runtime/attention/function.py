@@ -8,6 +8,7 @@ the chunk and never the prefix, so that a chunk in flight costs the same memory 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from chunkplan_runtime.attention.context import ChunkContext, TokenRange
 from chunkplan_runtime.attention.form import Form, merge
+from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock
@@ -28,7 +30,9 @@ class LayerAttention:
     """Attention as one layer of a model does it.
 
     `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
-    sequence has one every so many tokens (Llama 4).
+    sequence has one every so many tokens (Llama 4). `layer`: whose pages it attends to. If it `borrows` them, their own
+    layer writes them, and hands out the gradients of a part's own tokens. `expand`: how keys and values are made of
+    what is in them, if that is something else.
     """
 
     kernel: AttentionKernel
@@ -37,6 +41,8 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     tile: int | None = None
+    borrows: bool = False
+    expand: Expand | None = None
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
         """What is asked of the kernel where queries and keys end at the same token."""
@@ -54,13 +60,23 @@ class LayerAttention:
             start = border
         yield start, stop
 
+    def keys_and_values(self, block: KVBlock) -> tuple[Tensor, ...]:
+        """Those of a block of pages: [heads, num_tokens, dim] each."""
+        return block.tensors if self.expand is None else self.expand(block.tensors)
+
+    def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> AbstractContextManager[KVBlock]:
+        """The same with their gradients, which are in those of the block and of weights after the `with`."""
+        return nullcontext(block) if self.expand is None else self.expand.expanded(block, of_weights)
+
 
 class ChunkAttention(torch.autograd.Function):
-    """`ChunkAttention.apply(query, key, value, sink, context, attention)` -> out [heads, num_tokens, head_dim].
+    """`ChunkAttention.apply(query, key, value, sink, context, attention, *latents, *weights)`.
 
-    query is [heads, num_tokens, head_dim]; key and value are [kv_heads, num_tokens, head_dim]. `sink` [heads], if there
-    is one, is a score that every query of a head has beside those of the keys, and whose value is zero: with it in the
-    LSE, the backward of the keys is as always, and its own gradient is what is left for it of the row's.
+    Gives out [heads, num_tokens, value_dim]. query is [heads, num_tokens, head_dim]; key and value are [kv_heads,
+    num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head has beside those of the
+    keys, and whose value is zero: with it in the LSE, the backward of the keys is as always, and its own gradient is
+    what is left for it of the row's. Where attention expands latents [heads, num_tokens, dim], these get the gradients
+    of parts of split sequences, and the `weights` of `Expand` with them; key and value get those of whole sequences.
     """
 
     @staticmethod
@@ -72,25 +88,32 @@ class ChunkAttention(torch.autograd.Function):
         sink: Tensor | None,
         context: ChunkContext,
         attention: LayerAttention,
+        *given: Tensor,
     ) -> Tensor:
-        """Write the KV of a split sequence to the store and attend."""
+        """Write what is kept of a split sequence to the store and attend."""
         heads, num_tokens, _ = query.shape
+        latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
         # Tokens first in memory: the layout that the model goes on with.
         out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)  # [heads, num_tokens, head_dim]
         lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))  # [heads, num_tokens]
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            queries, keys, values = query[:, here], key[:, here], value[:, here]
             if tokens.part is None:
                 form = attention.form(context.causal, tokens.borders)
+                queries, keys, values = query[:, here], key[:, here], value[:, here]
                 out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
             else:
-                context.store.write(tokens.part, attention.layer, (keys, values))
-                out[:, here], lse[:, here] = _attend(queries, keys, values, tokens, context, attention)
+                kept = tuple(tensor[:, here] for tensor in latents or (key, value))
+                if not attention.borrows:
+                    context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
+                out[:, here], lse[:, here] = _attend(query[:, here], value.shape[2], kept, tokens, context, attention)
         if sink is not None:
             without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
             out *= (without - lse).exp()[..., None].to(out.dtype)
-        ctx.save_for_backward(query, key, value, sink, out, lse)
+        # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
+        is_used = not latents or any(tokens.part is None for tokens in context.ranges)
+        pair = (key, value) if is_used else (None, None)
+        ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
         return out
 
@@ -98,39 +121,57 @@ class ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
         (grad_out,) = gradients
-        query, key, value, sink, out, lse = ctx.saved_tensors
+        query, key, value, sink, out, lse, *latents = ctx.saved_tensors
         context, attention = ctx.context, ctx.attention
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grad_query = torch.empty_like(query)
+        grad_pair = [torch.zeros_like(tensor) for tensor in (key, value) if tensor is not None]
+        grad_latents = [torch.zeros_like(tensor) for tensor in latents]
+        of_weights: list[Tensor | None] = [None] * (0 if attention.expand is None else len(attention.expand.weights))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            given = [tensor[:, here] for tensor in (grad_out, query, key, value, out, lse)]
+            grad_rows, queries, out_rows, lse_rows = (tensor[:, here] for tensor in (grad_out, query, out, lse))
             if tokens.part is None:
-                results = attention.kernel.backward(*given, attention.form(context.causal, tokens.borders))
+                form = attention.form(context.causal, tokens.borders)
+                grad_query[:, here], *found = attention.kernel.backward(
+                    grad_rows, queries, key[:, here], value[:, here], out_rows, lse_rows, form
+                )
+                homes = grad_pair
             else:
-                results = _attend_backward(tokens, context, attention, *given)
-            for gradient, result in zip((grad_query, grad_key, grad_value), results, strict=True):
-                gradient[:, here] = result
+                kept = tuple(tensor[:, here] for tensor in latents or (key, value))
+                asked = Asked(kept, with_gradients=True, takes_own=not attention.borrows)
+                grad_query[:, here] = _attend_backward(
+                    tokens, context, attention, asked, of_weights, grad_rows, queries, out_rows, lse_rows
+                )
+                found, homes = list(asked.gradients), grad_latents or grad_pair
+            for home, result in zip(homes, found, strict=bool(found)):
+                home[:, here] = result
         grad_sink = None
         if sink is not None:
             given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
             grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
-        return grad_query, grad_key, grad_value, grad_sink, None, None
+        return grad_query, *(grad_pair or (None, None)), grad_sink, None, None, *grad_latents, *of_weights
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, tokens: TokenRange, context: ChunkContext, attention: LayerAttention
+    query: Tensor,
+    value_dim: int,
+    kept: tuple[Tensor, ...],
+    tokens: TokenRange,
+    context: ChunkContext,
+    attention: LayerAttention,
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before."""
+    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before.
+
+    `kept`: what pages keep of the part.
+    """
     part = tokens.part
     assert part is not None
-    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=wide(query.dtype))
+    out = query.new_empty(*query.shape[:2], value_dim, dtype=wide(query.dtype))
     lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
-    blocks = context.store.blocks(
-        part, attention.layer, part.first_seen(attention.window, attention.tile), Asked((key, value))
-    )
-    for block in blocks:
-        block_key, block_value = block.tensors
+    first_seen = part.first_seen(attention.window, attention.tile)
+    for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
+        block_key, block_value = attention.keys_and_values(block)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             found = attention.kernel.forward(query[:, queries], block_key[:, keys], block_value[:, keys], form)
             if queries.stop > seen:
@@ -146,30 +187,30 @@ def _attend_backward(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
+    asked: Asked,
+    of_weights: list[Tensor | None],
     grad_out: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a part's queries, and of its keys and values from all parts of the sequence."""
-    part, asked = tokens.part, Asked((key, value), with_gradients=True)
+) -> Tensor:
+    """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
+    part = tokens.part
     assert part is not None
     grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
-        block_key, block_value = block.tensors
-        for queries, keys, form in _visible(block, tokens.runs, attention):
-            grad_rows, query_rows, out_rows, lse_rows = (tensor[:, queries] for tensor in (grad_out, query, out, lse))
-            add_query, *added = attention.kernel.backward(
-                grad_rows, query_rows, block_key[:, keys], block_value[:, keys], out_rows, lse_rows, form
-            )
-            grad_query[:, queries] += add_query
-            _add(block.gradients, keys, added)
-        del block, block_key, block_value  # before there is another one
-    grad_key, grad_value = asked.gradients
-    return grad_query, grad_key, grad_value
+        with attention.expanded(block, of_weights) as pair:
+            block_key, block_value = pair.tensors
+            for queries, keys, form in _visible(block, tokens.runs, attention):
+                grad_rows, query_rows, out_rows, lse_rows = (each[:, queries] for each in (grad_out, query, out, lse))
+                add_query, *added = attention.kernel.backward(
+                    grad_rows, query_rows, block_key[:, keys], block_value[:, keys], out_rows, lse_rows, form
+                )
+                grad_query[:, queries] += add_query
+                _add(pair.gradients, keys, added)
+        del block, pair, block_key, block_value  # before there is another one
+    return grad_query
 
 
 def _add(gradients: Sequence[Tensor], keys: slice, added: Sequence[Tensor]) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.heads import HeadExchange
+from chunkplan_runtime.attention.kept import latents_of, owner_of
 from chunkplan_runtime.attention.mask import Mask, mask_of
 
 ATTENTION = "chunkplan"
@@ -50,8 +51,9 @@ def chunk_attention(
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
-    chunk_context: ChunkContext | None = getattr(getattr(module, "chunkplan", None), "context", None)
-    if chunk_context is None:
+    current: Current | None = getattr(module, "chunkplan", None)
+    chunk_context = None if current is None else current.context
+    if current is None or chunk_context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
     if not isinstance(attention_mask, Mask):
         asked["attention_mask"], attention_mask = attention_mask, Mask()
@@ -70,12 +72,16 @@ def chunk_attention(
         )
     if query.shape[0] != 1:
         raise UsageError(f"a chunk is one row, found {query.shape[0]}", hint="run the model through an Executor")
+    layer: Any = getattr(current.cache, "layer", None)
+    if layer is None:
+        layer = module.layer_idx
+    shared, made = chunk_context.shared, current.take_made(key, value)
+    shares_heads = shared is not None and len(shared.heads) > 1
+    latents, expand = ((), None) if shares_heads or not chunk_context.has_parts else latents_of(module, made)
+    owner = layer if expand else owner_of(layer, key, value, chunk_context.owners)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    layer: Any = getattr(module.chunkplan.cache, "layer", None)  # type: ignore[union-attr]
-    if layer is None:
-        layer = module.layer_idx
     window = attention_mask.window
     if sliding_window not in (None, window):
         raise UsageError(
@@ -85,11 +91,14 @@ def chunk_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, (query.shape[-1], value.shape[-1]), form)
-    attention = LayerAttention(kernel, layer, scale, window, softcap, attention_mask.tile)
+    attention = LayerAttention(
+        kernel, owner, scale, window, softcap, attention_mask.tile, borrows=owner != layer, expand=expand
+    )
     apply: Callable[..., Tensor] = ChunkAttention.apply
-    shared, given = chunk_context.shared, (query[0], key[0], value[0])
-    if shared is None or len(shared.heads) == 1:
-        out = apply(*given, s_aux, chunk_context, attention)
+    given = query[0], key[0], value[0]
+    if shared is None or not shares_heads:
+        weights = () if expand is None else expand.weights
+        out = apply(*given, s_aux, chunk_context, attention, *latents, *weights)
     else:
         exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
         sink = None if s_aux is None else exchange.own_heads(s_aux)

@@ -8,7 +8,7 @@ the plan. So windows are those of the model's own code, which not every model ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ class Mask:
     causal: bool = True
     tile: int | None = None
     unknown: str | None = None
+
+    def __getitem__(self, kept: tuple[slice | int | None, ...]) -> Mask:
+        """What is left of it where a model keeps some rows or columns: all of it if those are all."""
+        is_whole = all(each in (slice(None), slice(0, None)) for each in kept)
+        return self if is_whole else replace(self, unknown="what keeps a part of it")
 
 
 #: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
@@ -23,7 +24,7 @@ from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.page_needs import page_needs
 from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.checks import windows
+from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.recurrent import keeps_kv
@@ -227,14 +228,20 @@ class Executor:
         """Take the memory of all pages, for parts of which as many processes share heads at once."""
         model = self.model
         of_all, attends = windows(model.config), keeps_kv(model.config)
-        own = [of_all[layer] for layer in model.own_layers if attends[layer]]
         parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
         for chunk_id, tensors in work.tensors.items():
             num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)
             parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
         for num_sharing, by_chunk in parts.items():
-            needs = page_needs(work.actions, by_chunk, page_tokens, own, with_gradients=with_gradients)
-            memory.reserve(needs, [(heads // num_sharing, dim) for heads, dim in model.kv_shapes], model.dtype)
+            own: dict[tuple[Shapes, bool], list[int | None]] = {}  # windows, by what pages keep of a layer
+            for index, layer in model.own_layers.items():
+                if attends[index]:
+                    for each in page_shapes(layer, kv_shapes(model.config, index), num_sharing):
+                        own.setdefault(each, []).append(of_all[index])
+            for (shapes, by_parts), its_windows in own.items():
+                tokens = 1 if by_parts else page_tokens
+                needs = page_needs(work.actions, by_chunk, tokens, its_windows, with_gradients=with_gradients)
+                memory.reserve(needs, shapes, model.dtype)
 
     def _forward(self, work: RankWork, chunk_id: int, *, is_first: bool = True) -> Tensor:
         """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""

@@ -168,12 +168,13 @@ class HostMemory:
             yield block
             asked.take_own(block, page_slice.own_start)
             if with_gradients:
-                # What the part itself was sent has been taken and is not needed again.
-                page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)
+                # What the part itself was sent is not needed again once it has been taken.
+                num_left = num_fetched if asked.takes_own else num_tokens
+                page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_left)
                 assert isinstance(page, _HostPage)
                 page.added_from = min(page.added_from, page_slice.start)
                 buffer.free = page.added = self._write_back(
-                    [home[tokens] for home in page.gradients], [held[:num_fetched] for held in gradients]
+                    [home[tokens] for home in page.gradients], [held[:num_left] for held in gradients]
                 )
             else:
                 buffer.free = current.record()

@@ -5,7 +5,7 @@ as they are, and a page is given back as soon as the last of its parts has done 
 call reads at once, and with it what expanding KV heads or fetching from host memory costs.
 
 A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention keeps of a token. Only
-that knows what they are; today the first is the key and the second the value.
+that knows what they are (`attention.kept`).
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ class Asked:
     """What a part brings along that asks for blocks: its own `tensors`, [heads, num_tokens, dim] each.
 
     With gradients it gets back `gradients`, those of its own tensors in their dtypes, from all parts of the sequence:
-    they are there when the last block was given back.
+    they are there when the last block was given back. Unless it `takes_own`, they stay in the page for who asks next.
     """
 
     tensors: tuple[Tensor, ...]
     with_gradients: bool = False
+    takes_own: bool = True
     gradients: tuple[Tensor, ...] = ()
 
     def take_own(self, block: KVBlock, own_start: int) -> None:
         """Take the gradients of the tokens from `own_start` on from a block that has the part's own tokens last."""
-        if not self.with_gradients or own_start >= block.stop:
+        if not self.with_gradients or not self.takes_own or own_start >= block.stop:
             return
         own = slice(own_start - block.start, None)
         # Copies: the next block may lie where this one did.

@@ -103,13 +103,17 @@ class StateStore:
             for page in pages:
                 sequence.memory.give_back(page)
 
-    def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...]) -> None:
-        """Keep the KV of a part, or what this process has of it: [heads, num_tokens, dim] each."""
+    def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
+        """Keep the KV of a part, or what this process has of it: [heads, num_tokens, dim] each.
+
+        `by_parts`: in a page of its own, as all parts of the sequence in this layer.
+        """
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers.setdefault(layer, [])
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
         if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
-            capacity = min(max(sequence.page_tokens, span.stop - span.start), sequence.length - span.start)
+            page_tokens = 1 if by_parts else sequence.page_tokens
+            capacity = min(max(page_tokens, span.stop - span.start), sequence.length - span.start)
             page = sequence.memory.new_page(span.start, capacity, tensors)
             pages.append(page)
         sequence.memory.write(page, span.start, tensors)

@@ -102,8 +102,11 @@ def windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def kv_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a layer keeps of a token: (heads, dim) of its key, and of its value."""
+def kv_shapes(config: Any, layer: int | None = None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a layer keeps of a token: (heads, dim) of its key, and of its value; without `layer`, the largest of all."""
+    by_layer = None if layer is None else getattr(config, "per_layer_config", None)
+    if by_layer is not None:
+        config = by_layer[layer]
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, expanded
         key_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         return (config.num_attention_heads, key_dim), (config.num_attention_heads, value_dim)

@@ -21,6 +21,7 @@ from chunkplan.files.json_file import read_json
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
@@ -82,6 +83,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         for module in self.model.modules():
             module.chunkplan = self.current
+            watch_expansion(module)
         continue_scans(self.model)
 
     @property
@@ -112,11 +114,6 @@ class CausalLM:
         """The layers that are here, by their index in the whole model."""
         layers = enumerate(layers_of(self.model))
         return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
-
-    @property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """What a layer keeps of a token: (heads, dim) of its key, and of its value."""
-        return kv_shapes(self.config)
 
     @property
     def is_causal(self) -> bool:
@@ -190,7 +187,7 @@ class CausalLM:
             UsageError: there is none for a kind.
         """
         config = self.config
-        (_, key_dim), (_, value_dim) = self.kv_shapes
+        (_, key_dim), (_, value_dim) = kv_shapes(config)
         softcap = getattr(config, "attn_logit_softcapping", None)
         return {
             "full" if window is None else "sliding window": self.kernels.choose(

@@ -80,7 +80,6 @@ _AT_MOST = {
     "window_size": 8,
     "local_attention": 16,
     "attention_chunk_size": 8,
-    "num_kv_shared_layers": 1,
     # recurrent layers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -151,6 +150,12 @@ def tiny_document(document: Entries) -> Entries:
     small_heads = small_kv_heads * min(max(heads // kv_heads, 1), 2)
     head_dim = 16
     small_layers = _kept_layers(document, num_layers)
+    if num_shared := document.get("num_kv_shared_layers"):
+        # Layers that have keys and values of earlier ones: of every kind, behind one of every kind that has its own.
+        kinds = document.get("layer_types") or [""]
+        own = max(kinds.index(kind) for kind in {*kinds}) + 1
+        small_layers = min(max(small_layers, 2 * own), own + num_shared, MOST_LAYERS)
+        tiny["num_kv_shared_layers"] = small_layers - own
     _set(tiny, _LAYERS, small_layers)
     _set(tiny, _HEADS, small_heads)
     _set(tiny, _KV_HEADS, small_kv_heads)

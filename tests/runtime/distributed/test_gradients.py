@@ -108,7 +108,10 @@ def test_every_model_is_exact_as_two_stages(pool: ProcessPool, made: Any, name: 
     check(pool, 2, made(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
 
 
-@pytest.mark.parametrize("name", ["llama with biases, tied", "gemma2, softcaps and sliding window", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama with biases, tied", "gemma2, softcaps and sliding window", "qwen3_moe", "deepseek_v3, latents"],
+)
 def test_models_are_exact_on_two_pipelines_of_two_stages(pool: ProcessPool, made: Any, name: str) -> None:
     check(pool, 4, made(MODELS[name], dp=2, pp=2, tail_sharing=True))
 

@@ -99,7 +99,13 @@ def test_ranks_that_share_sequences_have_the_gradients_of_one_process(
         ("gemma2, softcaps and sliding window", "pages"),
         ("gemma2, softcaps and sliding window", "both"),
         ("qwen2_moe, every second layer sliding, told by the mask alone", "heads"),
-        *(pytest.param(name, way, marks=pytest.mark.soak) for name in MODELS for way in WAYS if "gemma2" not in name),
+        ("deepseek_v3, latents", "pages"),
+        *(
+            pytest.param(name, way, marks=pytest.mark.soak)
+            for name in MODELS
+            for way in WAYS
+            if "gemma2" not in name and (name, way) != ("deepseek_v3, latents", "pages")
+        ),
     ],
 )
 def test_models_are_exact_where_processes_share_sequences(pool: ProcessPool, made: Any, name: str, way: str) -> None:

@@ -28,7 +28,13 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients, write_random_analysis
+from chunkplan_runtime.parity import (
+    relative_errors,
+    run_whole,
+    take_gradients,
+    vanishing_gradients,
+    write_random_analysis,
+)
 from chunkplan_runtime.proof.prove import TOLERANCE, spread_weights
 from chunkplan_runtime.proof.work import ThreadLinks
 
@@ -82,7 +88,7 @@ def run_case(model_type: str, case: Case, folder: Path) -> float:
     model = new_model(config_of(model_type), torch.float64, seed=1)
     model.model.double()
     if case.lora:
-        add_lora(model, LoraOptions(rank=2, alpha=4, seed=0))
+        model = add_lora(model, LoraOptions(rank=2, alpha=4))
     spread_weights(model.model)
     (folder / "analysis").mkdir()
     analysis = write_random_analysis(folder / "analysis", case.lengths, model.vocab_size, seed=0)
@@ -109,7 +115,10 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
         copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
-        stages = [cut_stage(own, cut, RankLayout(2, rank)) for rank, (own, cut) in enumerate(zip(copies, cuts, strict=True))]
+        stages = [
+            cut_stage(own, cut, RankLayout(pp=2, rank=rank))
+            for rank, (own, cut) in enumerate(zip(copies, cuts, strict=True))
+        ]
     failed: list[BaseException] = []
 
     def run(stage: int) -> None:

@@ -150,6 +150,18 @@ def test_every_kind_of_layer_is_in_a_small_model() -> None:
     assert tiny.final_logit_softcapping == config.final_logit_softcapping
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_are_in_a_small_model_and_exact_on_one_stage(model_type: str) -> None:
+    """Of every kind, as the whole model has them; on two stages the later one would lack them."""
+    config = config_of(model_type, num_hidden_layers=35, num_kv_shared_layers=15)
+    tiny = AutoConfig.for_model(**tiny_document(config.to_dict()))
+    first = tiny.num_hidden_layers - tiny.num_kv_shared_layers
+    assert {*tiny.layer_types[first:]} == {*tiny.layer_types[:first]} == {"full_attention", "sliding_attention"}
+    assert prove(config).holds
+    with pytest.raises(UnprovedError):
+        prove(config, num_stages=2)
+
+
 def test_what_was_proved_is_not_proved_again_but_for_other_features(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 

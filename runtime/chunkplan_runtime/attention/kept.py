@@ -1,0 +1,178 @@
+"""What pages keep of a layer: its keys and values; what it makes them of; nothing, where they are another layer's.
+
+*Latent attention* (MLA, arXiv 2405.04434) makes keys and values of all heads out of a latent and a rotary key that all
+heads have in common. The modules of transformers do it in a method, `expand_kv`. Where attention is given the very
+tensors that this returned, pages keep what it was given, many times less, and keys and values are made again for a page
+at a time, which is a part of a sequence. In a backward their gradients go on to the latents, which pages add up, and to
+the weights that expand them.
+
+*Layers that share keys and values* (Gemma 3n and 4) attend with the very tensors of an earlier layer. The pages are
+that one's, and so is the gradient, which it hands out: its backward comes after theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
+
+#: Latents have to save at least this much: keys and values are made again for every chunk that reads them.
+LEAST_SAVING = 2
+
+#: By tensors of keys and values: the layer that attended with them first, and their version then.
+Owners = MutableMapping[Tensor, tuple[int, int]]
+
+
+#: (heads, dim) of each of some tensors.
+Shapes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Keys and values [1, heads, num_tokens, dim] as a layer made them of `latents`; the versions of all of them."""
+
+    latents: tuple[Tensor, ...]
+    key: Tensor
+    value: Tensor
+    versions: tuple[int, ...]
+
+    @classmethod
+    def new(cls, latents: tuple[Tensor, ...], key: Tensor, value: Tensor) -> Made:
+        """What was made just now."""
+        return cls(latents, key, value, _versions(*latents, key, value))
+
+    def is_of(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the very tensors, and none was changed since, nor what they were made of."""
+        now = _versions(*self.latents, self.key, self.value)
+        return key is self.key and value is self.value and now == self.versions
+
+    @property
+    def saves(self) -> bool:
+        """Whether the latents are [1, heads, num_tokens, dim] each, and small enough."""
+        tokens = self.key.shape[2]
+        if any(each.dim() != 4 or each.shape[0] != 1 or each.shape[2] != tokens for each in self.latents):
+            return False
+        kept, expanded = (
+            tuple((each.shape[1], each.shape[3]) for each in tensors)
+            for tensors in (self.latents, (self.key, self.value))
+        )
+        return LEAST_SAVING * _numbers(kept) <= _numbers(expanded)
+
+
+def watch_expansion(module: Any) -> None:
+    """Let a layer that makes keys and values of latents say so to the attention after it; twice changes nothing."""
+    if hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
+        module.expand_kv = MethodType(_expand_kv, module)
+
+
+def _expand_kv(module: Any, *latents: Tensor) -> tuple[Tensor, Tensor]:
+    key, value = type(module).expand_kv(module, *latents)
+    if module.chunkplan.context is not None:
+        module.chunkplan.made = Made.new(latents, key, value)
+    return key, value
+
+
+@dataclass(frozen=True)
+class Expand:
+    """Makes keys and values of what pages keep in their place, as the layer `module` does.
+
+    `weights`: all of it that are trained. `dtype`: of keys and values; with `autocast` products are computed in it.
+    """
+
+    module: Any
+    weights: tuple[Tensor, ...]
+    dtype: torch.dtype
+    autocast: bool
+
+    def __call__(self, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Key and value [heads, num_tokens, dim] of latents [heads, num_tokens, dim] each."""
+        device, dtype = latents[0].device.type, self.dtype if self.autocast else None
+        # Without a cache: weights that it casts here, in a forward without a graph, others would take for their own.
+        with torch.autocast(device, dtype, enabled=self.autocast, cache_enabled=False):
+            key, value = type(self.module).expand_kv(self.module, *(each[None] for each in latents))
+        return key[0].to(self.dtype), value[0].to(self.dtype)
+
+    @contextmanager
+    def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> Iterator[KVBlock]:
+        """Within the block of code: keys and values of a block of latents, whose gradients are there to be added to.
+
+        After it they have been added to those of the latents and, in at least float32, to `of_weights`.
+        """
+        with torch.enable_grad():
+            leaves = tuple(each.detach().requires_grad_() for each in block.tensors)
+            made = self(leaves)
+        gradients = tuple(zeros_wide(each) for each in made)
+        yield KVBlock(block.start, block.stop, tuple(each.detach() for each in made), gradients)
+        given = [gradient.to(self.dtype) for gradient in gradients]
+        found = torch.autograd.grad(made, (*leaves, *self.weights), given, allow_unused=True)
+        for home, gradient in zip(block.gradients, found[: len(leaves)], strict=True):
+            home.add_(gradient)
+        for place, gradient in enumerate(found[len(leaves) :]):
+            if gradient is not None:
+                before = of_weights[place]
+                of_weights[place] = gradient.to(wide(gradient.dtype)) if before is None else before.add_(gradient)
+
+
+def latents_of(module: Any, made: Made | None) -> tuple[tuple[Tensor, ...], Expand | None]:
+    """What pages keep in place of keys and values, [heads, num_tokens, dim] each, and how it is expanded.
+
+    Nothing where these are to be kept themselves: the layer has `made` none of latents; it would save too little; or
+    dropout in the layer would draw otherwise the next time.
+    """
+    if made is None or not made.saves or _draws(module):
+        return (), None
+    device = made.key.device.type
+    autocast = torch.is_autocast_enabled(device)
+    # In the dtype of keys and values, to which products and copies cast what they are made of.
+    dtype = torch.get_autocast_dtype(device) if autocast else made.key.dtype
+    weights = tuple(weight for weight in module.parameters() if weight.requires_grad)
+    return tuple(each[0].to(dtype) for each in made.latents), Expand(module, weights, dtype, autocast)
+
+
+def owner_of(layer: int, key: Tensor, value: Tensor, owners: Owners) -> int:
+    """The layer whose pages have these keys and values: the first of the chunk that attended with them."""
+    found = [owners.setdefault(each, (layer, each._version)) for each in (key, value)]
+    (first, key_version), (other, value_version) = found
+    is_same = first == other and (key_version, value_version) == _versions(key, value)
+    return first if is_same else layer
+
+
+def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[tuple[Shapes, bool]]:
+    """What pages keep of each attention of a layer, whose keys and values are of `kv_shapes`.
+
+    (heads, dim) of each tensor, and whether every part of a sequence has a page of its own. Nothing where it attends
+    with those of another layer. `num_sharing`: so many processes share heads, and expand nothing.
+    """
+    expanded = tuple((heads // num_sharing, dim) for heads, dim in kv_shapes), False
+    found = []
+    for module in layer.modules():
+        attention: Any = module
+        if getattr(attention, "is_kv_shared_layer", False):
+            return []
+        if hasattr(attention, "expand_kv"):
+            latents = (1, attention.kv_lora_rank), (1, attention.qk_rope_head_dim)
+            saves = LEAST_SAVING * _numbers(latents) <= _numbers(kv_shapes)
+            found.append((latents, True) if num_sharing == 1 and saves and not _draws(attention) else expanded)
+    return found or [expanded]
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether there is dropout in a layer."""
+    return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
+
+
+def _numbers(shapes: Shapes) -> int:
+    """How many numbers a token takes."""
+    return sum(heads * dim for heads, dim in shapes)
