@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.shape import ModelShape, plain_layer
 from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole
 from chunkplan.errors import DataError, UsageError
 
@@ -168,18 +168,22 @@ def _shape_of(config: dict[str, Any], where: str) -> ModelShape:
     ):
         if not fits:
             raise DataError(f"`{name}` is {value}, expected {expected}", where=where, hint=_HINT)
-    shape = ModelShape(
-        name=config["model_type"],
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
+    layer = plain_layer(
+        hidden,
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         query_width=heads * head_dim,
         kv_width=kv_heads * head_dim,
         mlp_width=mlp_width,
         all_mlp_width=all_mlp_width,
-        vocab_size=config["vocab_size"],
         experts_per_token=experts_per_token,
+    )
+    shape = ModelShape(
+        name=config["model_type"],
+        hidden_size=hidden,
+        vocab_size=config["vocab_size"],
+        kinds=(layer,),
+        order=(0,) * config["num_hidden_layers"],
         tied_embeddings=config.get("tie_word_embeddings", False),
         max_positions=max_positions(config),
     )

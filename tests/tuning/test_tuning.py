@@ -244,7 +244,8 @@ def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
 @pytest.mark.parametrize(("gpu_memory", "checkpointing"), [(400, "none"), (53, "full")])
 def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memory: int, checkpointing: str) -> None:
     """With little memory as well: the runtime recomputes layers where the plan's times say so."""
-    mixture = replace(QWEN2_5_7B, name="mixture", num_layers=2, all_mlp_width=4 * 18944, experts_per_token=1)
+    experts = replace(QWEN2_5_7B.kinds[0], all_mlp_width=4 * 18944, experts_per_token=1)
+    mixture = replace(QWEN2_5_7B.first(2), name="mixture", kinds=(experts,))
     found = tune(lengths, options_with(shape=mixture, tp=1, pp=1, gpu_memory=gpu_memory * GIB, schedules=None))
     assert found.recommended is not None
     assert found.recommended.plan_only is None
