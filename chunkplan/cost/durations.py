@@ -38,8 +38,9 @@ def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray, sights: Se
     stop = start + num_tokens
     pairs = np.zeros_like(stop)
     for sight in sights:
-        pairs += sight.share * (_seen(stop, sight) - _seen(start, sight))
-    return np.rint(pairs)
+        pairs = pairs + sight.share * (_seen(stop, sight) - _seen(start, sight))
+    whole: Float64Array = np.rint(pairs)
+    return whole
 
 
 def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
@@ -47,9 +48,11 @@ def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
     if sight.window is None:
         return num_tokens * num_tokens
     if sight.restarts:
-        windows, rest = np.divmod(num_tokens, sight.window)
-        return windows * sight.window**2 + rest * rest
-    within = np.minimum(num_tokens, sight.window)
+        windows = np.floor(num_tokens / sight.window)
+        rest = num_tokens - windows * sight.window
+        in_full: Float64Array = windows * sight.window**2 + rest * rest
+        return in_full
+    within: Float64Array = np.minimum(num_tokens, sight.window)
     return within * (2 * num_tokens - within)
 
 
