@@ -80,7 +80,8 @@ def build(
             _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
             settings = plan_config(values)
-            if "sharding" in machine and (plan_only := why_plan_only(settings, cost)):
+            is_asked = "sharding" in machine or cost.shape.is_recurrent
+            if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
             plans = build_plans(

@@ -15,6 +15,7 @@ import pytest
 import chunkplan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.schedule.families import SCHEDULES
@@ -26,7 +27,8 @@ from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
 from tests.support.places import ROOT
-from tests.support.tuning_cases import GIB, options_with
+from tests.support.published_models import MODELS
+from tests.support.tuning_cases import GIB, long_tail, options_with
 
 # sampling
 
@@ -250,6 +252,32 @@ def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memor
     assert found.recommended is not None
     assert found.recommended.plan_only is None
     assert {choice.cost.checkpointing for choice in found.choices if choice.fits} >= {checkpointing}
+
+
+def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everything(tmp_path: Path) -> None:
+    """Two models of 7B, of which the keys of the one fill the memory and not those of the other."""
+    path = tmp_path / "lengths.npy"
+    np.save(path, long_tail(3000, longest=262_144))
+    found = {}
+    for name in ("OLMo-2-7B", "OLMo-Hybrid-7B"):
+        shape = shape_of_config(MODELS[name].config, "")
+        options = options_with(shape=shape, dp=4, tp=1, pp=1, schedules=None, gpu_memory=140 * GIB)
+        found[name] = tune(path, options).recommended
+    quadratic, recurrent = found.values()
+    assert quadratic is not None
+    assert recurrent is not None
+    assert quadratic.config.chunk_size < recurrent.config.chunk_size
+    assert quadratic.step_ns > 1.3 * recurrent.step_ns
+
+
+def test_sequences_of_a_recurrent_model_are_not_shared_in_what_is_recommended(lengths: Path) -> None:
+    """The runtime has no way to pass states between ranks, so what would be fastest is a plan for other trainers."""
+    shape = shape_of_config(MODELS["OLMo-Hybrid-7B"].config, "")
+    found = tune(lengths, options_with(shape=shape, dp=4, tp=1, pp=1, schedules=None, cp="auto", gpu_memory=140 * GIB))
+    assert found.chosen.config.cp == "auto"
+    assert found.chosen.plan_only == "shared sequences of a recurrent model"
+    assert found.recommended is not None
+    assert found.recommended.config.cp == "off"
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:
