@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.cost.model_families import EXPERTS, FULL, LINEAR, MLP, SLIDING, Family
+from chunkplan.cost.model_layers import Config
 from chunkplan.cost.model_types import FAMILIES, TEXT_TYPES
 from chunkplan.cost.shape import Layer, ModelShape, kinds_and_order
 from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole
@@ -123,7 +124,7 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
     return _shape_of(config, model_type, family, types, where)
 
 
-def _text_config(config: dict[str, Any], text_type: str, where: str) -> tuple[dict[str, Any], str]:
+def _text_config(config: Config, text_type: str, where: str) -> tuple[Config, str]:
     """The config of the text model inside of another, and its type."""
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -162,7 +163,7 @@ def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return by_kind or [parameters]
 
 
-def _prepared(config: dict[str, Any], model_type: str) -> dict[str, Any]:
+def _prepared(config: Config, model_type: str) -> Config:
     """A config that says of its layers what others do, where it has a way of its own."""
     pattern, linear = config.get("hybrid_override_pattern"), config.get("linear_attn_config")
     if model_type == "nemotron_h" and isinstance(pattern, str):
@@ -177,7 +178,7 @@ def _prepared(config: dict[str, Any], model_type: str) -> dict[str, Any]:
         full = linear.get("full_attn_layers")
         if isinstance(full, list) and type(config.get("num_hidden_layers")) is int:
             places = range(1, min(config["num_hidden_layers"], _MOST_LAYERS) + 1)
-            config["layer_types"] = [FULL if place in full else LINEAR for place in places]
+            config = {**config, "layer_types": [FULL if place in full else LINEAR for place in places]}
     return config
 
 
@@ -191,7 +192,7 @@ def _same_as(name: str) -> tuple[str, ...]:
     return next((names for names in _NAMES if name in names), (name,))
 
 
-def _types_of(config: dict[str, Any], model_type: str, family: Family, where: str) -> list[str]:
+def _types_of(config: Config, model_type: str, family: Family, where: str) -> list[str]:
     """The type of each layer, first to last."""
     usual = [family.type_of(config, place) for place in range(config["num_hidden_layers"])]
     given = config.get("layer_types")
@@ -225,7 +226,7 @@ def _types_of(config: dict[str, Any], model_type: str, family: Family, where: st
     return types
 
 
-def _check_heads(config: dict[str, Any], family: Family, where: str) -> None:
+def _check_heads(config: Config, family: Family, where: str) -> None:
     if "num_attention_heads" not in family.expected:
         return
     has_width = bool(config.get("head_dim")) or "qk_nope_head_dim" in family.expected
@@ -241,7 +242,7 @@ def _check_heads(config: dict[str, Any], family: Family, where: str) -> None:
             raise DataError(f"`{name}` is {value}, expected {expected}", where=where, hint=_HINT)
 
 
-def _shape_of(config: dict[str, Any], name: str, family: Family, types: list[str], where: str) -> ModelShape:
+def _shape_of(config: Config, name: str, family: Family, types: list[str], where: str) -> ModelShape:
     try:
         layers = [Layer(**family.layer(config, kind, place)) for place, kind in enumerate(types)]
     except KeyError as error:  # an entry that only some models of the type need

@@ -56,7 +56,7 @@ class _PlainShape:
 _OF_LAYER = ("num_query_heads", "num_kv_heads", "query_width", "mlp_width", "all_mlp_width", "experts_per_token")
 
 
-def entries_of_shape(shape: ModelShape) -> dict[str, Any]:
+def entries_of_shape(shape: ModelShape) -> Mapping[str, Any]:
     """The entries from which `shape_of_entries` makes the same shape.
 
     Of layers that are alike, as `plain_layer` makes them, they have the widths; of others `kinds` and `order`.

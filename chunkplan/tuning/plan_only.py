@@ -14,7 +14,7 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     own proof says (docs/models.md).
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
-    reasons += ["shared sequences of a recurrent model"] if _shares_states(config, cost) else []
+    reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     if config.dp > 1 and cost.sharding == "gradients":
@@ -24,8 +24,12 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     return " and ".join(reasons) or None
 
 
-def _shares_states(config: PlanConfig, cost: CostModel) -> bool:
-    return config.cp != "off" and config.dp > 1 and cost.shape.is_recurrent
+def _of_states(config: PlanConfig, cost: CostModel) -> list[str]:
+    """Say what the runtime cannot run of a model whose layers keep a state from one part of a sequence to the next."""
+    reasons = ["shared sequences"] if config.cp != "off" and config.dp > 1 else []
+    reasons += ["activation checkpointing"] if cost.checkpointing == "full" else []
+    reasons += ["sharded weights"] if config.dp > 1 and cost.sharding == "weights" else []
+    return [f"{reason} of a recurrent model" for reason in reasons]
 
 
 def _of_sharded_weights(config: PlanConfig) -> list[str]:

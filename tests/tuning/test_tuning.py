@@ -254,30 +254,45 @@ def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memor
     assert {choice.cost.checkpointing for choice in found.choices if choice.fits} >= {checkpointing}
 
 
+def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
+    """For a published model on four ranks, with a sequence as long as they come."""
+    np.save(folder / "lengths.npy", long_tail(3000, longest=262_144))
+    options = options_with(
+        shape=shape_of_config(MODELS[name].config, ""),
+        dp=4,
+        tp=1,
+        pp=1,
+        schedules=None,
+        gpu_memory=140 * GIB,
+        chunk_sizes=(2048, 8192),
+        cp=cp,
+    )
+    return tune(folder / "lengths.npy", options)
+
+
 def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everything(tmp_path: Path) -> None:
     """Two models of 7B, of which the keys of the one fill the memory and not those of the other."""
-    path = tmp_path / "lengths.npy"
-    np.save(path, long_tail(3000, longest=262_144))
-    found = {}
-    for name in ("OLMo-2-7B", "OLMo-Hybrid-7B"):
-        shape = shape_of_config(MODELS[name].config, "")
-        options = options_with(shape=shape, dp=4, tp=1, pp=1, schedules=None, gpu_memory=140 * GIB)
-        found[name] = tune(path, options).recommended
-    quadratic, recurrent = found.values()
+    quadratic, recurrent = (
+        tuned_on_four(name, tmp_path, "off").recommended for name in ("OLMo-2-7B", "OLMo-Hybrid-7B")
+    )
     assert quadratic is not None
     assert recurrent is not None
-    assert quadratic.config.chunk_size < recurrent.config.chunk_size
-    assert quadratic.step_ns > 1.3 * recurrent.step_ns
+    assert quadratic.config.chunk_size == recurrent.config.chunk_size
+    assert quadratic.config.k < recurrent.config.k
+    assert quadratic.step_ns > 1.2 * recurrent.step_ns
 
 
-def test_sequences_of_a_recurrent_model_are_not_shared_in_what_is_recommended(lengths: Path) -> None:
-    """The runtime has no way to pass states between ranks, so what would be fastest is a plan for other trainers."""
-    shape = shape_of_config(MODELS["OLMo-Hybrid-7B"].config, "")
-    found = tune(lengths, options_with(shape=shape, dp=4, tp=1, pp=1, schedules=None, cp="auto", gpu_memory=140 * GIB))
-    assert found.chosen.config.cp == "auto"
-    assert found.chosen.plan_only == "shared sequences of a recurrent model"
+def test_a_recurrent_model_is_recommended_what_the_runtime_can_run_of_it(tmp_path: Path) -> None:
+    """It cannot pass states between ranks, nor recompute layers that keep one, nor shard their weights."""
+    found = tuned_on_four("OLMo-Hybrid-7B", tmp_path, "auto")
+    assert (found.chosen.config.cp, found.chosen.plan_only) == ("auto", "shared sequences of a recurrent model")
     assert found.recommended is not None
     assert found.recommended.config.cp == "off"
+    others = {choice.plan_only for choice in found.choices if choice.cost.checkpointing == "full"}
+    assert others
+    assert all("activation checkpointing of a recurrent model" in str(why) for why in others)
+    sharded = replace(found.recommended.cost, sharding="weights")
+    assert why_plan_only(found.recommended.config, sharded) is not None
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:
