@@ -23,6 +23,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import read_chunks
 from chunkplan.planfile.manifest import sights_of
 from chunkplan.planning.chunks import time_chunks
+from chunkplan.simulation import simulate_plan
 from tests.support.planned_steps import first_step, save
 from tests.support.published_models import MODELS
 
@@ -63,6 +64,9 @@ def test_costs_of_chunks_are_those_of_the_model_in_the_manifest(name: str, split
     _, cost_ns, _ = time_chunks(chunks, plan.config, plan.cost)
     assert written.tolist() == (cost_ns / 1e3).astype(np.float32).tolist()
     assert chunks.attention_pairs.sum() <= (lengths.astype(float) ** 2).sum()
+    for step in plan.iter_steps():
+        simulated = simulate_plan(plan, step.step)
+        assert simulated.makespan == pytest.approx(step.predicted_us, rel=1e-6)
     if split == "cost" and name == "Mamba-Codestral-7B":
         assert chunks.group_size.max() == -(-int(lengths.max()) // 8192)  # parts of one length take as long
 
