@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Published(NamedTuple):
-    """A model. `total` and `active` are in billions, as `source` states them, and None where that is to one digit.
+    """A model. `total` and `active` are in billions, as `source` states them.
+
+    They are None where that is to one digit, or where it is not known what was counted: then `source` has the figure.
 
     `without`: how many of embeddings and head `active` leaves out. `meta`: what transformers 5.23 counts in all, on the
     meta device; None of types that it does not have.
@@ -192,7 +194,7 @@ MODELS: dict[str, Published] = {
         ),
         30,
         None,
-        "huggingface.co/zai-org/GLM-4.7-Flash",
+        "huggingface.co/zai-org/GLM-4.7-Flash, which states 3 as active",
         meta=29943390976,
     ),
     "Gemma-3-27B": Published(
@@ -365,7 +367,7 @@ MODELS: dict[str, Published] = {
         ),
         32,
         None,
-        "huggingface.co/ibm-granite/granite-4.0-h-small",
+        "huggingface.co/ibm-granite/granite-4.0-h-small, which states 9 as active",
         meta=32207337984,
     ),
     "Granite-4.0-H-Tiny": Published(
@@ -385,7 +387,7 @@ MODELS: dict[str, Published] = {
         ),
         7,
         None,
-        "huggingface.co/ibm-granite/granite-4.0-h-tiny",
+        "huggingface.co/ibm-granite/granite-4.0-h-tiny, which states 1 as active",
         meta=6939037248,
     ),
     "Granite-3.3-8B": Published(
@@ -396,7 +398,11 @@ MODELS: dict[str, Published] = {
         meta=8170864640,
     ),
     "Qwen3-Next-80B-A3B": Published(
-        QWEN3_NEXT, 80, None, "huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct", meta=79674391296
+        QWEN3_NEXT,
+        80,
+        None,
+        "huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, which states 3 as active",
+        meta=79674391296,
     ),
     "Qwen3.5-27B": Published(
         {
@@ -422,7 +428,7 @@ MODELS: dict[str, Published] = {
         },
         35,
         None,
-        "huggingface.co/Qwen/Qwen3.5-35B-A3B",
+        "huggingface.co/Qwen/Qwen3.5-35B-A3B, which states 3 as active",
         meta=34660610688,
     ),
     "Kimi-Linear-48B-A3B": Published(
@@ -525,7 +531,7 @@ MODELS: dict[str, Published] = {
         ),
         8.3,
         None,
-        "arXiv 2511.23404",
+        "arXiv 2511.23404, which states 1.5 as active; here they are 1.56",
         meta=8339929856,
     ),
     "MiniMax-M2": Published(
@@ -534,7 +540,7 @@ MODELS: dict[str, Published] = {
         ),
         230,
         None,
-        "huggingface.co/MiniMaxAI/MiniMax-M2",
+        "huggingface.co/MiniMaxAI/MiniMax-M2, which states 10 as active; here they are 10.98, 9.75 without embeddings",
         meta=228689748992,
     ),
     "Mamba-Codestral-7B": Published(
