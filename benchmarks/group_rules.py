@@ -101,7 +101,7 @@ def skrull(cost: CostModel, dp: int, degree: int, bucket: int) -> Rule:
     sequences exchange hides behind their own attention only, not behind what is local.
     """
     shape = cost.shape
-    linear = 20 * shape.hidden_size**2 + 4 * shape.hidden_size * shape.kv_width
+    linear = 20 * shape.hidden_size**2 + 4 * shape.hidden_size * shape.kinds[0].key_width
 
     def step(tokens: Int64Array) -> Step:
         work = linear * tokens.astype(np.float64) + 4.0 * shape.hidden_size * tokens.astype(np.float64) ** 2

@@ -24,22 +24,27 @@ from chunkplan.cost.durations import attention_pairs_of, chunk_times, split_laye
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
+from chunkplan.cost.shape import QWEN2_5_7B, ModelShape, plain_layer
 from chunkplan.packing.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
 
 LLAMA_3_8B = ModelShape(
     name="Llama-3-8B",
-    num_layers=32,
     hidden_size=4096,
-    num_query_heads=32,
-    num_kv_heads=8,
-    query_width=4096,
-    kv_width=1024,
-    mlp_width=14336,
-    all_mlp_width=14336,
     vocab_size=128256,
+    kinds=(
+        plain_layer(
+            4096,
+            num_query_heads=32,
+            num_kv_heads=8,
+            query_width=4096,
+            kv_width=1024,
+            mlp_width=14336,
+            all_mlp_width=14336,
+        ),
+    ),
+    order=(0,) * 32,
 )
 QWEN = CostModel(shape=QWEN2_5_7B, tp=4)
 LLAMA = CostModel(shape=LLAMA_3_8B, tp=2)
@@ -111,7 +116,9 @@ def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
         kv_tokens=held,
         chunk_size=chunk_size,
     )[0]
-    return int((cost.hardware.memory_bytes - memory.total) / (layers[0] * activation_bytes_per_token(cost)))
+    [layer] = cost.shape.kinds
+    of_token = layers[0] * activation_bytes_per_token(cost, layer)
+    return int((cost.hardware.memory_bytes - memory.total) / of_token)
 
 
 def long_tail(num_steps: int, context: int) -> list[Lengths]:

@@ -87,7 +87,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
         if step is not None:
             found[rank] = _of_rank(step, rank, title, config, plan.cost)
             continue
-        chunks = chunks_of_rows(described.chunks.get(rank, ()))
+        chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
         times = _times(chunks, plan.cost, config)
         ends = _checked_ends(simulate(actions, times), title)
@@ -112,7 +112,7 @@ def _together(plan: Plan, described: PlanStep) -> StepRanks:
     """All ranks of a step, some of which share chunks, simulated together."""
     config, place = plan.config, f"step {described.step}"
     rows = [described.chunks.get(rank, []) for rank in range(config.dp)]
-    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank])
+    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.sights)
     chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
     actions = join_actions(
         [

@@ -10,12 +10,12 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.arrays import Int64Array
-from chunkplan.cost.durations import Float64Array, attention_pairs_of, work_ns
+from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import config_of, reduction_us_of
+from chunkplan.planfile.manifest import config_of, reduction_us_of, sights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,8 @@ class PlanSummary:
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
     """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
-    return summary_of(steps_table, chunk_frame(chunks_table, read_chunks(chunks_table)), manifest)
+    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, sights_of(manifest)))
+    return summary_of(steps_table, chunks, manifest)
 
 
 def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, Any]) -> PlanSummary:
@@ -150,7 +151,7 @@ def alone_us(cost: CostModel, num_tokens: Int64Array, pp: int) -> Float64Array:
 
     That is its forward and its backward, in one chunk and without recompute.
     """
-    alone = work_ns(cost, num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens))
+    alone = work_ns(cost, num_tokens, whole_pairs(cost, num_tokens))
     return (alone + cost.passes * cost.chunk_overhead_ns) // pp / 1e3
 
 

@@ -163,7 +163,7 @@ def layers_that_fit(
     """
     for num_layers in range(shape.num_layers, 1, -1):
         [memory] = stage_memory(
-            CostModel(shape=replace(shape, num_layers=num_layers), hardware=base, precision=precision),
+            CostModel(shape=shape.first(num_layers), hardware=base, precision=precision),
             dp=1,
             pp=1,
             layers=(num_layers,),
@@ -199,7 +199,7 @@ def _hardware(scales: Sequence[float], rates: DeviceRates, base: Hardware, name:
 def _predicted(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
     """Nanoseconds [n, 2], of forward_kv and of training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
-    pairs = np.array([chunk.attention_pairs for chunk in chunks])
+    pairs = np.array([chunk.attention_pairs(cost.shape.sights) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)
     forward_kv, forward, backward = (times[OPS.index(op)] for op in ("forward_kv", "forward", "backward"))
     return np.stack([forward_kv, forward + backward], 1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration
 from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.shape_entries import entries_of_shape
 from chunkplan.errors import UsageError
 from chunkplan.files.whole_file import whole_file
 from chunkplan.version import __version__
@@ -97,7 +98,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
         "fitted": list(FITTED),
         "measured": list(MEASURED),
         "device": asdict(calibration.rates),
-        "model": asdict(calibration.cost.shape),
+        "model": entries_of_shape(calibration.cost.shape),
         "precision": calibration.cost.precision,
         "held_out_error": {"median": float(np.median(errors)), "worst": float(errors.max())},
         "untold": list(calibration.untold),

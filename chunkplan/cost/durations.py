@@ -14,6 +14,7 @@ import numpy.typing as npt
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Rates
+from chunkplan.cost.shape import FULL, Sight
 from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
 
@@ -23,14 +24,36 @@ Float64Array = npt.NDArray[np.float64]
 MOST_NS = 2.0**53
 
 
-def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray) -> Float64Array:
+def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray, sights: Sequence[Sight] = FULL) -> Float64Array:
     """The pairs (query, key) of segments of `num_tokens` that each see `prefix_tokens` earlier ones; all [n].
 
     They are those of attention without a mask: L * L for a whole sequence of L tokens, to which its parts add up. A
-    causal mask leaves half of them.
+    causal mask leaves half of them. Where not all attention of a model sees everything (its `ModelShape.sights`), they
+    are those of a layer on average: whole numbers too, so that sums of them are exact.
     """
-    tokens = num_tokens.astype(np.float64)
-    return tokens * (2.0 * prefix_tokens + tokens)
+    if tuple(sights) == FULL:
+        tokens = num_tokens.astype(np.float64)
+        return tokens * (2.0 * prefix_tokens + tokens)
+    start = np.asarray(prefix_tokens, np.float64)
+    stop = start + num_tokens
+    pairs = np.zeros_like(stop)
+    for sight in sights:
+        pairs = pairs + sight.share * (_seen(stop, sight) - _seen(start, sight))
+    whole: Float64Array = np.rint(pairs)
+    return whole
+
+
+def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
+    """Twice the pairs that a causal mask with a window leaves of whole sequences, [n]."""
+    if sight.window is None:
+        return num_tokens * num_tokens
+    if sight.restarts:
+        windows = np.floor(num_tokens / sight.window)
+        rest = num_tokens - windows * sight.window
+        in_full: Float64Array = windows * sight.window**2 + rest * rest
+        return in_full
+    within: Float64Array = np.minimum(num_tokens, sight.window)
+    return within * (2 * num_tokens - within)
 
 
 #: See `balance_layers`.
@@ -115,12 +138,17 @@ def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array
     return whole_ns(cost.passes * _all_layers(cost, num_tokens, attention_pairs) + 3 * head)
 
 
+def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
+    """The attention pairs of whole sequences of `num_tokens` in the model of `cost`, see `attention_pairs_of`; [n]."""
+    return attention_pairs_of(num_tokens, np.zeros_like(num_tokens), cost.shape.sights)
+
+
 def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
     """Time of what is recomputed of segments whose chunks keep no activations, without overhead; both [n].
 
     That is a forward through all layers: the head is left out the first time, see `durations`.
     """
-    return whole_ns(_all_layers(cost, num_tokens, attention_pairs_of(num_tokens, prefix_tokens)))
+    return whole_ns(_all_layers(cost, num_tokens, attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)))
 
 
 def _all_layers(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Float64Array:

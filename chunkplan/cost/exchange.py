@@ -40,13 +40,14 @@ def exchange_times(
     shape, hardware = cost.shape, cost.hardware
     tokens = num_tokens.astype(np.float64)
     by_pages = size // heads
-    widths = _ALL_TO_ALLS * (shape.query_width + shape.kv_width) / cost.tp
+    widths = shape.mean(lambda layer: layer.query_width + layer.cached_width + layer.output_width) / cost.tp
     sent = tokens / size * widths * cost.num_bytes * (heads - 1) / heads
     all_to_alls = np.where(heads > 1, 1e9 * sent / _link_bytes(cost, heads) + _ALL_TO_ALLS * hardware.link_ns, 0.0)
 
-    fetched = (prefix_tokens + tokens) * 2 * shape.kv_width / cost.tp / heads * (by_pages - 1) / by_pages  # elements
+    kept = shape.mean(lambda layer: layer.cached_width)
+    fetched = (prefix_tokens + tokens) * kept / cost.tp / heads * (by_pages - 1) / by_pages  # elements
     if attention_pairs is None:
-        attention_pairs = attention_pairs_of(num_tokens, prefix_tokens)
+        attention_pairs = attention_pairs_of(num_tokens, prefix_tokens, shape.sights)
     attention = cost.rates.pair * attention_pairs / size
     ns = 1e9 / _link_bytes(cost, size)
     launches = num_pages * hardware.link_ns

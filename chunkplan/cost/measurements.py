@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from chunkplan.cost.durations import attention_pairs_of
+from chunkplan.cost.shape import FULL, Sight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,10 @@ class ChunkTime:
         """The tokens of all segments."""
         return sum(self.segments)
 
-    @property
-    def attention_pairs(self) -> float:
+    def attention_pairs(self, sights: Sequence[Sight] = FULL) -> float:
         """The attention pairs of all segments, see `durations.attention_pairs_of`."""
         prefixes = np.array([self.prefix_tokens] + [0] * (len(self.segments) - 1))
-        return float(attention_pairs_of(np.array(self.segments), prefixes).sum())
+        return float(attention_pairs_of(np.array(self.segments), prefixes, sights).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,16 @@ import numpy as np
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import GRADIENT_BYTES, CostModel, Sharding
 from chunkplan.cost.reduction import stage_parameters
+from chunkplan.cost.shape import Layer
 
 #: Of a weight: Adam's two moments.
 _MOMENT_BYTES = 8
 
 #: Gradients of keys and values are sums over all later chunks, kept in float32.
 KV_GRADIENT_BYTES = 4
+
+#: States of recurrent layers are float32, as the kernels leave them.
+_STATE_BYTES = 4
 
 #: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
 #: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step.
@@ -34,9 +38,12 @@ _OFFLOAD_BLOCKS = 2
 _LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
 
 
-#: A gradient is as long as the numbers it belongs to, so a layer's backward holds at once those of the gated MLP and of
-#: what goes in and out, in elements of each width.
-_GRADIENTS_OF_MLP, _GRADIENTS_OF_HIDDEN = 3, 2
+#: A gradient is as long as the numbers it belongs to, so a layer's backward holds at once those of the MLP (3 widths
+#: where it is gated, else 2) and of what goes in and out, in elements of each width.
+_GRADIENTS_OF_HIDDEN = 2
+
+#: Layers of some kinds, and how many of each.
+Layers = Sequence[tuple[Layer, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +67,8 @@ class StageMemory:
         return sum(astuple(self))
 
 
-def activation_bytes_per_token(cost: CostModel) -> float:
-    """What a chunk that keeps its activations holds for each token and layer, on one GPU.
+def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+    """What a chunk that keeps its activations holds for each token of a layer, on one GPU.
 
     With activation checkpointing the layer's input. Without, for h, q, kv and i elements of hidden size, queries, keys,
     and gated MLP, what the backward of a Hugging Face decoder layer with a fused attention kernel reads:
@@ -71,15 +78,19 @@ def activation_bytes_per_token(cost: CostModel) -> float:
         attention: its output, which the projection reads too; a float32 a head                   q
         gate, its activation, up, and their product, which the projection reads                   4 i
         of a mixture: each expert's input and output                                              2 h an expert
+        of a recurrent layer, of latents and of gates: what `mixed_width` counts
 
-    Sequence parallelism shards all of it over the `tp` GPUs.
+    An MLP without a gate has 2 i, and layers may have one norm or four. Sequence parallelism shards all of it over the
+    `tp` GPUs.
     """
     shape, num_bytes = cost.shape, cost.num_bytes
     if cost.checkpointing == "full":
         return shape.hidden_size * num_bytes / cost.tp
-    norms = 2 * shape.hidden_size * (4 + 2 * num_bytes)
-    attention = 2 * (shape.query_width + shape.kv_width) * num_bytes + 4 * shape.num_query_heads
-    mlp = (4 * shape.mlp_width + 2 * shape.experts_per_token * shape.hidden_size) * num_bytes
+    norms = layer.num_norms * shape.hidden_size * (4 + 2 * num_bytes)
+    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
+    attention = widths * num_bytes + 4 * layer.num_query_heads
+    held = 4 if layer.is_gated else 2
+    mlp = (held * layer.mlp_width + 2 * layer.experts_per_token * shape.hidden_size) * num_bytes
     return (norms + attention + mlp) / cost.tp
 
 
@@ -96,7 +107,7 @@ def stage_memory(
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> tuple[StageMemory, ...]:
-    """What a GPU of each of the `pp` stages holds at most.
+    """What a GPU of each of the `pp` stages holds at most, by the layers that are on it.
 
     Args:
         layers: of each model stage, see `stage_parameters`.
@@ -105,17 +116,21 @@ def stage_memory(
         stage_input_tokens: of each stage, the most tokens at once of chunks whose KV and input alone are held, counted
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
-            layer holds two blocks of ChunkSize, whatever the sequences.
+            layer holds two blocks of ChunkSize, whatever the sequences. A layer with a window keeps all of them too,
+            and a recurrent one a state for each ChunkSize of them, which is not offloaded.
         shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
     stages = []
+    split = shape.split(layers)
     for stage, (of_layers, of_ends) in enumerate(stage_parameters(cost, pp, layers)):
-        own = layers[stage::pp]
+        own = split[stage::pp]
+        on_stage = [each for of_model_stage in own for each in of_model_stage]
+        kinds = [layer for layer, _ in on_stage]
         parameters = of_layers + of_ends
-        whole = of_ends + min(_WHOLE_LAYERS, sum(own)) * shape.layer_parameters / tp
+        whole = of_ends + _largest(on_stage, shape.hidden_size) / tp
         held_gradients, held_weights = (
             parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
         )
@@ -125,18 +140,20 @@ def stage_memory(
             exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
             for by_heads in {1, shared_by}
         )
+        state_bytes = held / chunk_size * _state_bytes(cost, on_stage)
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
-        kv_elements = held * sum(own) * _kv_elements_per_token(cost)
-        retained_bytes, input_bytes, _ = token_bytes(cost, own)
+        kv_elements = held * _kv_elements_per_token(cost, on_stage)
+        retained_bytes, input_bytes, _ = token_bytes(cost, own, chunk_size)
+        working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
             StageMemory(
                 weights=ceil(held_weights * num_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
                 optimizer=ceil(parameters * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
-                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * _working_bytes_per_token(cost)),
+                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * working_bytes),
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
-                kv=ceil(kv_elements * num_bytes),
+                kv=ceil(kv_elements * num_bytes + state_bytes),
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
                 exchanged=ceil(exchanged),
                 logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
@@ -156,7 +173,7 @@ def exchange_bytes(
     pages: int,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> float:
-    """What exchanging takes on one GPU in a layer, at most; 0 where no rank shares anything.
+    """What exchanging takes on one GPU in the layer that needs most; 0 where no rank shares anything.
 
     By heads, of the rank's slice of a chunk, `num_tokens` long: its queries, keys and values, or their gradients, as
     they are sent and as they come. For q and kv elements of a token: 2 num_tokens (q + 2 kv) b bytes.
@@ -168,41 +185,60 @@ def exchange_bytes(
     """
     by_heads, by_pages = 0.0, 0.0
     if heads > 1:
-        by_heads = 2 * num_tokens * (cost.shape.query_width + 2 * cost.shape.kv_width) / cost.tp * cost.num_bytes
+        widest = max(layer.query_width + layer.cached_width for layer in cost.shape.kinds)
+        by_heads = 2 * num_tokens * widest / cost.tp * cost.num_bytes
     if pages > 1:
         first, following = page_tokens
         at_work = pages * cost.num_bytes + (2 * pages + 1) * kv_gradient_bytes
         coming = (pages + 1) * cost.num_bytes
-        by_pages = (first * at_work + following * coming) * _kv_elements_per_token(cost)
+        by_pages = (
+            (first * at_work + following * coming) * max(layer.cached_width for layer in cost.shape.kinds) / cost.tp
+        )
     return max(by_heads, by_pages)
 
 
-def token_bytes(cost: CostModel, own_layers: Sequence[int]) -> tuple[float, float, float]:
-    """Bytes of a token on a GPU of a stage whose virtual stages have `own_layers`: of activations, for each of them
-    that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded)."""
-    activations = max(own_layers) * activation_bytes_per_token(cost)
+def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tuple[float, float, float]:
+    """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
+    that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded), and
+    of the states that recurrent layers keep for each ChunkSize."""
+    activations = max(sum(count * activation_bytes_per_token(cost, layer) for layer, count in layers) for layers in own)
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
-    kv = sum(own_layers) * _kv_elements_per_token(cost) * (cost.num_bytes + KV_GRADIENT_BYTES)
-    return activations, stage_input, 0.0 if cost.kv_offload else kv
+    on_stage = [each for layers in own for each in layers]
+    kv = _kv_elements_per_token(cost, on_stage) * (cost.num_bytes + KV_GRADIENT_BYTES)
+    return activations, stage_input, (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
 
 
-def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int]) -> Float64Array:
+def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int) -> Float64Array:
     """The `token_bytes` of each of `pp` stages, [pp, 3]; `layers` of each model stage."""
-    return np.array([token_bytes(cost, layers[stage::pp]) for stage in range(pp)])
+    split = cost.shape.split(layers)
+    return np.array([token_bytes(cost, split[stage::pp], chunk_size) for stage in range(pp)])
 
 
-def _kv_elements_per_token(cost: CostModel) -> float:
-    """Of one layer's keys and values, on one GPU."""
-    return 2 * cost.shape.kv_width / cost.tp
+def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
+    """Of the keys and values of some layers, on one GPU."""
+    return sum(count * layer.cached_width for layer, count in layers) / cost.tp
 
 
-def _working_bytes_per_token(cost: CostModel) -> float:
+def _state_bytes(cost: CostModel, layers: Layers) -> float:
+    """Of the states of some layers where a part of a sequence ends, on one GPU."""
+    return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp
+
+
+def _largest(layers: Layers, hidden_size: int) -> int:
+    """Parameters of the `_WHOLE_LAYERS` largest of some layers."""
+    sizes = [layer.parameters(hidden_size) for layer, count in layers for _ in range(min(count, _WHOLE_LAYERS))]
+    return sum(sorted(sizes)[-_WHOLE_LAYERS:])
+
+
+def _working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer recomputed for it.
 
     With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
     """
     shape = cost.shape
-    gradients = (_GRADIENTS_OF_MLP * shape.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
+    gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
     gathered = shape.hidden_size if cost.tp > 1 else 0
-    layer = activation_bytes_per_token(replace(cost, checkpointing="none")) if cost.checkpointing == "full" else 0
-    return (gradients + gathered) * cost.num_bytes + layer
+    whole = (
+        activation_bytes_per_token(replace(cost, checkpointing="none"), layer) if cost.checkpointing == "full" else 0
+    )
+    return (gradients + gathered) * cost.num_bytes + whole

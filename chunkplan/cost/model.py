@@ -13,8 +13,9 @@ from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.rates import Rates
-from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
-from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, or_null, whole
+from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
+from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
+from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
 
@@ -85,6 +86,9 @@ _h100 = cache(partial(load_hardware, "h100"))
 @dataclass(frozen=True, kw_only=True)
 class CostModel(Options):
     """A model of `shape`, each pipeline stage of it on `tp` GPUs of `hardware`.
+
+    Times are those of a layer on average, wherever it is: stages with as many layers take as long. Memory is that of
+    the layers that a stage has (`memory.stage_memory`).
 
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
     "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
@@ -159,11 +163,11 @@ class CostModel(Options):
         ring = hardware.gpu_link_bytes if tp <= hardware.gpus_per_node else hardware.node_link_bytes
         token_bytes = shape.hidden_size * self.num_bytes
         collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / ring
-        copies = (self._copied_elements() * self.num_bytes) / tp / hardware.copy_bytes
+        copies = (shape.mean(self._copied_elements) * self.num_bytes) / tp / hardware.copy_bytes
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
         return Rates(
-            token=product * shape.active_layer_parameters + (collectives + copies) * 1e9,
-            pair=2e9 * slower * shape.query_width / tp / hardware.attention_flops,
+            token=product * self._products + (collectives + copies) * 1e9,
+            pair=2e9 * slower * shape.mean(_attention_width) / tp / hardware.attention_flops,
             chunk=product * shape.layer_parameters * hardware.ramp_tokens
             + _KERNELS * hardware.kernel_ns
             + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0),
@@ -195,15 +199,22 @@ class CostModel(Options):
         in_a_node = dp * self.tp <= self.hardware.gpus_per_node
         return self.hardware.gpu_link_bytes if in_a_node else self.hardware.node_link_bytes
 
-    def _copied_elements(self) -> int:
+    @cached_property
+    def _products(self) -> float:
+        """Multiply-adds of a token in a layer beside attention: with weights, and with states."""
+        states = self.shape.mean(lambda layer: layer.state_elements * layer.state_products)
+        return self.shape.active_layer_parameters + states
+
+    def _copied_elements(self, layer: Layer) -> int:
         """Of a token in a layer's forward, read or written by the `_KERNELS` beside products and attention.
 
-        Two norms in float32 (18 h each), two residuals (3 h each), rotary embedding, activation and its product; of a
-        mixture, the way to the experts and back.
+        Norms in float32 (18 h each), each with a residual (3 h each), rotary embedding, activation and, where there is
+        a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it writes and
+        reads again.
         """
-        shape = self.shape
-        rotary = 10 * (shape.query_width + shape.kv_width)
-        return (42 + 4 * shape.experts_per_token) * shape.hidden_size + rotary + 5 * shape.mlp_width
+        rotary = 10 * (layer.query_width + layer.key_width)
+        around = (21 * layer.num_norms + 4 * layer.experts_per_token) * self.shape.hidden_size
+        return around + rotary + 2 * layer.mixed_width + (5 if layer.is_gated else 2) * layer.mlp_width
 
     @property
     def chunk_overhead_ns(self) -> int:
@@ -217,28 +228,30 @@ class CostModel(Options):
 
     @property
     def linear_over_pair(self) -> float:
-        """How many attention pairs a token takes as long as."""
-        return (self.rates.token + self.rates.head / self.shape.num_layers) / self.rates.pair
+        """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
+        linear = self.rates.token + self.rates.head / self.shape.num_layers
+        return linear / self.rates.pair if self.rates.pair else math.inf
 
     @property
     def offload_chunk_size(self) -> int:
         """From this ChunkSize on, transfers of offloaded keys and values take no longer than the attention they feed.
 
         Both grow with the prefix, so its length does not matter. The backward decides, which fetches gradients (in
-        float32, as kept) beside keys and values, and takes two forwards.
+        float32, as kept) beside keys and values, and takes two forwards. 1 where nothing is kept.
         """
-        fetched = 2 * self.shape.kv_width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
-        return math.ceil(fetched / (2 * 2 * self.rates.pair))
+        width = self.shape.mean(lambda layer: layer.cached_width)
+        fetched = width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
+        return math.ceil(fetched / (2 * 2 * self.rates.pair)) if width else 1
 
     def model_flops(self, num_tokens: float, attention_pairs: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute."""
         shape = self.shape
-        per_token = shape.num_layers * shape.active_layer_parameters + shape.embedding_parameters
-        return 6.0 * (per_token * num_tokens + shape.num_layers * shape.query_width * attention_pairs)
+        per_token = shape.num_layers * self._products + shape.embedding_parameters
+        return 6.0 * (per_token * num_tokens + shape.total(_attention_width) * attention_pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, flags, numbers and dicts of these, which JSON can hold; `from_dict` makes the same model of them."""
-        return asdict(self)
+        return asdict(self) | {"shape": entries_of_shape(self.shape)}
 
     @classmethod
     def from_dict(cls, values: Any, *, where: str) -> CostModel:
@@ -256,13 +269,16 @@ class CostModel(Options):
         if found := find_mismatch(values, {"shape": {}, "hardware": {}, **plain}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
         shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
-        tests = {"experts_per_token": whole(), "max_positions": or_null(whole(1))}
         hardware = values["hardware"]
         try:
             return cls(
-                shape=from_entries(ModelShape, shape, path="shape", where=where, hint=hint, **tests),
+                shape=shape_of_entries(shape, where=where, hint=hint),
                 hardware=from_entries(Hardware, hardware, path="hardware", where=where, hint=hint),
                 **{name: values[name] for name in plain},
             )
         except UsageError as error:
             raise DataError(error.message, where=where, hint=hint) from error
+
+
+def _attention_width(layer: Layer) -> float:
+    return layer.attention_width

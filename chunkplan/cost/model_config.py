@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.model_families import EXPERTS, FULL, LINEAR, MLP, SLIDING, Family
+from chunkplan.cost.model_layers import Config
+from chunkplan.cost.model_types import FAMILIES, TEXT_TYPES
+from chunkplan.cost.shape import Layer, ModelShape, kinds_and_order
 from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole
 from chunkplan.errors import DataError, UsageError
 
@@ -17,6 +20,8 @@ _SIZE = whole(1, 2**31 - 1)
 
 #: Far beyond what stretches any model, and small enough that positions fit 64 bits.
 _MOST_FACTOR = 1_000_000
+
+_MOST_LAYERS = 100_000
 
 _ROPE_ENTRY = {
     "factor?": or_null(
@@ -29,46 +34,42 @@ _ROPE = Domain(
     "an object whose `factor` is a number above 0 and whose `original_max_position_embeddings` is one from 1",
 )
 
-_ALL: dict[str, Expected] = {
-    "hidden_size": _SIZE,
-    "num_hidden_layers": whole(1, 100_000),
-    "num_attention_heads": _SIZE,
-    "num_key_value_heads?": or_null(_SIZE),
-    "head_dim?": or_null(_SIZE),
-    "vocab_size": _SIZE,
+#: The types that are known, by name.
+KNOWN_TYPES = sorted({*FAMILIES, *TEXT_TYPES})
+
+_WORDS = Domain(
+    lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of names"
+)
+_POSITIONS: dict[str, Expected] = {
     "tie_word_embeddings?": FLAG,
-    "sliding_window?": or_null(whole()),
-    "use_sliding_window?": FLAG,
     "max_position_embeddings?": or_null(_SIZE),
     "rope_scaling?": or_null(_ROPE),
     "rope_parameters?": or_null(_ROPE),
+    "layer_types?": or_null(_WORDS),
 }
-_DENSE: dict[str, Expected] = {**_ALL, "intermediate_size": _SIZE}
-_QWEN_MOE: dict[str, Expected] = {
-    **_ALL,
-    "num_experts": _SIZE,
-    "num_experts_per_tok": _SIZE,
-    "moe_intermediate_size": _SIZE,
-    "decoder_sparse_step?": _SIZE,
-    "mlp_only_layers?": Domain(lambda value: value is None or isinstance(value, list), "a list, or null"),
-}
-#: What the entries of each `model_type` have to be; one whose name ends in "?" may be missing.
-_EXPECTED: dict[str, dict[str, Expected]] = {
-    "llama": _DENSE,
-    "mistral": _DENSE,
-    "mixtral": {**_DENSE, "num_local_experts": _SIZE, "num_experts": _SIZE, "num_experts_per_tok": _SIZE},
-    "qwen2": _DENSE,
-    "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": whole(0, 2**31 - 1)},
-    "qwen3": {**_DENSE, "head_dim": _SIZE},
-    "qwen3_moe": _QWEN_MOE,
-}
+
+#: Names that mean the same, first the one that layers are built with.
+_NAMES = (
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    ("n_shared_experts", "num_shared_experts"),
+    ("max_position_embeddings", "model_max_length"),
+    ("head_dim", "attention_head_dim"),
+    ("layer_types", "layers_block_type"),
+    ("tie_word_embeddings", "tie_embedding"),
+    ("intermediate_size", "block_ff_dim"),
+    ("n_groups", "mamba_n_groups"),
+)
+
+#: Names of types of layers that configs have from earlier versions of transformers, and by letter.
+_TYPES = {"attention": FULL, "mamba": LINEAR, "M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 
 
 def read_model_config(path: Path | str) -> ModelShape:
     """The shape of the model that a `config.json`, or the folder that holds one, describes.
 
-    Dense models and mixtures of experts whose layers are all alike and attend to everything before them. The name says
-    the family and the size, so that it is the same wherever the file lies.
+    Of a model that sees pictures too it is that of its `text_config`. The name says the type and the size, so that it
+    is the same wherever the file lies.
 
     Raises:
         UsageError: there is no such file, or it describes a model of another kind.
@@ -99,18 +100,38 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise DataError("there is no `model_type`, or it is not a string", where=where, hint=_HINT)
-    if model_type not in _EXPECTED:
+    text_type = TEXT_TYPES.get(model_type, model_type)
+    if model_type in TEXT_TYPES:
+        config, text_type = _text_config(config, text_type, where)
+    if text_type not in FAMILIES:
         raise UsageError(
-            f"the times and the memory of a {model_type[:60]!r} model are not known",
+            f"the times and the memory of a {text_type[:60]!r} model are not known",
             where=where,
-            hint=f"give the config.json of a model like it; the known types are {', '.join(_EXPECTED)}",
+            hint=f"give the config.json of a model like it; the known types are {', '.join(KNOWN_TYPES)}",
         )
-    if "num_local_experts" in config:  # Mixtral's name, and some versions of transformers write it for Qwen too
-        config = {**config, "num_experts": config["num_local_experts"]}
-    if found := find_mismatch(config, _EXPECTED[model_type]):
+    family = FAMILIES[text_type]
+    config = {**family.defaults, **_prepared(config, text_type)}
+    spelled = {name: _spelled(name.removesuffix("?"), config) for name in (*family.expected, *_POSITIONS)}
+    expected = {
+        spelled[name] + "?" * name.endswith("?"): test for name, test in {**family.expected, **_POSITIONS}.items()
+    }
+    if found := find_mismatch(config, expected):
         raise DataError(found, where=where, hint=_HINT)
-    _refuse_uneven_layers(config, where)
-    return _shape_of(config, where)
+    said = {_same_as(name.removesuffix("?"))[0]: config.get(own) for name, own in spelled.items()}
+    config = {name: value for name, value in {**config, **said}.items() if value is not None}
+    _check_heads(config, family, where)
+    types = _types_of(config, text_type, family, where)
+    return _shape_of(config, model_type, family, types, where)
+
+
+def _text_config(config: Config, text_type: str, where: str) -> tuple[Config, str]:
+    """The config of the text model inside of another, and its type."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise DataError("`text_config` is missing, or it is no object", where=where, hint=_HINT)
+    ties = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    own = text.get("model_type")
+    return {**ties, **text}, own if isinstance(own, str) else text_type
 
 
 def config_file(path: Path) -> Path:
@@ -142,56 +163,98 @@ def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return by_kind or [parameters]
 
 
-def _refuse_uneven_layers(config: dict[str, Any], where: str) -> None:
-    always_uses_it = config["model_type"] in ("mistral", "mixtral")
-    windows = config.get("sliding_window") and config.get("use_sliding_window", always_uses_it)
-    if windows or "sliding_attention" in str(config.get("layer_types")):
-        raise UsageError(
-            f"{where}: attention that sees a window only", hint="plan with a model whose layers see the whole sequence"
-        )
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-        raise UsageError(
-            f"{where}: some layers are mixtures of experts and some are not",
-            hint="plan with one whose layers are alike",
-        )
+def _prepared(config: Config, model_type: str) -> Config:
+    """A config that says of its layers what others do, where it has a way of its own."""
+    pattern, linear = config.get("hybrid_override_pattern"), config.get("linear_attn_config")
+    if model_type == "nemotron_h" and isinstance(pattern, str):
+        config = {**config, "layer_types": list(pattern)}
+    types = config.get("layer_types", config.get("layers_block_type"))
+    if model_type == "nemotron_h" and isinstance(types, list):
+        config = {**config, "num_hidden_layers": len(types)}
+    if model_type == "kimi_linear" and isinstance(linear, dict):
+        names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+        names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+        config = {**config, **{own: linear[name] for name, own in names.items() if name in linear}}
+        full = linear.get("full_attn_layers")
+        if isinstance(full, list) and type(config.get("num_hidden_layers")) is int:
+            places = range(1, min(config["num_hidden_layers"], _MOST_LAYERS) + 1)
+            config = {**config, "layer_types": [FULL if place in full else LINEAR for place in places]}
+    return config
 
 
-def _shape_of(config: dict[str, Any], where: str) -> ModelShape:
+def _spelled(name: str, config: Mapping[str, Any]) -> str:
+    """What an entry is called in a config: `name`, or another name of the same where it has that."""
+    return next((each for each in (name, *_same_as(name)) if each in config), name)
+
+
+def _same_as(name: str) -> tuple[str, ...]:
+    """All names of an entry, first the one that layers are built with."""
+    return next((names for names in _NAMES if name in names), (name,))
+
+
+def _types_of(config: Config, model_type: str, family: Family, where: str) -> list[str]:
+    """The type of each layer, first to last."""
+    usual = [family.type_of(config, place) for place in range(config["num_hidden_layers"])]
+    given = config.get("layer_types")
+    types = usual if given is None else [_TYPES.get(each, each) for each in given]
+    for name, listed in (("layer_types", types), ("mlp_layer_types", config.get("mlp_layer_types") or usual)):
+        if len(listed) != len(usual):
+            raise DataError(
+                f"`{name}` is a list of {len(listed)} layers, `num_hidden_layers` is {len(usual)}",
+                where=where,
+                hint=_HINT,
+            )
+    if unknown := sorted(set(types) - set(family.types)):
+        raise UsageError(
+            f"layers of type {unknown[0][:60]!r}, which are not known of a {model_type} model",
+            where=where,
+            hint=f"known are {', '.join(family.types)}",
+        )
+    if types != usual and not family.has_types:
+        raise UsageError(
+            f"`layer_types` has layers of other types than those of a {model_type} model, which does not go by it",
+            where=where,
+            hint="leave layer_types out if that is what you want",
+        )
+    is_off = family.has_types and "use_sliding_window?" in family.expected and not config.get("use_sliding_window")
+    if SLIDING in types and (is_off or not config.get("sliding_window")):
+        raise UsageError(
+            "layers with a sliding window, and no window is given",
+            where=where,
+            hint="give sliding_window in tokens, and use_sliding_window: true where the model has it",
+        )
+    return types
+
+
+def _check_heads(config: Config, family: Family, where: str) -> None:
+    if "num_attention_heads" not in family.expected:
+        return
+    has_width = bool(config.get("head_dim")) or "qk_nope_head_dim" in family.expected
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    mlp_width, all_mlp_width, experts_per_token = _mlp_of(config)
+    sent, num_experts = config.get("num_experts_per_tok") or 0, config.get("num_experts") or 0
     for name, value, fits, expected in (
-        ("num_attention_heads", heads, bool(config.get("head_dim")) or hidden % heads == 0, f"a divisor of {hidden}"),
+        ("num_attention_heads", heads, has_width or hidden % heads == 0, f"a divisor of {hidden}"),
         ("num_key_value_heads", kv_heads, heads % kv_heads == 0, f"a divisor of {heads}"),
-        ("num_experts_per_tok", experts_per_token, mlp_width <= all_mlp_width, "no more than there are experts"),
+        ("num_experts_per_tok", sent, sent <= num_experts or not num_experts, "no more than there are experts"),
     ):
         if not fits:
             raise DataError(f"`{name}` is {value}, expected {expected}", where=where, hint=_HINT)
+
+
+def _shape_of(config: Config, name: str, family: Family, types: list[str], where: str) -> ModelShape:
+    try:
+        layers = [Layer(**family.layer(config, kind, place)) for place, kind in enumerate(types)]
+    except KeyError as error:  # an entry that only some models of the type need
+        raise DataError(f"`{error.args[0]}` is missing", where=where, hint=_HINT) from error
+    kinds, order = kinds_and_order(layers)
     shape = ModelShape(
-        name=config["model_type"],
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        query_width=heads * head_dim,
-        kv_width=kv_heads * head_dim,
-        mlp_width=mlp_width,
-        all_mlp_width=all_mlp_width,
+        name=name,
+        hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
-        experts_per_token=experts_per_token,
+        kinds=kinds,
+        order=order,
         tied_embeddings=config.get("tie_word_embeddings", False),
         max_positions=max_positions(config),
     )
     return replace(shape, name=f"{shape.name} {shape.num_parameters / 1e9:.1f}B")
-
-
-def _mlp_of(config: dict[str, Any]) -> tuple[int, int, int]:
-    """The width of the MLP that a token passes through, the width in weights, and the experts that a token goes to."""
-    entries = _EXPECTED[config["model_type"]]
-    if "num_experts" not in entries:
-        return config["intermediate_size"], config["intermediate_size"], 0
-    expert = config["moe_intermediate_size" if "moe_intermediate_size" in entries else "intermediate_size"]
-    shared = config["shared_expert_intermediate_size"] if "shared_expert_intermediate_size" in entries else 0
-    experts_per_token = config["num_experts_per_tok"]
-    return experts_per_token * expert + shared, config["num_experts"] * expert + shared, experts_per_token

@@ -14,10 +14,11 @@ def stage_parameters(cost: CostModel, pp: int, layers: Sequence[int]) -> list[tu
     tied ones are on both unless there is one stage.
     """
     shape = cost.shape
+    own = [sum(layer.parameters(shape.hidden_size) * count for layer, count in each) for each in shape.split(layers)]
     found = []
     for stage in range(pp):
         ends = (stage == 0) + (stage == pp - 1) - (pp == 1 and shape.tied_embeddings)
-        parameters = sum(layers[stage::pp]) * shape.layer_parameters, ends * shape.embedding_parameters
+        parameters = sum(own[stage::pp]), ends * shape.embedding_parameters
         found.append((parameters[0] / cost.tp, parameters[1] / cost.tp))
     return found
 

@@ -1,43 +1,163 @@
-"""The sizes of a decoder that its FLOPs and its memory depend on."""
+"""The sizes of a decoder that its FLOPs and its memory depend on: of each kind of layers, and around them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+
+class Sight(NamedTuple):
+    """What queries see of the tokens before them: all, or the `window` that ends with them.
+
+    `restarts`: windows lie side by side instead, and a query sees the part of its own before it (chunked attention).
+    `share`: how much of a model's attention sees that, of 1.
+    """
+
+    window: int | None = None
+    restarts: bool = False
+    share: float = 1.0
+
+
+#: Of a model that attends to everything in all of its attention layers.
+FULL = (Sight(),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer. Widths count elements of a token, and what a layer does not have is 0.
+
+    Attention: `query_width`, `key_width`, `value_width` and `output_width` over all heads; `latent_width` is what
+    multi-head latent attention could keep of a token in place of keys and values. `window` and `window_restarts` say
+    what a query sees, see `Sight`.
+
+    A recurrent layer (linear attention, state space, convolution) has states of `state_elements` for a sequence, and
+    goes through them `state_products` times with each token. A layer may have both.
+
+    `mixer_parameters` are those of the matrices of attention and of what stands in its place, and `mixed_width` what a
+    backward reads of it beside queries, keys, values and outputs.
+
+    `mlp_width` is what a token passes through (of a mixture of experts: its experts and the shared ones together),
+    `all_mlp_width` what there is of it in weights, `experts_per_token` how many experts a token is sent to (0: dense).
+    `is_gated`: an MLP has three matrices, else two.
+    """
+
+    num_norms: int = 2
+    num_query_heads: int = 0
+    num_kv_heads: int = 0
+    query_width: int = 0
+    key_width: int = 0
+    value_width: int = 0
+    output_width: int = 0
+    latent_width: int = 0
+    window: int | None = None
+    window_restarts: bool = False
+    state_elements: int = 0
+    state_products: int = 0
+    mixer_parameters: int = 0
+    mixed_width: int = 0
+    mlp_width: int = 0
+    all_mlp_width: int = 0
+    experts_per_token: int = 0
+    is_gated: bool = True
+
+    @property
+    def cached_width(self) -> int:
+        """What the pages of the runtime keep of a token: keys and values of all heads, of latent attention too."""
+        return self.key_width + self.value_width
+
+    @property
+    def attention_width(self) -> float:
+        """Multiply-adds of half an attention pair: of its score and of its output."""
+        return (self.query_width + self.output_width) / 2
+
+    def parameters(self, hidden_size: int) -> int:
+        """Of its matrices. What else there is, is under 1%."""
+        return self.mixer_parameters + (2 + self.is_gated) * hidden_size * self.all_mlp_width
+
+    def active_parameters(self, hidden_size: int) -> int:
+        """Those of its parameters that a token passes through."""
+        return self.mixer_parameters + (2 + self.is_gated) * hidden_size * self.mlp_width
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Widths count elements per token.
+    """A decoder of layers of some `kinds`; `order` has the place in `kinds` of each layer, first to last.
 
-    `mlp_width` is what a token passes through (of a mixture of experts: its experts and the shared ones together),
-    `all_mlp_width` what there is of it in weights, `experts_per_token` how many experts a token is sent to (0: dense).
     `tied_embeddings`: the vocabulary head has no weights of its own. `max_positions`: tokens of a sequence at most,
     None where no config says it; neither time nor memory depends on it.
     """
 
     name: str
-    num_layers: int
     hidden_size: int
-    num_query_heads: int
-    num_kv_heads: int
-    query_width: int
-    kv_width: int
-    mlp_width: int
-    all_mlp_width: int
     vocab_size: int
-    experts_per_token: int = 0
+    kinds: tuple[Layer, ...]
+    order: tuple[int, ...]
     tied_embeddings: bool = False
     max_positions: int | None = None
 
     @property
-    def layer_parameters(self) -> int:
-        """Of one layer's matrices: queries and output, keys and values, gated MLP. What else there is, is under 1%."""
-        return self.hidden_size * (2 * self.query_width + 2 * self.kv_width + 3 * self.all_mlp_width)
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.order)
+
+    @cached_property
+    def num_query_heads(self) -> int:
+        """The most that query heads can be divided among in every layer with attention; 0 if none has any."""
+        return math.gcd(*(kind.num_query_heads for kind in self.kinds))
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """The most that key and value heads can be divided among in every layer with attention; 0 if none has any."""
+        return math.gcd(*(kind.num_kv_heads for kind in self.kinds))
 
     @property
-    def active_layer_parameters(self) -> int:
-        """Of one layer, those that a token passes through."""
-        return self.layer_parameters - 3 * self.hidden_size * (self.all_mlp_width - self.mlp_width)
+    def is_recurrent(self) -> bool:
+        """Whether states go from one part of a sequence to the next."""
+        return any(kind.state_elements for kind in self.kinds)
+
+    @cached_property
+    def sights(self) -> tuple[Sight, ...]:
+        """What attention sees, by its share of the attention there is; empty where no layer has any."""
+        widths: Counter[Sight] = Counter()
+        for place, count in Counter(self.order).items():
+            kind = self.kinds[place]
+            widths[Sight(kind.window, kind.window_restarts)] += round(2 * kind.attention_width) * count
+        total = widths.total()
+        return tuple(sight._replace(share=width / total) for sight, width in widths.items() if width)
+
+    def total(self, of: Callable[[Layer], float]) -> float:
+        """The sum over all layers; whole where each is."""
+        return sum(of(self.kinds[place]) * count for place, count in Counter(self.order).items())
+
+    def mean(self, of: Callable[[Layer], float]) -> float:
+        """The mean over all layers: what a layer takes where which one it is does not matter."""
+        return self.total(of) / self.num_layers
+
+    def split(self, layers: Sequence[int]) -> list[list[tuple[Layer, int]]]:
+        """Of model stages with so many `layers` each, one after another: kinds, and how many there are of each."""
+        bounds = pairwise(accumulate(layers, initial=0))
+        counts = (Counter(self.order[start:stop]) for start, stop in bounds)
+        return [[(self.kinds[place], count) for place, count in each.items()] for each in counts]
+
+    def first(self, num_layers: int) -> ModelShape:
+        """The same model with its first layers only."""
+        kinds, order = kinds_and_order(self.kinds[place] for place in self.order[:num_layers])
+        return replace(self, kinds=kinds, order=order)
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Of a layer's matrices, on average."""
+        return self._of_layers(Layer.parameters) / self.num_layers
+
+    @cached_property
+    def active_layer_parameters(self) -> float:
+        """Of a layer, those that a token passes through, on average."""
+        return self._of_layers(Layer.active_parameters) / self.num_layers
 
     @property
     def embedding_parameters(self) -> int:
@@ -47,23 +167,66 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Of the whole model; tied embeddings count once."""
-        return self.num_layers * self.layer_parameters + (2 - self.tied_embeddings) * self.embedding_parameters
+        return self._of_layers(Layer.parameters) + (2 - self.tied_embeddings) * self.embedding_parameters
 
     @property
     def num_active_parameters(self) -> int:
         """Of the whole model, those that a token passes through, with all embeddings as is customary."""
-        return self.num_parameters - self.num_layers * (self.layer_parameters - self.active_layer_parameters)
+        idle = self._of_layers(Layer.parameters) - self._of_layers(Layer.active_parameters)
+        return self.num_parameters - idle
+
+    def _of_layers(self, parameters: Callable[[Layer, int], int]) -> int:
+        return round(self.total(lambda layer: parameters(layer, self.hidden_size)))
+
+
+def kinds_and_order(layers: Iterable[Layer]) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+    """The `kinds` and the `order` of a model of these layers, first to last."""
+    layers = tuple(layers)
+    kinds = tuple(dict.fromkeys(layers))
+    place = {kind: place for place, kind in enumerate(kinds)}
+    return kinds, tuple(place[layer] for layer in layers)
+
+
+def plain_layer(
+    hidden_size: int,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    query_width: int,
+    kv_width: int,
+    mlp_width: int,
+    all_mlp_width: int,
+    experts_per_token: int = 0,
+) -> Layer:
+    """A layer of grouped queries that see everything before them, and a gated MLP, dense or of experts."""
+    return Layer(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        query_width=query_width,
+        key_width=kv_width,
+        value_width=kv_width,
+        output_width=query_width,
+        mixer_parameters=2 * hidden_size * (query_width + kv_width),
+        mlp_width=mlp_width,
+        all_mlp_width=all_mlp_width,
+        experts_per_token=experts_per_token,
+    )
 
 
 QWEN2_5_7B = ModelShape(
     name="Qwen2.5-7B",
-    num_layers=28,
     hidden_size=3584,
-    num_query_heads=28,
-    num_kv_heads=4,
-    query_width=3584,
-    kv_width=512,
-    mlp_width=18944,
-    all_mlp_width=18944,
     vocab_size=152064,
+    kinds=(
+        plain_layer(
+            3584,
+            num_query_heads=28,
+            num_kv_heads=4,
+            query_width=3584,
+            kv_width=512,
+            mlp_width=18944,
+            all_mlp_width=18944,
+        ),
+    ),
+    order=(0,) * 28,
 )

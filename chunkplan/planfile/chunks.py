@@ -15,6 +15,7 @@ from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import FULL, Sight
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import Chunk, Segment
 from chunkplan.planfile.schema import CP_COLUMNS
@@ -120,7 +121,7 @@ def chunks_without_segments(
     return chunks
 
 
-def read_chunks(table: pa.Table) -> Chunks:
+def read_chunks(table: pa.Table, sights: Sequence[Sight] = FULL) -> Chunks:
     """The rows of chunks.parquet, or those of some of its ranks; in `rank_chunks` are the ranks that there are."""
     lists = table.column("segments").combine_chunks()
     offsets = to_numpy(lists.offsets).astype(np.int64)
@@ -143,10 +144,10 @@ def read_chunks(table: pa.Table) -> Chunks:
         end=end,
         **columns,
     )
-    return read._replace(attention_pairs=_sum_pairs(read))
+    return read._replace(attention_pairs=pairs_of_chunks(read, sights))
 
 
-def chunks_of_rows(rows: Sequence[Chunk]) -> Chunks:
+def chunks_of_rows(rows: Sequence[Chunk], sights: Sequence[Sight] = FULL) -> Chunks:
     """The table of the chunks of one rank, in order of their ids."""
     flat = [segment for row in rows for segment in row.segments]
     segments = offsets_of([len(row.segments) for row in rows])
@@ -163,7 +164,7 @@ def chunks_of_rows(rows: Sequence[Chunk]) -> Chunks:
     )
     for name in (*_COUNTS, *CP_COLUMNS):
         getattr(table, name)[:] = [getattr(row, name) for row in rows]
-    return table._replace(attention_pairs=_sum_pairs(table))
+    return table._replace(attention_pairs=pairs_of_chunks(table, sights))
 
 
 def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
@@ -192,9 +193,10 @@ def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
 
 
-def _sum_pairs(chunks: Chunks) -> Float64Array:
-    """The attention pairs of each chunk [n]: whole numbers, whose sums of runs stay exact, but for shared ones."""
-    pairs = attention_pairs_of(chunks.end - chunks.start, chunks.start).astype(np.int64)
+def pairs_of_chunks(chunks: Chunks, sights: Sequence[Sight] = FULL) -> Float64Array:
+    """The attention pairs of each chunk [n], where attention sees `sights`: whole numbers, whose sums of runs stay
+    exact, but for shared ones."""
+    pairs = attention_pairs_of(chunks.end - chunks.start, chunks.start, sights).astype(np.int64)
     sums = sum_runs(pairs, chunks.segments).astype(np.float64)
-    whole = attention_pairs_of(chunks.cp_tokens, chunks.prefix_tokens)
+    whole = attention_pairs_of(chunks.cp_tokens, chunks.prefix_tokens, sights)
     return np.where(chunks.cp_size > 1, whole / chunks.cp_size, sums)

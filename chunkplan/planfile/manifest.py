@@ -11,6 +11,7 @@ from typing import Any
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
+from chunkplan.cost.shape import FULL, Sight
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
@@ -35,12 +36,23 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
 
     `predicted_us` is without it. None where the plan does not describe the model and the GPU it was made for.
     """
-    config = config_of(manifest)
-    try:
-        cost = CostModel.from_dict(manifest["predictions"]["cost_model"], where=MANIFEST)
-    except DataError:
+    config, cost = config_of(manifest), _cost_of(manifest)
+    if cost is None:
         return None
     return reduction_ns(cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers)) / 1e3
+
+
+def sights_of(manifest: Mapping[str, Any]) -> tuple[Sight, ...]:
+    """What the attention sees of the model that a plan was made for; all where the plan does not describe it."""
+    cost = _cost_of(manifest)
+    return FULL if cost is None else cost.shape.sights
+
+
+def _cost_of(manifest: Mapping[str, Any]) -> CostModel | None:
+    try:
+        return CostModel.from_dict(manifest["predictions"]["cost_model"], where=MANIFEST)
+    except DataError:
+        return None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ChunkTimes, attention_pairs_of, chunk_times
+from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, empty_chunks, exchange_of
@@ -49,7 +49,7 @@ def make_chunks(
 ) -> tuple[Chunks, Int64Array]:
     """The chunks of steps that `place_steps` placed, and that of each part, int64 [num_parts], -1 of a shared one.
 
-    Of parts there are the segments; their targets and attention pairs, and what chunks cost, are left to be added.
+    The targets of parts, the attention pairs of chunks and what they cost are left to be added.
 
     First come the chunks that ranks share, those of the widest blocks before others: the ranks of a block begin alike,
     and so meet in one order. Then come standalone chunks, then the rank's own groups, longest last: on a pipeline the
@@ -259,7 +259,6 @@ def _fill(
         if start == 0:
             chunk = chunk_of[sequence]
             chunks.num_target_tokens[chunk] += target_tokens[sequence]
-            chunks.attention_pairs[chunk] += float(sequences.tokens[sequence]) * sequences.tokens[sequence]
             _add_segment(chunks, next_segment, chunk, ids[sequence], 0, sequences.tokens[sequence])
 
 
@@ -276,24 +275,21 @@ def _add_segment(chunks: Chunks, next_segment: Int64Array, chunk: int, sequence_
 def add_parts(
     chunks: Chunks, part_chunk: Int64Array, sequences: Sequences, ids: Int32Array, mask: TargetMask | None
 ) -> None:
-    """Add to each chunk the attention pairs and the targets of the part in it; `part_chunk` [num_parts] says which."""
+    """Add to each chunk the targets of the part in it; `part_chunk` [num_parts] says which."""
     sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
     own = np.flatnonzero(part_chunk >= 0)
     sequence, part_chunk, part_tokens = sequence[own], part_chunk[own], sequences.part_tokens[own]
     start = chunks.prefix_tokens[part_chunk].astype(np.int64)
-    chunks.attention_pairs[part_chunk] += attention_pairs_of(part_tokens, start)
     chunks.num_target_tokens[part_chunk] += count_part_targets(
         ids[sequence], start, start + part_tokens, sequences.tokens[sequence], mask
     ).astype(np.int32)
 
 
 def add_slices(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
-    """Add to each chunk that `dp` ranks share the rank's attention pairs, and the targets of its slices."""
+    """Add to each chunk that `dp` ranks share the targets of the rank's slices."""
     rows = np.flatnonzero(chunks.cp_size > 1)
     if not rows.size:
         return
-    pairs = attention_pairs_of(chunks.cp_tokens[rows], chunks.prefix_tokens[rows])
-    chunks.attention_pairs[rows] = pairs / chunks.cp_size[rows]
     num_slices = np.diff(chunks.segments)[rows]
     row = np.repeat(rows, num_slices)  # [slices]
     segment = np.arange(row.size) + np.repeat(chunks.segments[rows] - offsets_of(num_slices)[:-1], num_slices)

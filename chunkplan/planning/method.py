@@ -26,10 +26,10 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import attention_pairs_of, work_ns
+from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
-from chunkplan.planfile.chunks import Chunks
+from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
 from chunkplan.planning.ranks import Rules, place_steps
@@ -117,6 +117,7 @@ def chunk_block(
     chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
     add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
     add_slices(chunks, config.dp, dataset.mask)
+    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns)
 
@@ -158,11 +159,11 @@ def predict_block(
             retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
             recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
         ),
-        necessary_ns=work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)),  # [num_sequences]
+        necessary_ns=work_ns(cost, tokens, whole_pairs(cost, tokens)),  # [num_sequences]
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers))  # [pp, 3]
+    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)  # [pp, 3]
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,

@@ -16,7 +16,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import attention_pairs_of, whole_ns, work_ns
+from chunkplan.cost.durations import attention_pairs_of, whole_ns, whole_pairs, work_ns
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
@@ -59,7 +59,7 @@ def share_sequences(
     times = np.empty((sizes.size, large.size), np.int64)  # [num_sizes, m]
     heads = np.ones((sizes.size, large.size), np.int64)  # [num_sizes, m]
     times[0] = alone[large]
-    work = work_ns(cost, sequences.tokens, attention_pairs_of(sequences.tokens, 0 * sequences.tokens))  # [n]
+    work = work_ns(cost, sequences.tokens, whole_pairs(cost, sequences.tokens))  # [n]
     work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
     for index, size in enumerate(sizes[1:].tolist(), 1):
         times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
@@ -110,7 +110,9 @@ def _shared_times(
     k = most_kept(tokens, config.k, config.k_by_length)
     forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
-    own_forward = rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins) / size
+    own_forward = (
+        rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins, cost.shape.sights) / size
+    )
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):

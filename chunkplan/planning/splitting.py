@@ -9,8 +9,9 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig, Split
 from chunkplan.config.plan_domains import KByLength
-from chunkplan.cost.durations import attention_pairs_of, recompute_ns, work_ns
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, recompute_ns, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import FULL
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
 
 #: Given a sequence_id, the target mask of that sequence, bool [num_tokens].
@@ -25,7 +26,7 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     if shares is None:
         shares = Shares.none(tokens.size)
     chunk_size = most_tokens(config.chunk_size, shares.size)  # [n]
-    work = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens))
+    work = work_ns(cost, tokens, whole_pairs(cost, tokens))
     split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
     num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
     index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]
@@ -33,7 +34,10 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     k = most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
-    part_ns = work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts)) + cost.passes * cost.chunk_overhead_ns
+    part_ns = (
+        work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts, cost.shape.sights))
+        + cost.passes * cost.chunk_overhead_ns
+    )
     part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
     is_shared = shares.size > 1
@@ -67,10 +71,9 @@ def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> In
 def count_parts(lengths: Int64Array, chunk_size: int | Int64Array, split: Split, cost: CostModel) -> Int64Array:
     """How many parts `split_sequences` cuts sequences of `lengths` [n] into."""
     fewest = -(-lengths // chunk_size)
-    if split != "cost":
+    if split != "cost" or not cost.shape.sights:
         return fewest
-    ratio = cost.linear_over_pair
-    equal = np.ceil(_time(lengths, ratio) / (ratio * chunk_size + np.float64(chunk_size) ** 2)).astype(np.int64)
+    equal = np.ceil(_time(lengths, cost) / _time(np.asarray(chunk_size), cost)).astype(np.int64)
     num_parts: Int64Array = np.minimum(np.maximum(equal, fewest), lengths)
     return num_parts
 
@@ -102,12 +105,9 @@ def split_sequences(
     if split == "full":
         full = np.minimum(done * chunk_size[sequence], lengths[sequence])
         return num_parts, np.where(num_ranks[sequence] > 1, even, full)
-    if split == "even":
+    if split == "even" or not cost.shape.sights:  # without attention all parts of a length take as long
         return num_parts, even
-    # The time of the first t tokens is ratio * t + t^2, but for a factor. Rounding down keeps parts within ChunkSize.
-    ratio = cost.linear_over_pair
-    time = _time(lengths, ratio)[sequence] * (done / num_parts[sequence])
-    stops = np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
+    stops = _tokens_within(_time(lengths, cost)[sequence] * (done / num_parts[sequence]), cost)
     stops[starts + num_parts - 1] = lengths
     sizes = np.diff(stops, prepend=0)
     sizes[starts] = stops[starts]
@@ -117,8 +117,23 @@ def split_sequences(
     return num_parts, np.where(lacking[sequence], even, stops)
 
 
-def _time(lengths: Int64Array, ratio: float) -> np.ndarray:
-    return ratio * lengths + lengths.astype(np.float64) ** 2
+def _time(lengths: Int64Array, cost: CostModel) -> Float64Array:
+    """That of the forward of the first `lengths` tokens of a sequence, in attention pairs."""
+    return cost.linear_over_pair * lengths + whole_pairs(cost, lengths)
+
+
+def _tokens_within(time: Float64Array, cost: CostModel) -> Int64Array:
+    """How many tokens of a sequence take no longer than `time`, the opposite of `_time`: rounded down, so that parts
+    stay within ChunkSize."""
+    ratio = cost.linear_over_pair
+    if cost.shape.sights == FULL:  # ratio * t + t^2
+        return np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
+    low, high = np.zeros(time.shape, np.int64), np.full(time.shape, 1 << 31, np.int64)  # low takes no longer, high does
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        fits = _time(middle, cost) <= time
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    return low
 
 
 def count_part_targets(

@@ -12,6 +12,7 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import Chunks, read_chunks
+from chunkplan.planfile.manifest import sights_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 
 
@@ -31,7 +32,7 @@ def plan_chunks(plan: Plan) -> PlanChunks:
     """
     rows = plan.chunks()
     _check_numbers(rows, plan)
-    table = read_chunks(rows)
+    table = read_chunks(rows, sights_of(plan.manifest))
     _check_order(rows, table, plan)
     return PlanChunks(table, chunk_frame(rows, table))
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ExchangeTimes, Float64Array, chunk_times
+from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.reduction import reduction_ns
+from chunkplan.cost.shape import Sight
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
@@ -32,6 +33,9 @@ _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 
 #: Tokens and attention_pairs of the micro-batches that the sequences of a step make, in their order; both [m].
 MicroBatches = tuple[Int64Array, Float64Array]
+
+#: They are made of the lengths of a step's sequences, and of what the model's attention sees.
+MakesMicroBatches = Callable[[Int64Array, Sequence[Sight]], MicroBatches]
 
 #: A rank that no micro-batch is left for runs an empty one.
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
@@ -108,26 +112,25 @@ def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout)
     return replace(row, lost=float(sample.weights @ lost) / sample.tokens_per_step)
 
 
-def _one(num_tokens: Int64Array) -> MicroBatches:
-    return num_tokens, num_tokens.astype(np.float64) ** 2
+def _one(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
+    return num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens, sights)
 
 
-def _padded(size: int) -> Callable[[Int64Array], MicroBatches]:
-    def pad(num_tokens: Int64Array) -> MicroBatches:
+def _padded(size: int) -> MakesMicroBatches:
+    def pad(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
         starts = np.arange(0, num_tokens.size, size)
         rows: Int64Array = np.diff(np.append(starts, num_tokens.size)).astype(np.int64)
         longest: Int64Array = np.maximum.reduceat(num_tokens, starts)
-        attention_pairs: Float64Array = rows.astype(np.float64) * longest.astype(np.float64) ** 2
-        return rows * longest, attention_pairs
+        return rows * longest, rows * attention_pairs_of(longest, 0 * longest, sights)
 
     return pad
 
 
-def _packed(capacity: int) -> Callable[[Int64Array], MicroBatches]:
-    def pack(num_tokens: Int64Array) -> MicroBatches:
+def _packed(capacity: int) -> MakesMicroBatches:
+    def pack(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
         kept = np.minimum(num_tokens, capacity)
         packing = pack_lengths(kept, capacity, "bfd", certify=False)
-        pairs: Float64Array = np.bincount(packing.bin_of, weights=kept.astype(np.float64) ** 2).astype(np.float64)
+        pairs = np.bincount(packing.bin_of, weights=attention_pairs_of(kept, 0 * kept, sights)).astype(np.float64)
         return np.bincount(packing.bin_of, weights=kept).astype(np.int64), pairs
 
     return pack
@@ -135,7 +138,7 @@ def _packed(capacity: int) -> Callable[[Int64Array], MicroBatches]:
 
 def _run(
     name: str,
-    make: Callable[[Int64Array], MicroBatches],
+    make: MakesMicroBatches,
     sample: Sample,
     options: TuneOptions,
     layout: GpuLayout,
@@ -143,7 +146,8 @@ def _run(
 ) -> Baseline:
     """Take the time and memory of a baseline: without activation checkpointing if that fits, else with."""
     edges = itertools.pairwise(sample.first_of_step)
-    steps = [make(sample.num_tokens[start:stop].astype(np.int64)) for start, stop in edges]
+    sights = options.shape.sights
+    steps = [make(sample.num_tokens[start:stop].astype(np.int64), sights) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)

@@ -168,8 +168,8 @@ def _worth_sharding(
 def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int]) -> list[Way]:
     """Return all that is tried with all Ks; layers of equal time only where they are not as even as they come."""
     shape, pp = options.shape, layout.pp
-    pairs_per_token = sample.attention_pairs_per_step / sample.tokens_per_step
     cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
+    pairs_per_token = sample.attention_pairs_per_step(cost) / sample.tokens_per_step
     layers = balance_layers(cost, pp, pairs_per_token)
     splits = [None] if layers == split_layers(shape.num_layers, pp) else [None, layers]
     return [
@@ -213,7 +213,7 @@ def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample
     needed = outcome.memory(cost)
     seconds = outcome.step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
-    flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step)
+    flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step(cost))
     return Choice(
         config=outcome.config,
         cost=cost,

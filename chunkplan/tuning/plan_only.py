@@ -10,9 +10,11 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """Say what the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
 
     The runtime shards optimizer states, or with them weights. On one data-parallel rank there is nothing to shard, and
-    "none" is run as "optimizer", which takes less than was predicted.
+    "none" is run as "optimizer", which takes less than was predicted. Whether it can run a type of models at all, its
+    own proof says (docs/models.md).
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
+    reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
     reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     if config.dp > 1 and cost.sharding == "gradients":
@@ -20,6 +22,14 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     if config.dp > 1 and cost.sharding == "weights":
         reasons += _of_sharded_weights(config)
     return " and ".join(reasons) or None
+
+
+def _of_states(config: PlanConfig, cost: CostModel) -> list[str]:
+    """Say what the runtime cannot run of a model whose layers keep a state from one part of a sequence to the next."""
+    reasons = ["shared sequences"] if config.cp != "off" and config.dp > 1 else []
+    reasons += ["activation checkpointing"] if cost.checkpointing == "full" else []
+    reasons += ["sharded weights"] if config.dp > 1 and cost.sharding == "weights" else []
+    return [f"{reason} of a recurrent model" for reason in reasons]
 
 
 def _of_sharded_weights(config: PlanConfig) -> list[str]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array, attention_pairs_of, work_ns
+from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.batches import batch_sizes, epoch_order
 
@@ -47,10 +47,9 @@ class Sample:
         """Tokens of a step, on average over all steps."""
         return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64), self.first_of_step[:-1]))
 
-    @property
-    def attention_pairs_per_step(self) -> float:
-        """Attention pairs of a step, on average over all steps: squared lengths, see `attention_pairs_of`."""
-        return float(self.weights @ np.add.reduceat(self.num_tokens.astype(np.float64) ** 2, self.first_of_step[:-1]))
+    def attention_pairs_per_step(self, cost: CostModel) -> float:
+        """Attention pairs of a step, on average over all steps, see `attention_pairs_of`."""
+        return float(self.weights @ np.add.reduceat(whole_pairs(cost, self.num_tokens), self.first_of_step[:-1]))
 
     @property
     def first_of_step(self) -> Int64Array:
@@ -71,7 +70,7 @@ def sample_steps(
     sizes = batch_sizes(order.size, config)
     first = np.cumsum(sizes) - sizes
     tokens = num_tokens[order[: sizes.sum()]]
-    work = np.add.reduceat(work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)).astype(np.float64), first)
+    work = np.add.reduceat(work_ns(cost, tokens, whole_pairs(cost, tokens)).astype(np.float64), first)
     steps, weights = _stratify(work, num_strata)
     classes = []
     heaviest = np.argsort(-work, kind="stable")[:num_heaviest]

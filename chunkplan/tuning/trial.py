@@ -125,7 +125,7 @@ def _moments(
 
 
 def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
-    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers))
+    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)
 
 
 def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:

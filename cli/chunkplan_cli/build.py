@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +80,11 @@ def build(
             _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
             settings = plan_config(values)
-            if "sharding" in machine and (plan_only := why_plan_only(settings, cost)):
+            if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
+                settings = replace(settings, cp="off")
+                note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
+            is_asked = "sharding" in machine or cost.shape.is_recurrent
+            if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
             plans = build_plans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
+from tests.support.published_models import QWEN3_NEXT
 
 #: A model with few positions.
 CONFIG = SMALL_MODEL | {"max_position_embeddings": 4096}
@@ -146,3 +148,30 @@ def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, comma
     unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ()), "--json")
     assert unnamed.returncode == 0, unnamed.stderr
     assert '"positions": null' in unnamed.stdout and "tokens that" not in unnamed.stderr
+
+
+def recurrent(folder: Path) -> Path:
+    """The config of a small model whose layers keep states, but for one in four."""
+    config = copy.deepcopy(QWEN3_NEXT) | {"hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 300}
+    (folder / "recurrent.json").write_text(json.dumps(config))
+    return folder / "recurrent.json"
+
+
+def test_ranks_share_no_sequences_of_a_model_that_keeps_a_state_unless_they_are_to(data: Path) -> None:
+    words = ("--chunk-size", "512", "--k", "1", "--dp", "2", "--model-config", str(recurrent(data)))
+    _, messages = built(data, *words)
+    assert "ranks share no sequences: layers of qwen3_next 0.4B keep a state" in " ".join(messages.split())
+    assert "plan only" not in messages
+    manifest = json.loads(next(data.rglob("plan/manifest.json")).read_text())
+    assert "cp" not in manifest["config"]  # off
+    _, messages = built(data, *words, "--cp", "auto")
+    assert "plan only: the runtime cannot run shared sequences of a recurrent model yet" in " ".join(messages.split())
+
+
+def test_the_memory_of_layers_that_differ_is_found_in_the_plan_too(data: Path) -> None:
+    """States and keys, of one stage and of two."""
+    for pp in ("2", "1"):
+        words = ("--chunk-size", "512", "--k", "1", "--pp", pp, "--model-config", str(recurrent(data)))
+        document, _ = built(data, *words)
+        assert document["memory"] == json.loads(run(data, "inspect", "--json").stdout)["memory"]
+    assert document["memory"]["memory"]["kv"] > document["memory"]["memory"]["kv_gradients"] > 0

@@ -29,7 +29,7 @@ from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 
-SHAPE = replace(QWEN2_5_7B, num_layers=8)
+SHAPE = QWEN2_5_7B.first(8)
 BASE = load_hardware("h100")
 #: Unlike the base in everything that can be measured.
 TRUE = replace(
@@ -53,7 +53,7 @@ def synthetic(precision: Precision, noise: float, seed: int = 0, slower_backward
         chunk = ChunkTime(
             segments=probe.segments, prefix_tokens=probe.prefix_tokens, forward_kv_ns=1, train_ns=1, spread=0.01
         )
-        times = durations(np.array([chunk.num_tokens]), np.array([chunk.attention_pairs]), rates, (8,))[:, 0, 0]
+        times = durations(np.array([chunk.num_tokens]), np.array([chunk.attention_pairs()]), rates, (8,))[:, 0, 0]
         forward, backward, forward_kv = (times[OPS.index(op)] for op in ("forward", "backward", "forward_kv"))
         off = 1 + noise * random.standard_normal(2)
         train = (forward + slower_backward * backward) * off[1]

@@ -17,6 +17,7 @@ from chunkplan.layers import split_layers
 
 GIB = 1 << 30
 A100 = load_hardware("a100")
+[LAYER] = QWEN2_5_7B.kinds
 
 
 def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
@@ -81,7 +82,7 @@ def test_parts_of_a_stage_are_summed_and_the_largest_counts_for_what_is_retained
     uneven = memory_of(cost, pp=2, layers=(5, 4, 6, 4, 4, 5))
     assert uneven[0].weights == stages[0].weights
     assert uneven[0].activations - stages[0].activations == pytest.approx(
-        8192 * activation_bytes_per_token(cost), abs=2
+        8192 * activation_bytes_per_token(cost, LAYER), abs=2
     )
 
 
@@ -102,7 +103,7 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
         cost = CostModel(checkpointing=checkpointing)
         [less], [more] = (memory_of(cost, retained_tokens=[tokens]) for tokens in (8192, 16384))
         slope[checkpointing] = (more.activations - less.activations) / 8192 / 28
-        assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost), rel=1e-6)
+        assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost, LAYER), rel=1e-6)
         assert more.total - less.total == more.activations - less.activations
     assert slope["none"] == 2 * (4 + 4) * 3584 + 2 * (2 * 3584 + 2 * 512) + 4 * 28 + 4 * 2 * 18944
     assert slope["full"] == 2 * 3584
@@ -111,7 +112,9 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
 def test_checkpointing_needs_room_for_one_layer_of_a_chunk() -> None:
     none, full = CostModel(), CostModel(checkpointing="full")
     [without], [with_it] = (memory_of(cost, retained_tokens=[0]) for cost in (none, full))
-    assert with_it.activations - without.activations == pytest.approx(8192 * activation_bytes_per_token(none), abs=2)
+    assert with_it.activations - without.activations == pytest.approx(
+        8192 * activation_bytes_per_token(none, LAYER), abs=2
+    )
 
 
 def test_keys_and_values_of_a_token_of_qwen2_5_7b_take_56_kib_and_their_gradients_twice_that() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from chunkplan.operations import OPS
 
 PROFILES = ("a100", "h100", "h200")
 LAYER_FLOPS = 2 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
-MIXTURE = replace(QWEN2_5_7B, name="mixture", all_mlp_width=8 * 18944, experts_per_token=1)
+[_DENSE] = QWEN2_5_7B.kinds
+MIXTURE = replace(QWEN2_5_7B, name="mixture", kinds=(replace(_DENSE, all_mlp_width=8 * 18944, experts_per_token=1),))
 
 
 def profile_text(name: str = "h100") -> str:
@@ -252,7 +253,7 @@ def test_a_manifest_whose_model_cannot_be_is_damaged() -> None:
     for other in (None, [], "h100", 3):
         with pytest.raises(DataError, match="`cost_model` is"):
             CostModel.from_dict(other, where="manifest.json")
-    unknown = asdict(CostModel())
+    unknown: Any = CostModel().to_dict()
     unknown["shape"]["num_heads"] = 3
     with pytest.raises(DataError, match="`num_heads` is unknown"):
         CostModel.from_dict(unknown, where="manifest.json")

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan import PlanConfig, build, validate
+from chunkplan.config.plan import Split
 from chunkplan.cost.durations import durations, link_times
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
+from chunkplan.planfile.chunks import read_chunks
+from chunkplan.planfile.manifest import sights_of
+from chunkplan.planning.chunks import time_chunks
+from chunkplan.simulation import simulate_plan
 from tests.support.planned_steps import first_step, save
+from tests.support.published_models import MODELS
 
 #: What a chunk costs beside its tokens, forward and backward, in microseconds.
 COST = CostModel()
@@ -41,6 +48,27 @@ def test_costs_grow_with_the_prefix_and_recompute(tmp_path: Path) -> None:
         OPS.index("forward_kv")
     ].tolist()
     assert again == pytest.approx(layers[0] / 1e3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "Llama-4-Scout", "Qwen3-Next-80B-A3B", "Mamba-Codestral-7B"])
+@pytest.mark.parametrize("split", ["full", "cost"])
+def test_costs_of_chunks_are_those_of_the_model_in_the_manifest(name: str, split: Split, tmp_path: Path) -> None:
+    """Whatever its layers see: those that are written are those that a reader works out."""
+    cost = CostModel(shape=shape_of_config(MODELS[name].config, ""))
+    lengths = np.random.default_rng(0).integers(1, 60_000, 40).astype(np.int32)
+    config = PlanConfig(chunk_size=8192, k=2, global_batch=20, dp=2, cp="off", pp=2, split=split)
+    plan = build(save(tmp_path, lengths), tmp_path / "plan", config, cost=cost)
+    assert validate(plan.path).ok
+    chunks = read_chunks(plan.chunks(), sights_of(plan.manifest))
+    written = chunks.cost.copy()
+    _, cost_ns, _ = time_chunks(chunks, plan.config, plan.cost)
+    assert written.tolist() == (cost_ns / 1e3).astype(np.float32).tolist()
+    assert chunks.attention_pairs.sum() <= (lengths.astype(float) ** 2).sum()
+    for step in plan.iter_steps():
+        simulated = simulate_plan(plan, step.step)
+        assert simulated.makespan == pytest.approx(step.predicted_us, rel=1e-6)
+    if split == "cost" and name == "Mamba-Codestral-7B":
+        assert chunks.group_size.max() == -(-int(lengths.max()) // 8192)  # parts of one length take as long
 
 
 def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:

@@ -98,6 +98,6 @@ def test_ranks_that_share_a_sequence_hold_its_keys_and_values_together(tmp_path:
     memory = plan_report(plan).memory
     assert memory is not None
     shape = plan.cost.shape
-    kept = memory.memory.kv / (2 * shape.kv_width * shape.num_layers * plan.cost.num_bytes)
+    kept = memory.memory.kv / (shape.total(lambda layer: layer.cached_width) * plan.cost.num_bytes)
     assert kept == pytest.approx(held.max())
     assert plan_report(plan).summary.peak_retained_tokens <= 2000

@@ -15,6 +15,7 @@ import pytest
 import chunkplan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.schedule.families import SCHEDULES
@@ -26,7 +27,8 @@ from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
 from tests.support.places import ROOT
-from tests.support.tuning_cases import GIB, options_with
+from tests.support.published_models import MODELS
+from tests.support.tuning_cases import GIB, long_tail, options_with
 
 # sampling
 
@@ -244,11 +246,53 @@ def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
 @pytest.mark.parametrize(("gpu_memory", "checkpointing"), [(400, "none"), (53, "full")])
 def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memory: int, checkpointing: str) -> None:
     """With little memory as well: the runtime recomputes layers where the plan's times say so."""
-    mixture = replace(QWEN2_5_7B, name="mixture", num_layers=2, all_mlp_width=4 * 18944, experts_per_token=1)
+    experts = replace(QWEN2_5_7B.kinds[0], all_mlp_width=4 * 18944, experts_per_token=1)
+    mixture = replace(QWEN2_5_7B.first(2), name="mixture", kinds=(experts,))
     found = tune(lengths, options_with(shape=mixture, tp=1, pp=1, gpu_memory=gpu_memory * GIB, schedules=None))
     assert found.recommended is not None
     assert found.recommended.plan_only is None
     assert {choice.cost.checkpointing for choice in found.choices if choice.fits} >= {checkpointing}
+
+
+def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
+    """For a published model on four ranks, with a sequence as long as they come."""
+    np.save(folder / "lengths.npy", long_tail(3000, longest=262_144))
+    options = options_with(
+        shape=shape_of_config(MODELS[name].config, ""),
+        dp=4,
+        tp=1,
+        pp=1,
+        schedules=None,
+        gpu_memory=140 * GIB,
+        chunk_sizes=(2048, 8192),
+        cp=cp,
+    )
+    return tune(folder / "lengths.npy", options)
+
+
+def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everything(tmp_path: Path) -> None:
+    """Two models of 7B, of which the keys of the one fill the memory and not those of the other."""
+    quadratic, recurrent = (
+        tuned_on_four(name, tmp_path, "off").recommended for name in ("OLMo-2-7B", "OLMo-Hybrid-7B")
+    )
+    assert quadratic is not None
+    assert recurrent is not None
+    assert quadratic.config.chunk_size == recurrent.config.chunk_size
+    assert quadratic.config.k < recurrent.config.k
+    assert quadratic.step_ns > 1.2 * recurrent.step_ns
+
+
+def test_a_recurrent_model_is_recommended_what_the_runtime_can_run_of_it(tmp_path: Path) -> None:
+    """It cannot pass states between ranks, nor recompute layers that keep one, nor shard their weights."""
+    found = tuned_on_four("OLMo-Hybrid-7B", tmp_path, "auto")
+    assert (found.chosen.config.cp, found.chosen.plan_only) == ("auto", "shared sequences of a recurrent model")
+    assert found.recommended is not None
+    assert found.recommended.config.cp == "off"
+    others = {choice.plan_only for choice in found.choices if choice.cost.checkpointing == "full"}
+    assert others
+    assert all("activation checkpointing of a recurrent model" in str(why) for why in others)
+    sharded = replace(found.recommended.cost, sharding="weights")
+    assert why_plan_only(found.recommended.config, sharded) is not None
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:

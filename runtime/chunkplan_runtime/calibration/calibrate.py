@@ -101,7 +101,7 @@ def calibrate(
     calibration = fit(
         measured.chunks,
         rates,
-        shape=replace(shape, num_layers=num_layers),
+        shape=shape.first(num_layers),
         precision=precision,
         base=base,
         name=calibrated_name(options.name, rates.device),

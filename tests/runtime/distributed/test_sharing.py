@@ -67,7 +67,7 @@ def made(
         write_analysis(folder / "analysis", random_sequences(lengths, seed=3))
         settings = {"chunk_size": 8, "k": 2, "dp": 4, "cp": "auto", "global_batch": len(lengths), **plan}
         with given_blocks(blocks):
-            cost = CostModel(shape=replace(QWEN2_5_7B, num_kv_heads=8))
+            cost = CostModel(shape=replace(QWEN2_5_7B, kinds=(replace(QWEN2_5_7B.kinds[0], num_kv_heads=8),)))
             built = build(folder / "analysis", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
         assert validate(built.path).ok
         found = {chunk for chunks in next(built.iter_steps()).chunks.values() for chunk in chunks if chunk.cp_size > 1}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     for name, changes in PLANS.items():
         settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, "cp": "off", **changes}
         build(folder / "analysis", folder / name, PlanConfig(**settings))
-    of_three_layers = CostModel(shape=replace(QWEN2_5_7B, num_layers=3))
+    of_three_layers = CostModel(shape=QWEN2_5_7B.first(3))
     layers = {"pp": 2, "stage_layers": (1, 2)}
     uneven = PlanConfig(chunk_size=8, k=2, global_batch=4, epochs=6, holdout=2, dp=2, cp="off", **layers)
     build(folder / "analysis", folder / "uneven", uneven, cost=of_three_layers)

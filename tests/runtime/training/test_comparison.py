@@ -130,11 +130,11 @@ def test_times_of_adapters_and_of_models_that_are_not_known_are_not_to_be_had(ma
     model = ("--model", tmp_path / "whole" / "final", "--lora-rank", 2)
     told = said("--plan", made / "plan", "--output", tmp_path / "adapted", "--max-steps", 1, *model)
     assert "predicts  no times: the plan's times are for all weights trained; this run has adapters\n" in told
-    (tmp_path / "olmo").mkdir()
-    (tmp_path / "olmo" / "config.json").write_text(json.dumps(tiny_config("olmo2")))
-    arguments = [*options(made, tmp_path / "other", "--max-steps", 1), "--model-config", tmp_path / "olmo"]
+    (tmp_path / "gemma").mkdir()
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps(tiny_config("gemma")))
+    arguments = [*options(made, tmp_path / "other", "--max-steps", 1), "--model-config", tmp_path / "gemma"]
     told = said(*arguments)
-    assert "times are for qwen2 0.0B; this run has a model of type olmo2, whose times are not known\n" in told
+    assert "times are for qwen2 0.0B; this run has a model of type gemma, whose times are not known\n" in told
     assert lines(tmp_path / "other" / "metrics.jsonl")[0]["mfu"] > 0, "of what its own model computes"
 
 

@@ -1,0 +1,105 @@
+"""A model's shape as entries of JSON, in a manifest and in the document of a tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from chunkplan.cost.entries import from_entries
+from chunkplan.cost.shape import Layer, ModelShape, plain_layer
+from chunkplan.domains import FLAG, TEXT, Domain, Expected, find_mismatch, or_null, whole
+from chunkplan.errors import DataError
+
+_COUNT = whole(0, 10**18)
+_MOST_LAYERS = 100_000
+_LAYER: dict[str, Expected] = {
+    field.name: {"int": _COUNT, "bool": FLAG}.get(str(field.type), or_null(whole(1, 10**18))) for field in fields(Layer)
+}
+_AROUND: dict[str, Domain] = {
+    "name": TEXT,
+    "num_layers": whole(1, _MOST_LAYERS),
+    "hidden_size": whole(1, 10**18),
+    "vocab_size": whole(1, 10**18),
+    "tied_embeddings": FLAG,
+    "max_positions": or_null(whole(1)),
+}
+_DIFFERING: dict[str, Expected] = {
+    **_AROUND,
+    "kinds": [_LAYER],
+    "order": Domain(
+        lambda value: isinstance(value, list) and all(type(place) is int for place in value), "a list of whole numbers"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlainShape:
+    """The entries of a shape whose layers are all alike, and each one of `plain_layer`."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    query_width: int
+    kv_width: int
+    mlp_width: int
+    all_mlp_width: int
+    vocab_size: int
+    experts_per_token: int
+    tied_embeddings: bool
+    max_positions: int | None
+
+
+#: What `plain_layer` is told of a layer.
+_OF_LAYER = ("num_query_heads", "num_kv_heads", "query_width", "mlp_width", "all_mlp_width", "experts_per_token")
+
+
+def entries_of_shape(shape: ModelShape) -> Mapping[str, Any]:
+    """The entries from which `shape_of_entries` makes the same shape.
+
+    Of layers that are alike, as `plain_layer` makes them, they have the widths; of others `kinds` and `order`.
+    """
+    around = {name: getattr(shape, name) for name in _AROUND}
+    if len(shape.kinds) == 1:
+        [kind] = shape.kinds
+        widths = {name: getattr(kind, name) for name in _OF_LAYER} | {"kv_width": kind.key_width}
+        if kind == plain_layer(shape.hidden_size, **widths):
+            values = around | widths
+            return {field.name: values[field.name] for field in fields(_PlainShape)}
+    return {**around, "kinds": [asdict(kind) for kind in shape.kinds], "order": list(shape.order)}
+
+
+def shape_of_entries(values: Any, *, where: str, hint: str) -> ModelShape:
+    """The shape that `entries_of_shape` wrote.
+
+    Raises:
+        DataError: an entry is missing, unknown, or not what it should be.
+    """
+    if isinstance(values, Mapping) and "kinds" in values:
+        return _of_differing(values, where, hint)
+    tests = {"experts_per_token": whole(), "max_positions": or_null(whole(1)), "num_layers": _AROUND["num_layers"]}
+    plain = from_entries(_PlainShape, values, path="shape", where=where, hint=hint, **tests)
+    widths = {name: getattr(plain, name) for name in (*_OF_LAYER, "kv_width")}
+    return ModelShape(
+        **{name: getattr(plain, name) for name in _AROUND if name != "num_layers"},
+        kinds=(plain_layer(plain.hidden_size, **widths),),
+        order=(0,) * plain.num_layers,
+    )
+
+
+def _of_differing(values: Mapping[str, Any], where: str, hint: str) -> ModelShape:
+    found = find_mismatch(values, _DIFFERING, "shape")
+    unknown = sorted(set(values) - set(_DIFFERING))
+    unknown += sorted({name for kind in values["kinds"] for name in kind} - set(_LAYER)) if not found else []
+    order = values["order"] if not found else []
+    if not found and (len(order) != values["num_layers"] or set(order) != set(range(len(values["kinds"])))):
+        found = "`shape.order` has to have a place in `shape.kinds` for each of the layers, and all of them"
+    if found or unknown:
+        raise DataError(found or f"`{unknown[0]}` is unknown in `shape`", where=where, hint=hint)
+    return ModelShape(
+        **{name: values[name] for name in _AROUND if name != "num_layers"},
+        kinds=tuple(Layer(**kind) for kind in values["kinds"]),
+        order=tuple(order),
+    )
