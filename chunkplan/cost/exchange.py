@@ -40,11 +40,12 @@ def exchange_times(
     shape, hardware = cost.shape, cost.hardware
     tokens = num_tokens.astype(np.float64)
     by_pages = size // heads
-    widths = shape.mean(lambda layer: layer.query_width + layer.cached_width + layer.output_width) / cost.tp
+    widths = shape.mean(lambda layer: layer.query_width + layer.key_value_width + layer.output_width) / cost.tp
     sent = tokens / size * widths * cost.num_bytes * (heads - 1) / heads
     all_to_alls = np.where(heads > 1, 1e9 * sent / _link_bytes(cost, heads) + _ALL_TO_ALLS * hardware.link_ns, 0.0)
 
-    kept = shape.mean(lambda layer: layer.cached_width)
+    expanded = shape.mean(lambda layer: layer.key_value_width)
+    kept = np.where(heads > 1, expanded, shape.mean(lambda layer: layer.cached_width))  # not by heads
     fetched = (prefix_tokens + tokens) * kept / cost.tp / heads * (by_pages - 1) / by_pages  # elements
     if attention_pairs is None:
         attention_pairs = attention_pairs_of(num_tokens, prefix_tokens, shape.sights)

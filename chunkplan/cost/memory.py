@@ -117,7 +117,7 @@ def stage_memory(
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
             layer holds two blocks of ChunkSize, whatever the sequences. A layer with a window keeps all of them too,
-            and a recurrent one a state for each ChunkSize of them, which is not offloaded.
+            and a recurrent one a state for each ChunkSize of them, which is offloaded too on one stage only.
         shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
     """
@@ -143,7 +143,9 @@ def stage_memory(
         state_bytes = held / chunk_size * _state_bytes(cost, on_stage)
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
-        kv_elements = held * _kv_elements_per_token(cost, on_stage)
+            if pp == 1:
+                state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
+        kv_elements = held * _kv_elements_per_token(cost, on_stage, expanded=shared_by > 1)
         retained_bytes, input_bytes, _ = token_bytes(cost, own, chunk_size)
         working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
@@ -185,7 +187,7 @@ def exchange_bytes(
     """
     by_heads, by_pages = 0.0, 0.0
     if heads > 1:
-        widest = max(layer.query_width + layer.cached_width for layer in cost.shape.kinds)
+        widest = max(layer.query_width + layer.key_value_width for layer in cost.shape.kinds)
         by_heads = 2 * num_tokens * widest / cost.tp * cost.num_bytes
     if pages > 1:
         first, following = page_tokens
@@ -214,9 +216,9 @@ def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int], chunk_siz
     return np.array([token_bytes(cost, split[stage::pp], chunk_size) for stage in range(pp)])
 
 
-def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
-    """Of the keys and values of some layers, on one GPU."""
-    return sum(count * layer.cached_width for layer, count in layers) / cost.tp
+def _kv_elements_per_token(cost: CostModel, layers: Layers, *, expanded: bool = False) -> float:
+    """What pages keep of some layers, on one GPU; with `expanded` never latents, as where ranks share heads."""
+    return sum(count * (layer.key_value_width if expanded else layer.cached_width) for layer, count in layers) / cost.tp
 
 
 def _state_bytes(cost: CostModel, layers: Layers) -> float:
@@ -241,4 +243,6 @@ def _working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     whole = (
         activation_bytes_per_token(replace(cost, checkpointing="none"), layer) if cost.checkpointing == "full" else 0
     )
-    return (gradients + gathered) * cost.num_bytes + whole
+    # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
+    made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
+    return (gradients + gathered) * cost.num_bytes + made + whole

@@ -32,7 +32,7 @@ class Layer:
     """One layer. Widths count elements of a token, and what a layer does not have is 0.
 
     Attention: `query_width`, `key_width`, `value_width` and `output_width` over all heads; `latent_width` is what
-    multi-head latent attention could keep of a token in place of keys and values. `window` and `window_restarts` say
+    multi-head latent attention has of a token in place of keys and values. `window` and `window_restarts` say
     what a query sees, see `Sight`.
 
     A recurrent layer (linear attention, state space, convolution) has states of `state_elements` for a sequence, and
@@ -66,9 +66,19 @@ class Layer:
     is_gated: bool = True
 
     @property
-    def cached_width(self) -> int:
-        """What the pages of the runtime keep of a token: keys and values of all heads, of latent attention too."""
+    def key_value_width(self) -> int:
+        """Keys and values of a token, of all heads."""
         return self.key_width + self.value_width
+
+    @property
+    def cached_width(self) -> int:
+        """What the pages of the runtime keep of a token: latents where these take half as much as keys and values."""
+        return self.latent_width if 0 < 2 * self.latent_width <= self.key_value_width else self.key_value_width
+
+    @property
+    def expanded_width(self) -> int:
+        """Keys and values that are made of latents, for one ChunkSize at a time."""
+        return self.key_value_width if self.cached_width < self.key_value_width else 0
 
     @property
     def attention_width(self) -> float:

@@ -27,7 +27,6 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
 def _of_states(config: PlanConfig, cost: CostModel) -> list[str]:
     """Say what the runtime cannot run of a model whose layers keep a state from one part of a sequence to the next."""
     reasons = ["shared sequences"] if config.cp != "off" and config.dp > 1 else []
-    reasons += ["activation checkpointing"] if cost.checkpointing == "full" else []
     reasons += ["sharded weights"] if config.dp > 1 and cost.sharding == "weights" else []
     return [f"{reason} of a recurrent model" for reason in reasons]
 

@@ -104,7 +104,8 @@ def test_layers_are_of_the_kinds_that_the_config_says() -> None:
     assert [deepseek.kinds[place].experts_per_token for place in deepseek.order] == [0] * 3 + [8] * 58
     [latent, _] = deepseek.kinds
     assert (latent.key_width, latent.value_width, latent.latent_width) == (128 * 192, 128 * 128, 576)
-    assert latent.cached_width == latent.key_width + latent.value_width
+    assert latent.cached_width == latent.latent_width == 576
+    assert latent.expanded_width == latent.key_width + latent.value_width
     scout = SHAPES["Llama-4-Scout"]
     assert [scout.kinds[place].window for place in scout.order] == [8192, 8192, 8192, None] * 12
     assert scout.kinds[0].window_restarts
@@ -331,7 +332,7 @@ def test_a_recurrent_layer_keeps_a_state_for_each_chunk_size_and_no_keys() -> No
         [memory] = memory_of(states, 1, chunk_size=chunk_size)
         assert (memory.kv, memory.kv_gradients) == (65536 / chunk_size * state, 0)
         [offloaded] = memory_of(replace(states, kv_offload=True), 1, chunk_size=chunk_size)
-        assert offloaded.kv == memory.kv
+        assert offloaded.kv == 2 * state
         *_, of_token = token_bytes(states, states.shape.split([64]), chunk_size)
         assert of_token == state / chunk_size
     assert states.offload_chunk_size == 1

@@ -283,14 +283,14 @@ def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everyt
 
 
 def test_a_recurrent_model_is_recommended_what_the_runtime_can_run_of_it(tmp_path: Path) -> None:
-    """It cannot pass states between ranks, nor recompute layers that keep one, nor shard their weights."""
+    """It cannot pass states between ranks, nor shard the weights of layers that keep one; it recomputes them."""
     found = tuned_on_four("OLMo-Hybrid-7B", tmp_path, "auto")
     assert (found.chosen.config.cp, found.chosen.plan_only) == ("auto", "shared sequences of a recurrent model")
     assert found.recommended is not None
     assert found.recommended.config.cp == "off"
     others = {choice.plan_only for choice in found.choices if choice.cost.checkpointing == "full"}
     assert others
-    assert all("activation checkpointing of a recurrent model" in str(why) for why in others)
+    assert others <= {None, "shared sequences of a recurrent model"}
     sharded = replace(found.recommended.cost, sharding="weights")
     assert why_plan_only(found.recommended.config, sharded) is not None
 

@@ -13,6 +13,9 @@ from chunkplan_runtime.models.model import CausalLM
 #: Stands for every linear layer but the head.
 ALL_LINEAR = "all-linear"
 
+#: Models of whose mixers peft takes no adapter of the projection behind the scan, which kernels have in one with it.
+_WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
@@ -45,6 +48,15 @@ def _is(name: str, value: float, expected: str, example: str) -> UsageError:
     return UsageError(f"the {name} of the adapters is {value}, expected {expected}", hint=f"for example {example}")
 
 
+def _not_linear(model: CausalLM) -> list[str] | None:
+    """Names of linear layers that are more than that, such as routers, and those that peft refuses beside Mamba."""
+    linear = {name: type(each) for name, each in model.model.named_modules() if isinstance(each, torch.nn.Linear)}
+    more = {name.rpartition(".")[2] for name, kind in linear.items() if kind is not torch.nn.Linear}
+    if model.config.model_type in _WITH_MAMBA:
+        more.add("out_proj")
+    return sorted(more) or None
+
+
 def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
     """The model with adapters, in the dtype of its weights, which are frozen.
 
@@ -61,6 +73,7 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
         lora_dropout=options.dropout,
         target_modules=ALL_LINEAR if options.targets == (ALL_LINEAR,) else list(options.targets),
+        exclude_modules=_not_linear(model) if options.targets == (ALL_LINEAR,) else None,
     )
     torch.manual_seed(options.seed)
     try:

@@ -9,7 +9,7 @@ chunking does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import local
 from typing import Any
@@ -38,6 +38,11 @@ def evaluate_in_float64(model: nn.Module) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = forward
+
+
+def as_now() -> Callable[[], AbstractContextManager[object]]:
+    """What makes blocks later compute as is done here and now: for what a checkpoint runs again in a backward."""
+    return _Float64 if getattr(_here, "is_on", False) else nullcontext
 
 
 def _in_float64(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

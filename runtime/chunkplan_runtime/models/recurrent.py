@@ -31,6 +31,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.parts import decoder_of, layers_of
+from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.selective_scan import begin_scan_with
 from chunkplan_runtime.spans import Span
 
@@ -222,12 +223,15 @@ def _checkpointed(forward: Callable[..., Any], index: int, current: Current, *gi
     if not torch.is_grad_enabled() or cache is None:
         return forward(*given, **how)
 
+    computing = as_now()
+
     def run(*given: Any, **how: Any) -> Any:
         before = current.context, current.cache
         current.context, current.cache = context, cache
         cache.rewind(index)
         try:
-            return forward(*given, **how)
+            with computing():
+                return forward(*given, **how)
         finally:
             current.context, current.cache = before
             begin_scan_with(None)
