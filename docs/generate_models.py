@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.text_part import checked_text_config
-from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
+from chunkplan_runtime.proof.prove import TOLERANCE, prove
 
 #: What default configs leave out, or have at a value at which nothing happens; as published models have it.
 MORE: dict[str, dict[str, Any]] = {
@@ -60,17 +60,22 @@ REASONS = {
     "position_bias": "attention with a bias by position",
     "without a chunk": _OWN,
     "'chunkplan'": _OWN,
-    "'Mask' object is not subscriptable": "sparse attention, whose keys an indexer chooses by the whole mask",
+    "'Mask' object has no attribute 'dtype'": "it chooses keys by the whole mask, as sparse attention does",
     "'Mask'": _OWN,
     "is_causal=False": "tokens see those that come after them",
     "a second time": "a state that its modules keep, and not transformers' cache",
     "no list of layers": "no decoder of layers",
-    "input_ids": "its later stages need the tokens too",
-    "values to unpack": "its layers hand more on than hidden states",
-    "is invalid for input of size": "its layers hand several streams of hidden states on",
     "Unrecognized configuration class": "transformers has no causal language model for its text part",
     "Class validation error": "transformers itself refuses its default config",
     "set of layer types": "transformers itself refuses its default config",
+}
+
+#: The same of two stages.
+STAGE_REASONS = {
+    "input_ids": "its later stages need the tokens too",
+    "values to unpack": "its layers hand more on than hidden states",
+    "is invalid for input of size": "its layers hand several streams of hidden states on",
+    "KeyError": "its later stages need what earlier layers made",
 }
 
 INTRODUCTION = """\
@@ -112,12 +117,15 @@ def verdict(model_type: str, num_stages: int) -> Verdict:
         proof = prove(checked_text_config(whole, "config"), num_stages=num_stages)
     except UsageError as error:
         return Verdict("not proved", error.message)
-    except UnprovedError as error:
-        why = next((reason for word, reason in REASONS.items() if word in str(error)), str(error))
-        return Verdict("not proved", why)
-    except Exception as error:  # a default config that transformers itself refuses
-        return Verdict("not proved", str(error).splitlines()[0])
+    except Exception as error:  # an UnprovedError, or a default config that transformers itself refuses
+        return Verdict("not proved", why_not(str(error), num_stages))
     return Verdict("exact") if proof.holds else Verdict(f"off by {proof.error:.0e}", f"`{proof.where}`")
+
+
+def why_not(error: str, num_stages: int) -> str:
+    """A reason in words, or the first line of what was found."""
+    reasons = REASONS if num_stages == 1 else STAGE_REASONS | REASONS
+    return next((reason for word, reason in reasons.items() if word in error), error.splitlines()[0])
 
 
 def row(model_type: str) -> tuple[Verdict, Verdict]:
