@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.mamba import modeling_mamba
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.context import Current
@@ -51,6 +52,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "minimax": {},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
 }
+
+if not hasattr(modeling_mamba, "mamba_selective_scan"):  # an older transformers, where a proof refuses it
+    del MODELS["jamba"]
+
+#: Those without experts.
+DENSE = ("llama", "gemma4_text", "mamba2", "lfm2")
 
 
 class Case(NamedTuple):
@@ -155,5 +162,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
 @given(case=CASES)
 @settings(max_examples=8)
 def test_any_step_is_exact(model_type: str, case: Case) -> None:
+    # Stages are threads here, and adapters of experts use a cache that all threads of a process have in common.
+    assume(not (case.lora and case.pp == 2) or model_type in DENSE)
     with tempfile.TemporaryDirectory() as folder:
         assert run_case(model_type, case, Path(folder)) <= TOLERANCE
