@@ -46,13 +46,16 @@ class Limits(NamedTuple):
 
     `forwards` int64 [pp, n]: the most forwards before each backward in order; `forward_first` bool [pp]: of a forward
     and a backward that can start at the same time, which one does; `memory` int64 [pp]: the most tokens retained;
-    `idle` int64 [pp]: the most time without work, before it is given up.
+    `idle` int64 [pp]: the most time without work, before it is given up; `tails` int64 [pp, 2 n]: how long it takes
+    from the start of each forward, and of each backward with its recompute, to the end of all, at least; [pp, 0] for
+    stages that do not look ahead.
     """
 
     forwards: Int64Array
     forward_first: BoolArray
     memory: Int64Array
     idle: Int64Array
+    tails: Int64Array
 
 
 @compiled
@@ -61,10 +64,11 @@ def list_schedule(
 ) -> int:
     """Fill `actions` and say when all is done; -1 where a stage idles more than it may (`actions` is then half filled).
 
-    What can start first is done first. A chunk that kept nothing is recomputed directly before its backward, so that it
-    is done when the gradient arrives. Weight halves, unless `overrun` is `WHOLE`, fill what would be waiting: one
-    starts where it delays the next forward or backward, as far as that one is known, by at most `overrun` per cent of
-    its own time, and wherever room is needed. Groups have no more holders than they keep.
+    What can start first is done first; with tails, of a forward and a backward what lets both tails end sooner. A chunk
+    that kept nothing is recomputed directly before its backward, so that it is done when the gradient arrives. Weight
+    halves, unless `overrun` is `WHOLE`, fill what would be waiting: one starts where it delays the next forward or
+    backward, as far as that one is known, by at most `overrun` per cent of its own time, and wherever room is needed.
+    Groups have no more holders than they keep.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
     n, pp = chunks.num_tokens.size, limits.memory.size
@@ -93,7 +97,8 @@ def list_schedule(
             if forwarded[stage] < n and forwarded[stage] < limits.forwards[stage, backwarded[stage]]:
                 chunk = forwards[forwarded[stage]]
                 ready = forward_ready[stage, chunk] if num_tokens[chunk] <= room or not keeps[chunk] else -1
-                if ready >= 0 and max(now, ready) < start[stage] + limits.forward_first[stage]:
+                starts = max(now, ready), start[stage]
+                if ready >= 0 and _is_first(limits, times, keeps, stage, chunk, backwards[backwarded[stage]], starts):
                     start[stage], kind[stage] = max(now, ready), _FORWARD
             if start[stage] > now and weighted[stage] < backwarded[stage] and overrun != WHOLE:
                 place = _next_weight(is_weighted[stage], weighted[stage], backwards, head, must_release)
@@ -104,10 +109,9 @@ def list_schedule(
         stage = _soonest(start, kind)
         if start[stage] == _NEVER:
             return int(np.max(clock))
-        idle[stage] += start[stage] - clock[stage]
+        idle[stage], clock[stage] = idle[stage] + start[stage] - clock[stage], start[stage]
         if idle[stage] > limits.idle[stage]:
             return -1
-        clock[stage] = start[stage]
         if kind[stage] == _FORWARD:
             chunk = forwards[forwarded[stage]]
             op = FORWARD if keeps[chunk] else FORWARD_KV
@@ -135,6 +139,31 @@ def list_schedule(
         elif kind[stage] == _BACKWARD and stage > 0:
             backward_ready[stage - 1, chunk] = clock[stage] + link[chunk]
         changed = range(max(stage - 1, 0), min(stage + 2, pp))
+
+
+@compiled
+def _is_first(
+    limits: Limits,
+    times: ChunkTimes,
+    keeps: BoolArray,
+    stage: int,
+    forward: int,
+    backward: int,
+    starts: tuple[int, int],
+) -> bool:
+    """Whether a stage forwards the chunk `forward` before it backwards `backward`; `starts`: when each could start."""
+    forward_start, backward_start = starts
+    is_sooner = forward_start < backward_start + limits.forward_first[stage]
+    if backward_start == _NEVER or limits.tails.size == 0:
+        return bool(is_sooner)
+    forward_tail, backward_tail = limits.tails[stage, forward], limits.tails[stage, keeps.size + backward]
+    forward_end = forward_start + times.durations[FORWARD if keeps[forward] else FORWARD_KV, stage, forward]
+    backward_end = backward_start + times.durations[BACKWARD, stage, backward]
+    if not keeps[backward]:
+        backward_end += times.durations[RECOMPUTE, stage, backward]
+    end = max(forward_start + forward_tail, max(forward_end, backward_start) + backward_tail)
+    other_end = max(backward_start + backward_tail, max(backward_end, forward_start) + forward_tail)
+    return bool(end < other_end or (end == other_end and is_sooner))
 
 
 @compiled

@@ -16,11 +16,14 @@ from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.orders import Order, least_forwards, limit_forwards, most_forwards, units_by_work
 
 #: Late acceptance compares with the answer of so many tries before.
-_HISTORY = 50
+HISTORY = 50
 
 
-class _Answer(NamedTuple):
-    """`ahead` int64 [pp]: how many more forwards a stage may do than its backwards need; `forward_first` bool [pp]."""
+class Answer(NamedTuple):
+    """What `list_schedule` makes a schedule of.
+
+    `ahead` int64 [pp]: how many more forwards a stage may do than its backwards need; `forward_first` bool [pp].
+    """
 
     order: Order
     ahead: Int64Array
@@ -44,29 +47,35 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
     )
-    limits = Limits(np.empty((pp, n), np.int64), np.zeros(pp, np.bool_), np.full(pp, memory), np.empty(pp, np.int64))
+    limits = Limits(
+        np.empty((pp, n), np.int64),
+        np.zeros(pp, np.bool_),
+        np.full(pp, memory),
+        np.empty(pp, np.int64),
+        np.empty((pp, 0), np.int64),
+    )
 
     best = int(np.iinfo(np.int64).max)
-    answer = _Answer(units_by_work(chunks, times, 0), np.full(pp, n), np.zeros(pp, np.bool_))
+    answer = Answer(units_by_work(chunks, times, 0), np.full(pp, n), np.zeros(pp, np.bool_))
     num_tried = 0
     for direction in (0, 1, -1):
         for warm_ups in (1, 2, n):
             for forward_first in (False, True):
                 ahead = np.minimum(warm_ups * np.arange(pp, 0, -1) - 1, n)
-                new = _Answer(units_by_work(chunks, times, direction), ahead, np.full(pp, forward_first))
+                new = Answer(units_by_work(chunks, times, direction), ahead, np.full(pp, forward_first))
                 end = _evaluate(chunks, times, new, best - 1, jobs, limits, trial)
                 num_tried += 1
                 if end >= 0:
                     best, answer = end, new
                     actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
 
-    now, history = best, np.full(_HISTORY, best)
+    now, history = best, np.full(HISTORY, best)
     state = 1
     while best > bound and num_tried * actions.ops.size < effort:
-        turn = num_tried % _HISTORY
+        turn = num_tried % HISTORY
         order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
-        new = _Answer(order, answer.ahead.copy(), answer.forward_first.copy())
-        state = _change(chunks.group_id, new, state)
+        new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
+        state = change(chunks.group_id, new, state)
         end = _evaluate(chunks, times, new, max(now, history[turn]), jobs, limits, trial)
         num_tried += 1
         if end >= 0:
@@ -82,7 +91,7 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,
-    answer: _Answer,
+    answer: Answer,
     most_end: int,
     jobs: Jobs,
     limits: Limits,
@@ -100,7 +109,7 @@ def _evaluate(
 
 
 @compiled
-def _change(group_id: Int32Array, answer: _Answer, state: int) -> int:
+def change(group_id: Int32Array, answer: Answer, state: int) -> int:
     """Change one thing in `answer`, at random; the state of the random numbers after that."""
     n, pp = group_id.size, answer.ahead.size
     forwards, backwards = answer.order.forwards, answer.order.backwards

@@ -48,6 +48,7 @@ def zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) ->
         np.zeros(pp, np.bool_),
         np.full(pp, memory),
         np.full(pp, np.iinfo(np.int64).max),
+        np.empty((pp, 0), np.int64),
     )
     for direction in (0, 1, -1):
         order = units_by_work(chunks, times, direction)
