@@ -269,14 +269,15 @@ def compare_schedules(
 ) -> list[Simulation]:
     """The same chunks on the same stages under each of `schedules`, of which `simulation` may be one.
 
-    `virtual_stages` is for "interleaved" and `memory_tokens` for "search"; the others take no notice.
+    `virtual_stages` is for "interleaved" and `memory_tokens` for "search" and "auto"; the others take no notice.
 
     Raises:
         UsageError: see `reschedule`; or nothing in `schedules` takes an argument that is given.
     """
-    options = {"interleaved": ("virtual_stages", virtual_stages), "search": ("memory_tokens", memory_tokens)}
+    memory = ("memory_tokens", memory_tokens)
+    options = {"interleaved": ("virtual_stages", virtual_stages), "search": memory, "auto": memory}
     for taker, (name, value) in options.items():
-        if value is not None and taker not in schedules:
+        if value is not None and all(options.get(schedule, ("",))[0] != name for schedule in schedules):
             raise UsageError(
                 f"{name.replace('_', '-')} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}"
             )
@@ -284,8 +285,7 @@ def compare_schedules(
     for schedule in schedules:
         name, value = options.get(schedule, ("", None))
         is_same = schedule == simulation.schedule and value is None
-        given = {name: value} if value is not None else {}
-        compared.append(simulation if is_same else reschedule(simulation, schedule, **given))
+        compared.append(simulation if is_same else reschedule(simulation, schedule, **given(**{name: value})))
     return compared
 
 

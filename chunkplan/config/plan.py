@@ -32,7 +32,7 @@ Part = Literal["train", "eval"]
 MAX_WEIGHT = 1_000_000
 
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
-SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search")
+SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search", "auto")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
 #: Schedules that take the chunks of all ranks in one order, so that ranks that share some of them meet in one order.
@@ -82,7 +82,7 @@ class PlanConfig(Options):
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         one_of(*SCHEDULES),
-        "Order on a pipeline: 1f1b, interleaved, zero-bubble, or search (slow).",
+        "Order on a pipeline: 1f1b, interleaved, zero-bubble, auto, or search (slow).",
         group=_ORDER,
         depends=lambda config: "algorithm2" if config.pp == 1 else "1f1b",
         default_words="1f1b",

@@ -74,7 +74,7 @@ def plan_block(
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
-    scheduled = schedule_block(block, chunked, config)
+    scheduled = schedule_block(block, chunked, config, is_cancelled)
     return predict_block(block, dataset, config, cost, chunked, scheduled)
 
 
@@ -122,10 +122,13 @@ def chunk_block(
     return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns)
 
 
-def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) -> Scheduled:
+def schedule_block(
+    block: StepBlock, chunked: ChunkedBlock, config: PlanConfig, is_cancelled: Callable[[], bool] = lambda: False
+) -> Scheduled:
     """Order: what the stages of all ranks of a block do with their chunks, one action after another.
 
     Raises:
+        CancelledError: `is_cancelled()` was true while there was still much to do.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
 
@@ -134,7 +137,7 @@ def schedule_block(block: StepBlock, chunked: ChunkedBlock, config: PlanConfig) 
         return f"step {block.first_step + step}, rank {rank}"
 
     return schedule_ranks(
-        chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place, config.dp
+        chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place, config.dp, is_cancelled
     )
 
 

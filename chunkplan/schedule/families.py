@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "inter
 _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
     "zero-bubble": lambda chunks, times, pp, memory_tokens: (_zero_bubble(chunks, times, pp), 0),
     "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
+    "auto": lambda chunks, times, pp, memory_tokens: (_auto(chunks, times, pp, memory_tokens), 0),
 }
 
 #: All by name.
@@ -54,23 +56,29 @@ def schedule_ranks(
     memory_tokens: int | None,
     place: Callable[[int], str],
     dp: int = 1,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Scheduled:
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
 
     Args:
         schedule: one of `SCHEDULES`.
-        memory_tokens: what a stage may retain; only "search" makes use of it, others are refused where they do not fit.
+        memory_tokens: what a stage may retain; "search" and "auto" make use of it, others are refused where they do
+            not fit.
         place: names a rank, for errors.
         dp: ranks of a step, where they may share chunks.
+        is_cancelled: asked before each rank, where ranks are searched one by one.
 
     Raises:
+        CancelledError: `is_cancelled()` was true while there was still a rank to search.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     if schedule in _TEMPLATES:
         lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
-        actions, ends, retained, lower_bound = _one_by_one(schedule, chunks, times, pp, memory_tokens, place)
+        actions, ends, retained, lower_bound = _one_by_one(
+            schedule, chunks, times, pp, memory_tokens, place, is_cancelled
+        )
     if np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
@@ -87,10 +95,13 @@ def _one_by_one(
     pp: int,
     memory_tokens: int | None,
     place: Callable[[int], str],
+    is_cancelled: Callable[[], bool],
 ) -> tuple[Actions, Int64Array, Int64Array, Int64Array]:
     """Actions, ends, peaks of retained tokens, and lower bounds, see `Scheduled`."""
     found, ends, retained, lower_bound = [], [], [], np.zeros(chunks.rank_chunks.size - 1, np.int64)
     for rank in range(lower_bound.size):
+        if is_cancelled():
+            raise CancelledError
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
         try:
             actions, lower_bound[rank] = _SEARCHES[schedule](rank_chunks, rank_times, pp, memory_tokens)
@@ -107,6 +118,16 @@ def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
 
     actions = empty_actions(chunks.keeps_activations, pp, pp, True)
     zero_bubble(chunks, times, pp, actions)
+    return actions
+
+
+def _auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> Actions:
+    from chunkplan.schedule.auto import AS_TEMPLATE, auto
+    from chunkplan.schedule.search import refuse_too_little
+
+    refuse_too_little(chunks, memory_tokens)
+    actions = empty_actions(chunks.keeps_activations, pp, pp, False)
+    auto(chunks, times, pp, AS_TEMPLATE if memory_tokens is None else memory_tokens, actions)
     return actions
 
 

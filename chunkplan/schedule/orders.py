@@ -84,6 +84,22 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
 
 
 @compiled
+def most_forwards_by_kv(chunks: Chunks, order: Order, kv: Int64Array, limit: int) -> Int64Array:
+    """How many forwards may be done before each backward in order, int64 [n], so that keys and values of no more than
+    `limit` tokens are held; `kv`: the `kv_tokens` of `chunks`. Below `least_forwards` where that cannot be."""
+    n = order.forwards.size
+    held = np.zeros(n + 1, np.int64)  # by the first so many forwards
+    for index, chunk in enumerate(order.forwards):
+        held[index + 1] = held[index] + kv[0, chunk]
+    most = np.empty(n, np.int64)
+    released = np.int64(0)
+    for index, chunk in enumerate(order.backwards):
+        most[index] = np.searchsorted(held, limit + released, side="right") - 1
+        released += kv[1, chunk]
+    return most
+
+
+@compiled
 def limit_forwards(least: Int64Array, most: Int64Array, ahead: int) -> Int64Array:
     """The most forwards before each backward in order, int64 [n], `ahead` of what the backwards need by themselves."""
     limit: Int64Array = np.minimum(np.maximum(np.arange(least.size) + 1, least) + ahead, most)

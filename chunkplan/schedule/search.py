@@ -56,14 +56,8 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     Raises:
         UsageError: no schedule fits `memory_tokens`.
     """
-    least = int(least_memory(chunks))
-    memory = int(chunks.num_tokens.sum()) if memory_tokens is None else memory_tokens
-    if memory < least:
-        raise UsageError(
-            f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory:,}",
-            hint=f"--memory-tokens {least} is the least; a smaller --k or --chunk-size holds less",
-        )
-    memory = max(memory, 1)
+    refuse_too_little(chunks, memory_tokens)
+    memory = max(int(chunks.num_tokens.sum()) if memory_tokens is None else memory_tokens, 1)
     actions, template = (empty_actions(chunks.keeps_activations, pp, pp, False) for _ in range(2))
     is_small = chunks.keeps_activations.size * pp <= _PAIRS
     makespan = int(local_search(chunks, times, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
@@ -75,3 +69,17 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     if is_small and makespan - lower_bound > _GAP * lower_bound:
         return Found(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
     return Found(actions, makespan, lower_bound)
+
+
+def refuse_too_little(chunks: Chunks, memory_tokens: int | None) -> None:
+    """Refuse memory that no order of these chunks fits.
+
+    Raises:
+        UsageError: a stage has to hold activations of more tokens than `memory_tokens` at once.
+    """
+    least = int(least_memory(chunks))
+    if memory_tokens is not None and memory_tokens < least:
+        raise UsageError(
+            f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory_tokens:,}",
+            hint=f"--memory-tokens {least} is the least; a smaller --k or --chunk-size holds less",
+        )

@@ -93,7 +93,7 @@ def test_whole_sequences_come_longest_first_and_unpacked() -> None:
 
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
-PIPELINES = [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1), ("search", 1)]
+PIPELINES = [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1), ("search", 1), ("auto", 1)]
 
 
 @given(LENGTHS, st.integers(300, 2000), st.integers(1, 4), st.integers(2, 5), st.sampled_from(PIPELINES), st.booleans())
