@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,
@@ -204,7 +206,7 @@ class CausalLM:
         if self.is_recurrent:
             checkpoint_segments(self.model, self.current)
             return
-        arguments = {"use_reentrant": False}
+        arguments = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_now()())}
         if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
         else:

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
@@ -177,7 +177,13 @@ def run_segments(
 
     Raises:
         DataError: a part has one token and is not the last one.
+        UsageError: transformers' own activation checkpointing is on, which leaves states out.
     """
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
+        raise UsageError(
+            f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
+            hint="leave gradient_checkpointing out, or train with `python -m chunkplan_runtime.train --checkpointing`",
+        )
     kind: Any = type(decoder_of(model))
     new_cache = cache_class(kind)
     hidden: list[Tensor] = []

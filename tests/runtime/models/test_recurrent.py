@@ -170,6 +170,15 @@ def test_without_the_gradients_of_states_it_would_not_be_exact(
     assert compare_plan(plan, analysis, model("mamba2")).max_relative_error > 1e-3
 
 
+def test_checkpoints_of_transformers_are_refused(model: Any, handmade_plan: Any, random_sequences: Any) -> None:
+    """They run a layer without its cache, so that its states would be left out without a word."""
+    plan, analysis = handmade_plan([(ids % 64, target) for ids, target in random_sequences([9])], [{0: [[(0, 0, 9)]]}])
+    made = model("qwen3_next")
+    made.model.gradient_checkpointing_enable()
+    with pytest.raises(UsageError, match="activation checkpointing of a qwen3_next model leaves out its states"):
+        compare_plan(plan, analysis, made)
+
+
 def test_what_cannot_be_done_with_states_is_refused_by_name(model: Any, tmp_path: Any) -> None:
     assert not is_recurrent(AutoConfig.for_model("llama"))
     with pytest.raises(UsageError, match="--reshard of a mamba2 model"):
