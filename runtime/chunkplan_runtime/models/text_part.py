@@ -31,7 +31,7 @@ def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -
     text = config.get_text_config(decoder=True)
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if classes.get(config.model_type) != classes.get(text.model_type):  # a class of its own, which ties by its own flag
-        text.tie_word_embeddings = config.tie_word_embeddings
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     check_config(text, where, router_loss=router_loss)
     return text
 
