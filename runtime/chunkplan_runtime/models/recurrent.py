@@ -101,11 +101,12 @@ class StateCache(DynamicCache):
             if tensor is not None
         }
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer, with which a scan that follows begins (`selective_scan`)."""
-        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        begin_scan_with(state)
-        return state
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *given: Any, **how: Any) -> Tensor:
+        """See `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
+        layer: Any = self.layers[layer_idx]
+        begin_scan_with(layer.recurrent_states.get(0))
+        full: Tensor = super().update_conv_state(conv_states, layer_idx, *given, **how)
+        return full
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """The sum of keys times values of a layer of MiniMax."""

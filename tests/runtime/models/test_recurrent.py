@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.mamba import modeling_mamba
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
@@ -42,10 +41,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "minimax": {},  # lightning attention, in a cache of its own
     "llama4_text": {},  # no state, but a scale by the number of tokens before, and attention in tiles
 }
-
-
-if not hasattr(modeling_mamba, "mamba_selective_scan"):  # an older transformers, where a proof refuses it
-    del RECURRENT["jamba"]
 
 
 @pytest.fixture

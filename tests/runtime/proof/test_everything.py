@@ -17,7 +17,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.models.mamba import modeling_mamba
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.context import Current
@@ -53,8 +52,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
 }
 
-if not hasattr(modeling_mamba, "mamba_selective_scan"):  # an older transformers, where a proof refuses it
-    del MODELS["jamba"]
 
 #: Those without experts.
 DENSE = ("llama", "gemma4_text", "mamba2", "lfm2")

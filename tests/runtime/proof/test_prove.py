@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.mamba import modeling_mamba
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
@@ -49,10 +48,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "stablelm": {},  # layers that pass nothing on to attention
     "starcoder2": {},
 }
-
-
-if not hasattr(modeling_mamba, "mamba_selective_scan"):  # an older transformers, where it is refused as off
-    del EXACT["mamba"]
 
 
 @pytest.fixture(autouse=True)
