@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -64,13 +65,12 @@ class StateCache(DynamicCache):
 
     def __init__(self, config: Any, begun: dict[Name, Tensor], start: int) -> None:
         DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
-        self.layers = [
-            _StateLayer(layer.number_of_states) if isinstance(layer, LinearAttentionCacheLayerMixin) else layer
-            for layer in self.layers
-        ]
         self.linear_cache: list[Tensor] = []
         self._sums: dict[Name, Tensor] = {}
-        self._begun, self._start = begun, start
+        self._start = start
+        self._begun: defaultdict[int, dict[Name, Tensor]] = defaultdict(dict)  # by layer
+        for name, tensor in begun.items():
+            self._begun[name[0]][name] = tensor
         for index in range(len(self.layers)):
             self.rewind(index)
 
@@ -80,11 +80,11 @@ class StateCache(DynamicCache):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             self.layers[index] = layer = _StateLayer(layer.number_of_states)
         self._sums.pop((index, _SUM, 0), None)
-        for name, tensor in self._begun.items():
-            of, kind, number = name
-            if of == index and kind == _SUM:
+        for name, tensor in self._begun[index].items():
+            _, kind, number = name
+            if kind == _SUM:
                 self._sums[name] = tensor
-            elif of == index:
+            else:
                 getattr(layer, kind)[number] = tensor
                 getattr(layer, f"is_{kind}_initialized")[number] = True
                 layer.has_previous_state[number] = True
