@@ -138,14 +138,14 @@ def stage_memory(
         pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
         exchanged = max(
             exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
-            for by_heads in {1, shared_by}
+            for by_heads in ({1} if shape.keeps_latents else {1, shared_by})
         )
         state_bytes = held / chunk_size * _state_bytes(cost, on_stage)
         if cost.kv_offload:
             held = min(held, _OFFLOAD_BLOCKS * chunk_size)
             if pp == 1:
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
-        kv_elements = held * _kv_elements_per_token(cost, on_stage, expanded=shared_by > 1)
+        kv_elements = held * _kv_elements_per_token(cost, on_stage)
         retained_bytes, input_bytes, _ = token_bytes(cost, own, chunk_size)
         working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
@@ -216,9 +216,9 @@ def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int], chunk_siz
     return np.array([token_bytes(cost, split[stage::pp], chunk_size) for stage in range(pp)])
 
 
-def _kv_elements_per_token(cost: CostModel, layers: Layers, *, expanded: bool = False) -> float:
-    """What pages keep of some layers, on one GPU; with `expanded` never latents, as where ranks share heads."""
-    return sum(count * (layer.key_value_width if expanded else layer.cached_width) for layer, count in layers) / cost.tp
+def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
+    """What pages keep of some layers, on one GPU."""
+    return sum(count * layer.cached_width for layer, count in layers) / cost.tp
 
 
 def _state_bytes(cost: CostModel, layers: Layers) -> float:

@@ -130,6 +130,11 @@ class ModelShape:
         """Whether states go from one part of a sequence to the next."""
         return any(kind.state_elements for kind in self.kinds)
 
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether pages keep latents, of which heads cannot be shared."""
+        return any(kind.expanded_width for kind in self.kinds)
+
     @cached_property
     def sights(self) -> tuple[Sight, ...]:
         """What attention sees, by its share of the attention there is; empty where no layer has any."""

@@ -23,8 +23,8 @@ MAX_DEPTH = 64
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
-def read_json(path: Path, *, hint: str) -> Any:
-    """The document in a file that anybody may have written.
+def read_json(path: Path, *, hint: str, infinity: bool = False) -> Any:
+    """The document in a file that anybody may have written; with `infinity` that may be one of its numbers.
 
     Raises:
         DataError: it is larger than `MAX_BYTES`, not UTF-8, not JSON (NaN, infinity and 1e999 are not), has a key twice
@@ -35,7 +35,7 @@ def read_json(path: Path, *, hint: str) -> Any:
     try:
         document = json.loads(
             path.read_text(encoding="utf-8"),
-            parse_constant=_refuse_constant,
+            parse_constant=_infinity if infinity else _refuse_constant,
             parse_float=_finite,
             parse_int=_short,
             object_pairs_hook=_distinct,
@@ -50,6 +50,10 @@ def read_json(path: Path, *, hint: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is none of its numbers")
+
+
+def _infinity(name: str) -> float:
+    return _refuse_constant(name) if name == "NaN" else float(name)
 
 
 def _finite(text: str) -> float:

@@ -67,7 +67,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no such folder, or it has no manifest.
         DataError: it is a link out of the folder, is not JSON (see `json_file.read_json`), is of the other kind, was
-            written by a newer or too old a schema, or lacks an entry.
+            written by a newer or too old a schema, lacks an entry, or was replaced while it was read.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -77,7 +77,10 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         command = "chunkplan analyze" if kind == "analysis" else "chunkplan build"
         raise UsageError(what, hint=f"`{command}` writes one; give its folder")
     refuse_outside(path, folder)
-    manifest = read_json(path, hint=_HINT)
+    try:
+        manifest = read_json(path, hint=_HINT)
+    except FileNotFoundError as error:
+        raise DataError("the folder was replaced while it was read", where=str(path), hint="try again") from error
     if not isinstance(manifest, dict) or manifest.get("kind") not in ("analysis", "plan"):
         raise DataError("not the manifest of an analysis or a plan", where=str(path), hint=_HINT)
     if manifest["kind"] != kind:

@@ -127,8 +127,8 @@ def _shared_times(
 
 
 def head_degrees(size: int, cost: CostModel) -> list[int]:
-    """How many of `size` ranks can share the key and value heads among them."""
-    heads = cost.shape.num_kv_heads // cost.tp
+    """How many of `size` ranks can share the key and value heads among them: one, where latents are kept instead."""
+    heads = 1 if cost.shape.keeps_latents else cost.shape.num_kv_heads // cost.tp
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
 
 

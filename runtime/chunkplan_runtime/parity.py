@@ -21,12 +21,14 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.attention.kernel import AUTO
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.checks import MODEL_TYPES, max_positions
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
 from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, train_whole
@@ -123,11 +125,13 @@ def parity(
     if model_config is None:
         config = small_config(max_positions=max(lengths))
     else:
-        config = read_config(model_config)
-        check_exact(config, str(model_config))
+        config = read_config(model_config, router_loss=True)
+        scope = router_loss_scope(config, None, str(model_config))
+        check_exact(config, str(model_config), router_loss=scope != NO_ROUTER_LOSS)
         proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))
+        config.output_router_logits = False  # the load-balancing loss is in the proof
     with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
         (Path(folder) / "analysis").mkdir()
         analysis = write_random_analysis(Path(folder) / "analysis", lengths, config.vocab_size, seed)

@@ -19,6 +19,7 @@ from chunkplan.cost.model_config import KNOWN_TYPES, shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape, Sight, kinds_and_order
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.layers import split_layers
+from chunkplan.planning.sharing import head_degrees
 from tests.support.published_models import MODELS, QWEN3_NEXT, of_type
 
 SHAPES = {name: shape_of_config(copy.deepcopy(each.config), name) for name, each in MODELS.items()}
@@ -90,6 +91,15 @@ def test_what_transformers_writes_of_a_config_is_the_same_model(name: str) -> No
 
 def windows_of(shape: ModelShape) -> list[int | None]:
     return [shape.kinds[place].window for place in shape.order]
+
+
+def test_ranks_share_latents_by_pages_only() -> None:
+    """By heads they would expand them, which takes 71 times as much."""
+    assert head_degrees(8, CostModel(shape=SHAPES["DeepSeek-V3"])) == [1]
+    assert head_degrees(8, CostModel(shape=SHAPES["Phi-3-mini"])) == [1, 2, 4, 8]
+    deepseek = CostModel(shape=SHAPES["DeepSeek-V3"])
+    alone, shared = (memory_of(deepseek, 1, chunk_size=8192, shared_by=by)[0] for by in (1, 8))
+    assert (alone.kv, alone.kv_gradients) == (shared.kv, shared.kv_gradients)
 
 
 def test_layers_are_of_the_kinds_that_the_config_says() -> None:

@@ -20,6 +20,9 @@ PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 #: What depends on the machine: times, and what is left of digits by another order of sums.
 NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
 
+#: What only a slow machine prints.
+SLOW = r"\w+: [\d.]+ of [\d.]+ .* left$|compiling the planner's loops: "
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -42,7 +45,7 @@ def commands() -> Iterator[tuple[str, str]]:
 def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     """Its exit code, and what it prints on both streams, one text as on a terminal; in this process.
 
-    Left out is the line of progress that a slow machine prints every few seconds.
+    Left out are the line of progress that a slow machine prints every few seconds, and that on what takes so long.
     """
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
@@ -56,7 +59,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
                 main()
             code = int(end.value.code or 0)
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    return code, "".join(f"{line}\n" for line in lines if not re.match(r"\w+: [\d.]+ of [\d.]+ .* left$", line))
+    return code, "".join(f"{line}\n" for line in lines if not re.match(SLOW, line))
 
 
 def test_the_commands_print_what_is_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

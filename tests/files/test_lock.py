@@ -23,6 +23,7 @@ from chunkplan.files.folder import replace_folder
 from chunkplan.files.lock import hold
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
+from chunkplan.planfile import manifest
 from tests.support.process_checks import begin, in_group, left_behind, wait_until
 
 CONFIG = PlanConfig(chunk_size=64, k=1, global_batch=8)
@@ -229,3 +230,12 @@ def test_who_reads_an_analysis_that_is_replaced_gets_the_old_the_new_or_an_error
             stop.set()
         reader.result()
     assert whole <= set(found) <= whole | {"error"}
+
+
+def test_a_manifest_that_vanishes_between_two_looks_at_it_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    analyze(write_records(tmp_path / "data.jsonl", 5), tmp_path / "analysis")
+    monkeypatch.setattr(manifest, "refuse_outside", lambda path, folder: path.unlink())
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        load_analysis(tmp_path / "analysis")

@@ -45,7 +45,7 @@ def losses_and_gradient(
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
         block_losses = _cross_entropy(head, block, targets)  # [rows]
         torch.autograd.backward(block_losses.sum() * scale)
-        losses[rows] = block_losses.detach()
+        losses[rows] = block_losses.detach().to(losses.dtype)  # some heads give float32 whatever their weights are
         assert block.grad is not None
         gradient[rows] = block.grad
     return losses, gradient

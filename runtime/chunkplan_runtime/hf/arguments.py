@@ -183,7 +183,8 @@ def base_model(model: Any, router_loss: str | None = None) -> Any:
     check_config(base.config, where, router_loss=True)
     scope = router_loss_scope(base.config, router_loss, where)
     check_exact(base.config, where, router_loss=scope != NO_ROUTER_LOSS)
-    if base.get_output_embeddings() is None or base.get_decoder() is base:
+    has_head = base.get_decoder() is not base or hasattr(base, "lm_head")  # Llama 4 takes itself for its decoder
+    if base.get_output_embeddings() is None or not has_head:
         raise UsageError("no head that predicts tokens", where=where, hint="load it with AutoModelForCausalLM")
     devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})
     if len(devices) > 1:

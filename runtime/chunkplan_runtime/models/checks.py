@@ -80,6 +80,17 @@ def is_bidirectional(config: Any) -> bool:
     return not getattr(config, "is_causal", True) or looks_ahead
 
 
+def with_infinities(document: Any) -> Any:
+    """A document in which transformers wrote infinity as {"__float__": "Infinity"}, with the numbers themselves."""
+    if isinstance(document, list):
+        return [with_infinities(value) for value in document]
+    if not isinstance(document, dict):
+        return document
+    if list(document) == ["__float__"] and document["__float__"] in ("Infinity", "-Infinity"):
+        return float(document["__float__"])
+    return {name: with_infinities(value) for name, value in document.items()}
+
+
 def entry_of(config: Any, name: str, default: Any = None) -> Any:
     """What a config has under a name; the largest where its layers have different sizes."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +26,10 @@ from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows
+from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,
@@ -36,7 +38,7 @@ from chunkplan_runtime.models.recurrent import (
     run_segments,
 )
 from chunkplan_runtime.models.selective_scan import continue_scans
-from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, is_text_weight
+from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, forget_text_weights, is_text_weight
 
 #: What transformers raises for a config or a checkpoint that it cannot use.
 _REFUSALS = (
@@ -204,7 +206,7 @@ class CausalLM:
         if self.is_recurrent:
             checkpoint_segments(self.model, self.current)
             return
-        arguments = {"use_reentrant": False}
+        arguments = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_now()())}
         if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
         else:
@@ -221,7 +223,7 @@ def read_config(path: Path, *, router_loss: bool = False) -> Any:
     path = config_file(path)
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="give the config.json of a model, or its folder")
-    document = read_json(path, hint="give the config.json of a model")
+    document = with_infinities(read_json(path, hint="give the config.json of a model", infinity=True))
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
     check_known(document["model_type"], str(path))
@@ -309,6 +311,7 @@ def load_model(
             f"cannot load model {name!r}: {_first_line(error)}",
             hint="give a saved model whose weights are whole and belong to its config.json",
         ) from error
+    forget_text_weights(model)
     missing = sorted(report["missing_keys"])
     left_out = sorted(each for each in report["unexpected_keys"] if is_text_weight(each))
     if missing or left_out:

@@ -19,12 +19,12 @@ def whole_of(model: Any) -> Any:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal LM that makes hidden states of tokens."""
+    """The part of a causal LM that makes hidden states of tokens; of a model without a head the model itself."""
     whole = whole_of(model)
     for decoder in (whole.get_decoder(), whole.base_model):
         if decoder is not whole and isinstance(decoder, PreTrainedModel):
             return decoder
-    return next(child for child in whole.children() if isinstance(child, PreTrainedModel))
+    return next((child for child in whole.children() if isinstance(child, PreTrainedModel)), whole)
 
 
 def layers_of(model: Any) -> nn.ModuleList:

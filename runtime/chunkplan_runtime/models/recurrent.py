@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
@@ -64,13 +65,12 @@ class StateCache(DynamicCache):
 
     def __init__(self, config: Any, begun: dict[Name, Tensor], start: int) -> None:
         DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
-        self.layers = [
-            _StateLayer(layer.number_of_states) if isinstance(layer, LinearAttentionCacheLayerMixin) else layer
-            for layer in self.layers
-        ]
         self.linear_cache: list[Tensor] = []
         self._sums: dict[Name, Tensor] = {}
-        self._begun, self._start = begun, start
+        self._start = start
+        self._begun: defaultdict[int, dict[Name, Tensor]] = defaultdict(dict)  # by layer
+        for name, tensor in begun.items():
+            self._begun[name[0]][name] = tensor
         for index in range(len(self.layers)):
             self.rewind(index)
 
@@ -80,11 +80,11 @@ class StateCache(DynamicCache):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             self.layers[index] = layer = _StateLayer(layer.number_of_states)
         self._sums.pop((index, _SUM, 0), None)
-        for name, tensor in self._begun.items():
-            of, kind, number = name
-            if of == index and kind == _SUM:
+        for name, tensor in self._begun[index].items():
+            _, kind, number = name
+            if kind == _SUM:
                 self._sums[name] = tensor
-            elif of == index:
+            else:
                 getattr(layer, kind)[number] = tensor
                 getattr(layer, f"is_{kind}_initialized")[number] = True
                 layer.has_previous_state[number] = True
@@ -101,11 +101,12 @@ class StateCache(DynamicCache):
             if tensor is not None
         }
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer, with which a scan that follows begins (`selective_scan`)."""
-        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        begin_scan_with(state)
-        return state
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *given: Any, **how: Any) -> Tensor:
+        """See `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
+        layer: Any = self.layers[layer_idx]
+        begin_scan_with(layer.recurrent_states.get(0))
+        full: Tensor = super().update_conv_state(conv_states, layer_idx, *given, **how)
+        return full
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """The sum of keys times values of a layer of MiniMax."""
@@ -177,7 +178,13 @@ def run_segments(
 
     Raises:
         DataError: a part has one token and is not the last one.
+        UsageError: transformers' own activation checkpointing is on, which leaves states out.
     """
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
+        raise UsageError(
+            f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
+            hint="leave gradient_checkpointing out, or train with `python -m chunkplan_runtime.train --checkpointing`",
+        )
     kind: Any = type(decoder_of(model))
     new_cache = cache_class(kind)
     hidden: list[Tensor] = []

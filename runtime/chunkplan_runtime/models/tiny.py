@@ -107,7 +107,27 @@ _AT_MOST = {
 
 
 #: Numbers that are no sizes of weights and change nothing at any length: scalings, and what sizes are multiples of.
-_HARMLESS = ("query_pre_attn_scalar", "dim_model_base", "block_multiple_of", "seed", "ffn_round_up_to_multiple_of")
+_HARMLESS = (
+    "query_pre_attn_scalar",
+    "dim_model_base",
+    "block_multiple_of",
+    "seed",
+    "ffn_round_up_to_multiple_of",
+    "rope_theta",
+    "rope_local_base_freq",
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "low_freq_factor",
+    "high_freq_factor",
+    "initial_context_length",  # gpt-oss has it as original_max_position_embeddings too
+    "block_dim",  # LFM2 has it as hidden_size, and so the next two
+    "conv_dim",
+    "conv_dim_out",
+)
 
 #: Numbers up to this one are small enough for sequences of a proof to go beyond what they bound.
 _SMALL = 16

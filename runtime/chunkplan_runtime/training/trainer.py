@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> 
 def _essence(data: TrainingData) -> dict[str, Any]:
     """The model's config, without what says only where it came from."""
     origin = ("transformers_version", "_name_or_path", "dtype", "architectures")
-    return {f"model.{name}": value for name, value in data.model_config.to_dict().items() if name not in origin}
+    entries = json.loads(data.model_config.to_json_string(use_diff=False))  # in which infinity has a name
+    return {f"model.{name}": value for name, value in entries.items() if name not in origin}
 
 
 def _hash_of(plan: Plan | None) -> str | None:

@@ -116,8 +116,8 @@ def test_models_that_chunks_would_get_wrong_are_refused(made, tiny_config, new_t
         (new_model().model, "no head that predicts tokens"),
         (new_model(attention_dropout=0.1), "attention_dropout is 0.1"),
         (
-            AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8, num_hidden_layers=1)),
-            "'mamba' are off by",
+            AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", hidden_size=64, num_hidden_layers=1)),
+            "'diffllama' are off by",
         ),
         (new_model(vocab_size=50), "the model's vocabulary has 50"),
         (new_model(max_position_embeddings=16), "the model takes 16 positions"),

@@ -198,3 +198,9 @@ def test_models_made_from_one_config_do_not_share_it(config_file):
     assert second.config._attn_implementation == "chunkplan"
     with pytest.raises(UsageError, match="attention is 'sdpa'"):
         first.hidden_states(None, None)
+
+
+@pytest.mark.parametrize("written", ['{"__float__": "Infinity"}', "Infinity"])
+def test_infinity_is_read_as_transformers_and_as_publishers_write_it(tmp_path, written):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "mamba2", "time_step_limit": [0.0, {written}]}}')
+    assert read_config(tmp_path).time_step_limit == [0.0, float("inf")]

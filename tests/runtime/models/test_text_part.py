@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.models.checks import check_config
@@ -21,7 +21,8 @@ TYPES = ("gemma3", "qwen3_5", "llama4", "mistral3")
 
 
 def whole_model(model_type: str) -> Any:
-    document = AutoConfig.for_model(model_type, tie_word_embeddings=model_type == "gemma3").to_dict()
+    tied = {"tie_word_embeddings": False} if model_type in ("qwen3_5", "llama4") else {}
+    document = AutoConfig.for_model(model_type, **tied).to_dict()
     parts = {name: tiny_document(value) for name, value in document.items() if name.endswith("_config")}
     if "vision_config" in parts:
         parts["vision_config"] |= {"image_size": 28, "patch_size": 14, "num_position_embeddings": 16, "depth": 1}
@@ -42,6 +43,12 @@ def test_the_language_model_has_the_weights_that_it_has_in_the_whole(model_type:
     assert found and all(torch.equal(weight, expected[name]) for name, weight in found.items())
     head = (whole.language_model if model_type == "llama4" else whole).get_output_embeddings()
     assert torch.equal(model.model.get_output_embeddings().weight, head.weight)
+    model.model.save_pretrained(tmp_path / "text")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert again.config.model_type == config.model_type
+    assert all(
+        torch.equal(weight, other) for weight, other in zip(model.model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_weights_of_the_language_model_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:

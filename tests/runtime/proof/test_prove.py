@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.mamba import modeling_mamba
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
@@ -49,10 +48,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "stablelm": {},  # layers that pass nothing on to attention
     "starcoder2": {},
 }
-
-
-if not hasattr(modeling_mamba, "mamba_selective_scan"):  # an older transformers, where it is refused as off
-    del EXACT["mamba"]
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +140,14 @@ def test_what_is_large_still_in_a_small_model_is_not_taken_for_harmless() -> Non
     config.sees_at_most = 4096
     with pytest.raises(UnprovedError, match="what sees_at_most 4096 changes in long sequences is not known"):
         prove(config)
+
+
+def test_numbers_that_only_say_how_positions_are_rotated_are_known_however_they_are_written() -> None:
+    """Published configs have many of them as whole numbers."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000, "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    rope |= {"original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    assert prove(config_of("deepseek_v3", rope_parameters=rope)).holds
+    assert not unknown_numbers(tiny_document(config_of("gpt_oss", initial_context_length=4096).to_dict()))
 
 
 def test_every_kind_of_layer_is_in_a_small_model() -> None:

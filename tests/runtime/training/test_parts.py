@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.learning_rate import LR_SCHEDULES, learning_rate_factor
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer
+from chunkplan_runtime.training.trainer import _essence
 
 CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")
 
@@ -294,3 +297,11 @@ def flops(model, lengths, handmade_plan, random_sequences) -> float:
 def pairs(window, lengths) -> float:
     """How many keys queries see, where one sees half of itself."""
     return sum(min(place + 0.5, window or place + 1) for length in lengths for place in range(length))
+
+
+def test_what_a_checkpoint_says_of_a_model_is_json_also_where_a_config_has_infinity():
+    config = AutoConfig.for_model("mamba2", num_hidden_layers=1)
+    assert config.time_step_limit == (0.0, float("inf"))
+    said = _essence(SimpleNamespace(model_config=config))
+    assert json.loads(json.dumps(said, allow_nan=False)) == said
+    assert said["model.state_size"] == config.state_size
