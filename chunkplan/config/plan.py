@@ -32,11 +32,11 @@ Part = Literal["train", "eval"]
 MAX_WEIGHT = 1_000_000
 
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
-SCHEDULES = ("algorithm2", "1f1b", "interleaved", "zero-bubble", "search", "auto")
+SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
-#: Schedules that take the chunks of all ranks in one order, so that ranks that share some of them meet in one order.
-ORDERS_OF_GROUPS = ("algorithm2", "1f1b")
+#: Schedules in which ranks that share chunks meet in one order.
+ORDERS_OF_GROUPS = ("algorithm2", "1f1b", "auto")
 
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 
@@ -82,10 +82,10 @@ class PlanConfig(Options):
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         one_of(*SCHEDULES),
-        "Order on a pipeline: 1f1b, interleaved, zero-bubble, auto, or search (slow).",
+        "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, or search (slow).",
         group=_ORDER,
-        depends=lambda config: "algorithm2" if config.pp == 1 else "1f1b",
-        default_words="1f1b",
+        depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
+        default_words="auto",
     )
     virtual_stages: int = option(
         whole(1, MAX_VIRTUAL),
@@ -219,7 +219,7 @@ class PlanConfig(Options):
         if self.schedule not in ORDERS_OF_GROUPS:
             raise UsageError(
                 f"schedule {self.schedule} orders every rank by itself: groups of ranks would wait for each other",
-                hint="use schedule 1f1b with cp, or leave cp out",
+                hint="use schedule auto with cp, or leave cp out",
             )
         if self.dp == 1:
             object.__setattr__(self, "cp", "off")  # nobody to share with

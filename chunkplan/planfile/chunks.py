@@ -81,9 +81,15 @@ def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
 @compiled
 def chunks_of_rank(chunks: Chunks, rank: int) -> Chunks:
     """The view of one rank: the same table without the chunks of others; segments stay where they are."""
-    start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    return chunks_of_ranks(chunks, rank, rank + 1)
+
+
+@compiled
+def chunks_of_ranks(chunks: Chunks, first: int, last: int) -> Chunks:
+    """The same of the ranks [first, last)."""
+    start, stop = chunks.rank_chunks[first], chunks.rank_chunks[last]
     return Chunks(
-        rank_chunks=np.array([0, stop - start]),
+        rank_chunks=chunks.rank_chunks[first : last + 1] - start,
         group_id=chunks.group_id[start:stop],
         group_index=chunks.group_index[start:stop],
         group_size=chunks.group_size[start:stop],

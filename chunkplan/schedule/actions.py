@@ -77,7 +77,13 @@ def empty_actions(keeps: BoolArray, pp: int, num_model_stages: int, splits_backw
 @compiled
 def times_of_rank(chunks: Chunks, times: ChunkTimes, rank: int) -> ChunkTimes:
     """The times of the chunks that `chunks_of_rank` has of a rank."""
-    start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    return times_of_ranks(chunks, times, rank, rank + 1)
+
+
+@compiled
+def times_of_ranks(chunks: Chunks, times: ChunkTimes, first: int, last: int) -> ChunkTimes:
+    """The times of the chunks that `chunks_of_ranks` has of the ranks [first, last)."""
+    start, stop = chunks.rank_chunks[first], chunks.rank_chunks[last]
     return ChunkTimes(np.ascontiguousarray(times.durations[:, :, start:stop]), times.link[start:stop])
 
 

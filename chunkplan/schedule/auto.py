@@ -22,12 +22,13 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import Actions
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank
+from chunkplan.schedule.actions import Actions, times_of_rank
 from chunkplan.schedule.bounds import Jobs, jobs_of, least_memory
-from chunkplan.schedule.holdings import ACTIVATIONS, KV, START, kv_tokens, stage_holdings
+from chunkplan.schedule.holdings import KV, START, kv_tokens, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
-from chunkplan.schedule.local_search import HISTORY, Answer, change
+from chunkplan.schedule.local_search import HISTORY, Answer, change, draw
+from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.orders import (
     Order,
     least_forwards,
@@ -36,9 +37,8 @@ from chunkplan.schedule.orders import (
     most_forwards_by_kv,
     units_by_work,
 )
-from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 from chunkplan.schedule.tails import write_tails
+from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_template
 
 #: No more memory than state-aware 1F1B takes.
 AS_TEMPLATE = -1
@@ -51,50 +51,47 @@ _GAP = 200
 
 
 @compiled
-def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, actions: Actions) -> int:
-    """Write the fastest schedule found, with whole backwards, into `actions`, and say when it is done.
+def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough: int) -> tuple[Actions, int]:
+    """The fastest schedule found, with whole backwards, and when it is done.
 
-    `memory_tokens`: tokens whose activations a stage may retain, no fewer than `least_memory`; or `AS_TEMPLATE`. Keys
-    and values are held of no more tokens than in state-aware 1F1B and a unit's kept chunks: a group holds its own until
-    its last backward, whereas activations go chunk by chunk; and of as many more as it may retain more.
+    Args:
+        chunks: of one rank, or of all ranks of a step, some of which they share. Then groups of different ranks have
+            different numbers, and these ranks are scheduled together.
+        memory_tokens: tokens whose activations a stage may retain, no fewer than `least_memory`; or `AS_TEMPLATE`. Keys
+            and values are held of no more tokens than in state-aware 1F1B and a unit's kept chunks: a group holds its
+            own until its last backward, whereas activations go chunk by chunk; and of as many more as it may retain
+            more.
+        enough: what is done by then need not be done sooner.
     """
-    n = chunks.keeps_activations.size
-    kv = kv_tokens(chunks)
-    state_aware_1f1b(chunks, pp, actions)
-    held = stage_holdings(chunks, kv, actions, 0, 0, pp)  # the first stage runs furthest ahead, so it holds most
-    of_template, kv_limit = np.int64(0), np.int64(0)
-    for action in range(held.shape[0]):
-        of_template = max(of_template, held[action, START, ACTIVATIONS])
-        kv_limit = max(kv_limit, held[action, START, KV])
-    memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
-    kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
-    best = int(np.max(simulate(actions, times))) if of_template <= memory else int(np.iinfo(np.int64).max)
-
+    n, num_rows = chunks.keeps_activations.size, (chunks.rank_chunks.size - 1) * pp
+    if not n:
+        return follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)[0], 0
+    actions, memory, kv_limit, best = _as_template(chunks, times, pp, memory_tokens)
     jobs = jobs_of(chunks, times, pp)
-    bound = int(np.max(jobs.before + jobs.work + jobs.after))
-    for stage in range(pp):
-        busy = int(np.min(jobs.before[stage]) + np.sum(jobs.work[stage]) + np.min(jobs.after[stage]))
-        bound = max(bound, busy)
-    good = bound + bound // _GAP
+    work, after, bound = _rows(chunks, jobs, pp)
+    good = max(bound + bound // _GAP, enough)
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
     )
     limits = Limits(
         np.empty((pp, n), np.int64),
-        np.zeros(pp, np.bool_),
-        np.full(pp, memory),
-        np.empty(pp, np.int64),
+        np.zeros(num_rows, np.bool_),
+        np.full(num_rows, memory),
+        np.empty(num_rows, np.int64),
         np.empty((pp, 2 * n), np.int64),
     )
+    kv = kv_tokens(chunks)
     # One unit after the other always fits.
-    answer, now = Answer(units_by_work(chunks, times, 0), np.zeros(pp, np.int64), np.ones(pp, np.bool_)), best
+    answer = Answer(_orders(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
+    now = best
     num_tried = 0
     for direction in (0, -1, 1):
         for warm_ups in (n, 2):
             if best <= good:
-                return best
-            ahead = np.minimum(warm_ups * np.arange(pp, 0, -1) - 1, n)
-            new = Answer(units_by_work(chunks, times, direction), ahead, np.ones(pp, np.bool_))
+                return actions, best
+            ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
+            new = Answer(_orders(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
+            limits.idle[:] = now - 1 - work - after
             end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, limits, trial)
             num_tried += 1
             if end >= 0:
@@ -106,10 +103,10 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, actions
     state = 1
     while best > good and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
-        order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
-        new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
-        state = change(chunks.group_id, new, state)
-        end = _evaluate(chunks, times, jobs, kv, kv_limit, new, max(now, history[turn]), limits, trial)
+        most_end = max(now, history[turn])
+        new, state = _changed(chunks, answer, pp, state)
+        limits.idle[:] = most_end - work - after
+        end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, limits, trial)
         num_tried += 1
         if end >= 0:
             now, answer = end, new
@@ -117,7 +114,89 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, actions
                 best = end
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
         history[turn] = min(history[turn], now)
-    return best
+    return actions, best
+
+
+@compiled
+def order_bound(chunks: Chunks, times: ChunkTimes, pp: int) -> int:
+    """No order of the chunks with whole backwards is done before, whatever the memory."""
+    return _rows(chunks, jobs_of(chunks, times, pp), pp)[2]
+
+
+@compiled
+def _as_template(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int) -> tuple[Actions, int, int, int]:
+    """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when it is done.
+
+    That is later than anything where it holds too much.
+    """
+    num_ranks = chunks.rank_chunks.size - 1
+    actions, ends, retained = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
+    if np.any(chunks.cp_size > 1):
+        ends = simulate_steps(chunks, actions, times, num_ranks, pp)
+    kv = kv_tokens(chunks)
+    of_template, kv_limit = np.int64(np.max(retained)), np.int64(0)
+    for rank in range(num_ranks):
+        held = stage_holdings(chunks, kv, actions, rank, 0, pp)  # the first stage runs furthest ahead: it holds most
+        for action in range(held.shape[0]):
+            kv_limit = max(kv_limit, held[action, START, KV])
+    memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
+    kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
+    best = np.int64(np.max(ends)) if of_template <= memory else np.iinfo(np.int64).max
+    return actions, int(memory), int(kv_limit), int(best)
+
+
+@compiled
+def _rows(chunks: Chunks, jobs: Jobs, pp: int) -> tuple[Int64Array, Int64Array, int]:
+    """Of each stage of each rank the time of its work, and the least time after it, int64 [rows]; a lower bound."""
+    n, num_ranks = chunks.keeps_activations.size, chunks.rank_chunks.size - 1
+    work, after = np.zeros(num_ranks * pp, np.int64), np.zeros(num_ranks * pp, np.int64)
+    bound = int(np.max(jobs.before + jobs.work + jobs.after)) if n else 0
+    for rank in range(num_ranks):
+        base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+        if base == end:
+            continue
+        for stage in range(pp):
+            row = rank * pp + stage
+            work[row] = np.sum(jobs.work[stage, base:end]) + np.sum(jobs.work[stage, n + base : n + end])
+            after[row] = np.min(jobs.after[stage, n + base : n + end])
+            bound = max(bound, int(np.min(jobs.before[stage, base:end]) + work[row] + after[row]))
+    return work, after, bound
+
+
+@compiled
+def _orders(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
+    """The `units_by_work` of one rank after another."""
+    n = chunks.keeps_activations.size
+    orders = Order(np.empty(n, np.int64), np.empty(n, np.int64))
+    for rank in range(chunks.rank_chunks.size - 1):
+        base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+        order = units_by_work(chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank), direction)
+        orders.forwards[base:end], orders.backwards[base:end] = base + order.forwards, base + order.backwards
+    return orders
+
+
+@compiled
+def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, int]:
+    """Another answer, with one thing changed on one rank, and the state of the random numbers; shared chunks stay."""
+    order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
+    new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
+    state, rank = draw(state, chunks.rank_chunks.size - 1)
+    base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    if base == end:
+        return new, state
+    own = Answer(
+        Order(order.forwards[base:end] - base, order.backwards[base:end] - base),
+        new.ahead[rank * pp : (rank + 1) * pp],
+        new.forward_first[rank * pp : (rank + 1) * pp],
+    )
+    state = change(chunks.group_id[base:end], own, state)
+    stop = base + np.sum(chunks.cp_size[base:end] > 1)
+    forwards, backwards = own.order.forwards + base, own.order.backwards + base
+    if np.all(forwards[: stop - base] == order.forwards[base:stop]) and np.all(
+        backwards[: stop - base] == order.backwards[base:stop]
+    ):
+        order.forwards[base:end], order.backwards[base:end] = forwards, backwards
+    return new, state
 
 
 @compiled
@@ -133,15 +212,20 @@ def _evaluate(
     actions: Actions,
 ) -> int:
     """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
-    order = answer.order
-    least, most = least_forwards(order), most_forwards(chunks, order, limits.memory[0])
-    most = np.minimum(most, most_forwards_by_kv(chunks, order, kv, kv_limit))
-    if np.any(most < least):
-        return -1
     limits.forward_first[:] = answer.forward_first
-    for stage in range(limits.memory.size):
-        limits.forwards[stage] = limit_forwards(least, most, answer.ahead[stage])
-        limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
-    if write_tails(chunks, times, jobs, order, limits.forwards, limits.tails) > most_end:
-        return -1
-    return list_schedule(chunks, times, order, limits, WHOLE, actions)
+    pp = limits.forwards.shape[0]
+    for rank in range(chunks.rank_chunks.size - 1):
+        base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+        if base == end:
+            continue
+        order = Order(answer.order.forwards[base:end] - base, answer.order.backwards[base:end] - base)
+        rank_chunks = chunks_of_rank(chunks, rank)
+        least, most = least_forwards(order), most_forwards(rank_chunks, order, limits.memory[rank * pp])
+        most = np.minimum(most, most_forwards_by_kv(rank_chunks, order, kv[:, base:end], kv_limit))
+        if np.any(most < least):
+            return -1
+        for stage in range(pp):
+            limits.forwards[stage, base:end] = limit_forwards(least, most, answer.ahead[rank * pp + stage])
+        if write_tails(chunks, times, jobs, answer.order, rank, limits.forwards, limits.tails) > most_end:
+            return -1
+    return list_schedule(chunks, times, answer.order, limits, WHOLE, actions)

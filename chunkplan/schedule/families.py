@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,17 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.planfile.chunks import Chunks, chunks_of_rank
-from chunkplan.schedule.actions import Actions, empty_actions, join_actions, times_of_rank
-from chunkplan.schedule.holdings import peak_retained
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
+from chunkplan.schedule.actions import (
+    Actions,
+    actions_of_rank,
+    empty_actions,
+    join_actions,
+    times_of_rank,
+    times_of_ranks,
+)
 from chunkplan.schedule.meetings import simulate_steps
-from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
 #: Name -> the rule it follows, the same for all ranks.
@@ -25,11 +32,13 @@ _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "inter
 _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
     "zero-bubble": lambda chunks, times, pp, memory_tokens: (_zero_bubble(chunks, times, pp), 0),
     "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
-    "auto": lambda chunks, times, pp, memory_tokens: (_auto(chunks, times, pp, memory_tokens), 0),
 }
 
+#: What looks at all ranks of a step.
+_AUTO = "auto"
+
 #: All by name.
-SCHEDULES = (*_TEMPLATES, *_SEARCHES)
+SCHEDULES = (*_TEMPLATES, *_SEARCHES, _AUTO)
 
 
 class Scheduled(NamedTuple):
@@ -72,13 +81,24 @@ def schedule_ranks(
         CancelledError: `is_cancelled()` was true while there was still a rank to search.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
+    lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
     if schedule in _TEMPLATES:
-        lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
-        actions, ends, retained, lower_bound = _one_by_one(
-            schedule, chunks, times, pp, memory_tokens, place, is_cancelled
-        )
+        found = []
+        if schedule == _AUTO:
+            for first in range(0, lower_bound.size, dp):
+                found += _auto(chunks, times, pp, memory_tokens, range(first, first + dp), place, is_cancelled)
+        else:
+            for rank in range(lower_bound.size):
+                if is_cancelled():
+                    raise CancelledError
+                own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+                with _at(place(rank)):
+                    actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
+                found.append(actions)
+        actions = join_actions(found)
+        ends, retained = simulate_ranks(chunks, actions, times, pp)
     if np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
@@ -88,29 +108,12 @@ def schedule_ranks(
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound)
 
 
-def _one_by_one(
-    schedule: str,
-    chunks: Chunks,
-    times: ChunkTimes,
-    pp: int,
-    memory_tokens: int | None,
-    place: Callable[[int], str],
-    is_cancelled: Callable[[], bool],
-) -> tuple[Actions, Int64Array, Int64Array, Int64Array]:
-    """Actions, ends, peaks of retained tokens, and lower bounds, see `Scheduled`."""
-    found, ends, retained, lower_bound = [], [], [], np.zeros(chunks.rank_chunks.size - 1, np.int64)
-    for rank in range(lower_bound.size):
-        if is_cancelled():
-            raise CancelledError
-        rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-        try:
-            actions, lower_bound[rank] = _SEARCHES[schedule](rank_chunks, rank_times, pp, memory_tokens)
-        except UsageError as error:
-            raise UsageError(error.message, where=place(rank), hint=error.hint) from error
-        found.append(actions)
-        ends.append(simulate(actions, rank_times))
-        retained.append(peak_retained(rank_chunks, actions))
-    return join_actions(found), np.concatenate(ends), np.concatenate(retained), lower_bound
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(error.message, where=where, hint=error.hint) from error
 
 
 def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
@@ -121,14 +124,43 @@ def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
     return actions
 
 
-def _auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> Actions:
-    from chunkplan.schedule.auto import AS_TEMPLATE, auto
+def _auto(
+    chunks: Chunks,
+    times: ChunkTimes,
+    pp: int,
+    memory_tokens: int | None,
+    ranks: range,
+    place: Callable[[int], str],
+    is_cancelled: Callable[[], bool],
+) -> list[Actions]:
+    """The actions of the ranks of a step: together where they share chunks, else one by one."""
+    from chunkplan.schedule.auto import AS_TEMPLATE, auto, order_bound
     from chunkplan.schedule.search import refuse_too_little
 
-    refuse_too_little(chunks, memory_tokens)
-    actions = empty_actions(chunks.keeps_activations, pp, pp, False)
-    auto(chunks, times, pp, AS_TEMPLATE if memory_tokens is None else memory_tokens, actions)
-    return actions
+    for rank in ranks:
+        with _at(place(rank)):
+            refuse_too_little(chunks_of_rank(chunks, rank), memory_tokens)
+    memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
+    step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
+    step_times = times_of_ranks(chunks, times, ranks.start, ranks.stop)
+    if is_cancelled():
+        raise CancelledError
+    if np.any(step.cp_size > 1):
+        # Ranks that lie side by side may end and begin with parts of one group.
+        rank_of = np.repeat(np.arange(len(ranks), dtype=np.int32), np.diff(step.rank_chunks))
+        apart = np.where(step.group_id < 0, -1, step.group_id * len(ranks) + rank_of).astype(np.int32)
+        actions, _ = auto(step._replace(group_id=apart), step_times, pp, memory, 0)
+        return [actions_of_rank(actions, rank, pp) for rank in range(len(ranks))]
+    # The others need be done no sooner than the one that is done last.
+    own = [(chunks_of_rank(step, rank), times_of_rank(step, step_times, rank)) for rank in range(len(ranks))]
+    bounds = [order_bound(*of_rank, pp) for of_rank in own]
+    enough, found = max(bounds), {}
+    for rank in sorted(range(len(ranks)), key=lambda rank: -bounds[rank]):
+        if is_cancelled():
+            raise CancelledError
+        found[rank], end = auto(*own[rank], pp, memory, enough)
+        enough = max(enough, end)
+    return [found[rank] for rank in range(len(ranks))]
 
 
 def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:

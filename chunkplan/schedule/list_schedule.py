@@ -1,8 +1,11 @@
 """A list scheduler for pipelines: of all that could be done next, do what can start first.
 
-The order of forwards and that of backwards are given, the same for all stages. How they interleave on each stage is
-decided here, under limits on how far forwards run ahead of backwards and on the tokens whose activations a stage
-retains. With limits between `least_forwards` and `most_forwards`, stages never wait for each other for ever.
+The order of forwards and that of backwards are given, the same for all stages of a rank. How they interleave on each
+stage is decided here, under limits on how far forwards run ahead of backwards and on the tokens whose activations a
+stage retains. With limits between `least_forwards` and `most_forwards`, stages never wait for each other for ever.
+
+Ranks that share chunks are scheduled together: what they do with a shared chunk they begin at the same time, when all
+can. Shared chunks come first in both orders, as on all ranks that have them, so that these have done equally many.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
@@ -42,13 +45,13 @@ _BACKWARD, _FORWARD, _WEIGHT = range(3)
 
 
 class Limits(NamedTuple):
-    """What stages may do.
+    """What stages may do; a row is a stage of a rank, the stages of each rank one after another.
 
-    `forwards` int64 [pp, n]: the most forwards before each backward in order; `forward_first` bool [pp]: of a forward
-    and a backward that can start at the same time, which one does; `memory` int64 [pp]: the most tokens retained;
-    `idle` int64 [pp]: the most time without work, before it is given up; `tails` int64 [pp, 2 n]: how long it takes
-    from the start of each forward, and of each backward with its recompute, to the end of all, at least; [pp, 0] for
-    stages that do not look ahead.
+    `forwards` int64 [pp, n]: the most forwards of the rank before each of its backwards in order; `forward_first` bool
+    [rows]: of a forward and a backward that can start at the same time, which one does; `memory` int64 [rows]: the most
+    tokens retained; `idle` int64 [rows]: the most time without work, before it is given up; `tails` int64 [pp, 2 n]:
+    how long it takes from the start of each forward, and of each backward with its recompute, to the end of all, at
+    least; [pp, 0] for stages that do not look ahead.
     """
 
     forwards: Int64Array
@@ -69,76 +72,122 @@ def list_schedule(
     halves, unless `overrun` is `WHOLE`, fill what would be waiting: one starts where it delays the next forward or
     backward, as far as that one is known, by at most `overrun` per cent of its own time, and wherever room is needed.
     Groups have no more holders than they keep.
+
+    `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
-    n, pp = chunks.num_tokens.size, limits.memory.size
+    n, pp, num_rows = chunks.num_tokens.size, times.durations.shape[1], limits.memory.size
     keeps, num_tokens, durations, link = chunks.keeps_activations, chunks.num_tokens, times.durations, times.link
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
+    bases, cp_size, first_rank = chunks.rank_chunks, chunks.cp_size, chunks.cp_first_rank
+    is_shared = np.any(cp_size > 1)
     head, num_kept = _units(chunks)  # [n]
-    clock, idle, retained = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
-    forwarded, backwarded, weighted = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
-    start, kind, weight = np.empty(pp, np.int64), np.empty(pp, np.int64), np.empty(pp, np.int64)
+    clock, idle, retained = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    # The places in both orders that are next.
+    forward, backward = np.repeat(bases[:-1], pp), np.repeat(bases[:-1], pp)
+    weighted = backward.copy()
+    start, kind, weight = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    forward_start, backward_start, release = np.empty(num_rows, np.int64), start.copy(), start.copy()
     forward_ready, backward_ready, holders, is_weighted = _nothing_done(pp, n)  # [pp, n]
-    action, changed = actions.stages[:-1].copy(), range(pp)
+    action = actions.stages[:-1].copy()
+    changed, choosing = range(num_rows), range(num_rows)
     while True:
-        for stage in changed:
-            now, room = clock[stage], limits.memory[stage] - retained[stage]
-            start[stage], kind[stage] = _NEVER, _WEIGHT
-            must_release = -1  # the group that has to have fewer holders first
-            if backwarded[stage] < n:
-                chunk = backwards[backwarded[stage]]
+        for row in changed:
+            rank, stage = divmod(row, pp)
+            now, room, end = clock[row], limits.memory[row] - retained[row], bases[rank + 1]
+            forward_start[row], backward_start[row] = _NEVER, _NEVER
+            release[row] = -1  # the group that has to have fewer holders first
+            if backward[row] < end:
+                chunk = backwards[backward[row]]
                 ready = backward_ready[stage, chunk]
                 if ready >= 0 and not keeps[chunk]:
                     ready = max(ready - durations[RECOMPUTE, stage, chunk], 0) if num_tokens[chunk] <= room else -1
                     if holders[stage, head[chunk]] >= num_kept[head[chunk]]:
-                        ready, must_release = -1, head[chunk]
+                        ready, release[row] = -1, head[chunk]
                 if ready >= 0:
-                    start[stage], kind[stage] = max(now, ready), _BACKWARD
-            if forwarded[stage] < n and forwarded[stage] < limits.forwards[stage, backwarded[stage]]:
-                chunk = forwards[forwarded[stage]]
+                    backward_start[row] = max(now, ready)
+            if forward[row] < end and forward[row] - bases[rank] < limits.forwards[stage, backward[row]]:
+                chunk = forwards[forward[row]]
                 ready = forward_ready[stage, chunk] if num_tokens[chunk] <= room or not keeps[chunk] else -1
-                starts = max(now, ready), start[stage]
-                if ready >= 0 and _is_first(limits, times, keeps, stage, chunk, backwards[backwarded[stage]], starts):
-                    start[stage], kind[stage] = max(now, ready), _FORWARD
-            if start[stage] > now and weighted[stage] < backwarded[stage] and overrun != WHOLE:
-                place = _next_weight(is_weighted[stage], weighted[stage], backwards, head, must_release)
+                if ready >= 0:
+                    forward_start[row] = max(now, ready)
+        for row in choosing:
+            rank, stage = divmod(row, pp)
+            forward_at, backward_at = forward_start[row], backward_start[row]
+            if is_shared and forward_at != _NEVER and cp_size[forwards[forward[row]]] > 1:
+                forward_at = _together(first_rank, cp_size, forwards[forward[row]], forward_start, stage, pp)
+            if is_shared and backward_at != _NEVER and cp_size[backwards[backward[row]]] > 1:
+                backward_at = _together(first_rank, cp_size, backwards[backward[row]], backward_start, stage, pp)
+            start[row], kind[row] = backward_at, _WEIGHT if backward_at == _NEVER else _BACKWARD
+            if forward_at != _NEVER:
+                starts = forward_at, backward_at
+                if backward_at == _NEVER or _is_first(
+                    limits, times, keeps, row, forwards[forward[row]], backwards[backward[row]], overrun, starts
+                ):
+                    start[row], kind[row] = forward_at, _FORWARD
+            if start[row] > clock[row] and weighted[row] < backward[row] and overrun != WHOLE:
+                place = _next_weight(is_weighted[stage], weighted[row], backwards, head, release[row])
                 duration = durations[BACKWARD_WEIGHT, stage, backwards[place]]
-                if start[stage] == _NEVER or 100 * (now + duration - start[stage]) <= overrun * duration:
-                    start[stage], kind[stage], weight[stage] = now, _WEIGHT, place
+                if start[row] == _NEVER or 100 * (clock[row] + duration - start[row]) <= overrun * duration:
+                    start[row], kind[row], weight[row] = clock[row], _WEIGHT, place
 
-        stage = _soonest(start, kind)
-        if start[stage] == _NEVER:
+        first = _soonest(start, kind)
+        if start[first] == _NEVER:
             return int(np.max(clock))
-        idle[stage], clock[stage] = idle[stage] + start[stage] - clock[stage], start[stage]
-        if idle[stage] > limits.idle[stage]:
-            return -1
-        if kind[stage] == _FORWARD:
-            chunk = forwards[forwarded[stage]]
-            op = FORWARD if keeps[chunk] else FORWARD_KV
-            forwarded[stage] += 1
-        elif kind[stage] == _BACKWARD:
-            chunk = backwards[backwarded[stage]]
-            op = BACKWARD if overrun == WHOLE else BACKWARD_INPUT
-            backwarded[stage] += 1
+        own_rank, stage = divmod(first, pp)
+        done_kind, begin, ranks = kind[first], start[first], range(own_rank, own_rank + 1)
+        if is_shared and done_kind != _WEIGHT:
+            chunk = forwards[forward[first]] if done_kind == _FORWARD else backwards[backward[first]]
+            if cp_size[chunk] > 1:
+                ranks = range(first_rank[chunk], first_rank[chunk] + cp_size[chunk])
+        for rank in ranks:
+            row = rank * pp + stage
+            idle[row], clock[row] = idle[row] + begin - clock[row], begin
+            if idle[row] > limits.idle[row]:
+                return -1
+            if done_kind == _FORWARD:
+                chunk = forwards[forward[row]]
+                op = FORWARD if keeps[chunk] else FORWARD_KV
+                forward[row] += 1
+            elif done_kind == _BACKWARD:
+                chunk = backwards[backward[row]]
+                op = BACKWARD if overrun == WHOLE else BACKWARD_INPUT
+                backward[row] += 1
+            else:
+                chunk, op = backwards[weight[row]], BACKWARD_WEIGHT
+                is_weighted[stage, weight[row]] = True
+                weighted[row] = _next_weight(is_weighted[stage], weighted[row], backwards, head, -1)
+            is_recomputed = done_kind == _BACKWARD and not keeps[chunk]
+            for done in range(1 - is_recomputed, 2):
+                done_op = op if done else RECOMPUTE
+                ops[action[row]], chunk_ids[action[row]] = done_op, chunk - bases[rank]
+                action[row] += 1
+                clock[row] += durations[done_op, stage, chunk]
+                retained[row] += _ADDED[done_op] * num_tokens[chunk]
+                holders[stage, head[chunk]] += _ADDED[done_op]
+            if done_kind == _FORWARD and stage + 1 < pp:
+                forward_ready[stage + 1, chunk] = clock[row] + link[chunk]
+            elif done_kind == _FORWARD:
+                backward_ready[stage, chunk] = clock[row]
+            elif done_kind == _BACKWARD and stage > 0:
+                backward_ready[stage - 1, chunk] = clock[row] + link[chunk]
+        if is_shared:
+            changed = range(ranks.start * pp, ranks.stop * pp)
         else:
-            chunk, op = backwards[weight[stage]], BACKWARD_WEIGHT
-            is_weighted[stage, weight[stage]] = True
-            weighted[stage] = _next_weight(is_weighted[stage], weighted[stage], backwards, head, -1)
-        is_recomputed = kind[stage] == _BACKWARD and not keeps[chunk]
-        for done in range(1 - is_recomputed, 2):
-            done_op = op if done else RECOMPUTE
-            ops[action[stage]], chunk_ids[action[stage]] = done_op, chunk
-            action[stage] += 1
-            clock[stage] += durations[done_op, stage, chunk]
-            retained[stage] += _ADDED[done_op] * num_tokens[chunk]
-            holders[stage, head[chunk]] += _ADDED[done_op]
-        if kind[stage] == _FORWARD and stage + 1 < pp:
-            forward_ready[stage + 1, chunk] = clock[stage] + link[chunk]
-        elif kind[stage] == _FORWARD:
-            backward_ready[stage, chunk] = clock[stage]
-        elif kind[stage] == _BACKWARD and stage > 0:
-            backward_ready[stage - 1, chunk] = clock[stage] + link[chunk]
-        changed = range(max(stage - 1, 0), min(stage + 2, pp))
+            changed = range(max(first - 1, own_rank * pp), min(first + 2, (own_rank + 1) * pp))
+            choosing = changed
+
+
+@compiled
+def _together(first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int) -> int:
+    """When all ranks that share a chunk can do on a stage what they have next; `starts` [rows]: when each of them can.
+
+    It is the chunk that all of them have next, as they have done everything before it together.
+    """
+    latest = np.int64(0)
+    for rank in range(first_rank[chunk], first_rank[chunk] + cp_size[chunk]):
+        latest = max(latest, starts[rank * pp + stage])
+    return int(latest)
 
 
 @compiled
@@ -146,19 +195,21 @@ def _is_first(
     limits: Limits,
     times: ChunkTimes,
     keeps: BoolArray,
-    stage: int,
+    row: int,
     forward: int,
     backward: int,
+    overrun: int,
     starts: tuple[int, int],
 ) -> bool:
-    """Whether a stage forwards the chunk `forward` before it backwards `backward`; `starts`: when each could start."""
+    """Whether a row forwards the chunk `forward` before it backwards `backward`; `starts`: when each could start."""
     forward_start, backward_start = starts
-    is_sooner = forward_start < backward_start + limits.forward_first[stage]
-    if backward_start == _NEVER or limits.tails.size == 0:
+    is_sooner = forward_start < backward_start + limits.forward_first[row]
+    if limits.tails.size == 0:
         return bool(is_sooner)
+    stage = row % times.durations.shape[1]
     forward_tail, backward_tail = limits.tails[stage, forward], limits.tails[stage, keeps.size + backward]
     forward_end = forward_start + times.durations[FORWARD if keeps[forward] else FORWARD_KV, stage, forward]
-    backward_end = backward_start + times.durations[BACKWARD, stage, backward]
+    backward_end = backward_start + times.durations[BACKWARD if overrun == WHOLE else BACKWARD_INPUT, stage, backward]
     if not keeps[backward]:
         backward_end += times.durations[RECOMPUTE, stage, backward]
     end = max(forward_start + forward_tail, max(forward_end, backward_start) + backward_tail)

@@ -113,12 +113,12 @@ def change(group_id: Int32Array, answer: Answer, state: int) -> int:
     """Change one thing in `answer`, at random; the state of the random numbers after that."""
     n, pp = group_id.size, answer.ahead.size
     forwards, backwards = answer.order.forwards, answer.order.backwards
-    state, what = _draw(state, 8)
-    state, chunk = _draw(state, n)
-    state, other = _draw(state, n + 1)
-    state, another = _draw(state, n + 1)
-    state, doublings = _draw(state, 6)
-    state, sign = _draw(state, 2)
+    state, what = draw(state, 8)
+    state, chunk = draw(state, n)
+    state, other = draw(state, n + 1)
+    state, another = draw(state, n + 1)
+    state, doublings = draw(state, 6)
+    state, sign = draw(state, 2)
     step, distance = 2 * sign - 1, 1 << doublings
     if what == 0 and doublings == 0:
         answer.forward_first[other % pp] ^= True
@@ -183,7 +183,7 @@ def _move(order: Int64Array, moved: BoolArray, before: int) -> None:
 
 
 @compiled
-def _draw(state: int, bound: int) -> tuple[int, int]:
+def draw(state: int, bound: int) -> tuple[int, int]:
     """The next state of the minimal standard generator (Park and Miller 1988), and a number below `bound`."""
     state = state * 48271 % 2147483647
     return state, state % bound

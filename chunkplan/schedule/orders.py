@@ -25,7 +25,10 @@ class Order(NamedTuple):
 
 @compiled
 def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
-    """Units (standalone chunks, groups) one by one: as they come (0), or by work, ascending (1) or descending (-1)."""
+    """Units (standalone chunks, groups) one by one: as they come (0), or by work, ascending (1) or descending (-1).
+
+    What is shared with other ranks stays first, as it comes.
+    """
     n = chunks.keeps_activations.size
     order = Order(np.empty(n, np.int64), np.empty(n, np.int64))
     heads, keys = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -33,6 +36,8 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
     while start < n:
         stop = end_of_unit(chunks.group_id, start)
         key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
+        if chunks.cp_size[start] > 1:
+            key = np.int64(np.iinfo(np.int64).min)
         place = num_units
         while place > 0 and keys[place - 1] > key:  # insertion: compiles much faster than a sort, and there are few
             keys[place], heads[place] = keys[place - 1], heads[place - 1]

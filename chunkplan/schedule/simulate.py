@@ -7,7 +7,9 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank
+from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions, times_of_rank
+from chunkplan.schedule.holdings import peak_retained
 
 
 @compiled
@@ -52,6 +54,20 @@ def simulate(actions: Actions, times: ChunkTimes) -> Int64Array:
                 position[stage] += 1
                 moving = True
     return ends
+
+
+@compiled
+def simulate_ranks(chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int) -> tuple[Int64Array, Int64Array]:
+    """The same of many ranks, each for itself; and what each stage retains at most, int64 [num_ranks * pp]."""
+    num_ranks = chunks.rank_chunks.size - 1
+    ends, retained = np.empty(actions.ops.size, np.int64), np.empty(num_ranks * pp, np.int64)
+    for rank in range(num_ranks):
+        own = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
+        stages = actions.stages[rank * pp : (rank + 1) * pp + 1] - own.start
+        rank_actions = Actions(actions.ops[own], actions.chunk_ids[own], actions.virtual_stages[own], stages)
+        ends[own] = simulate(rank_actions, times_of_rank(chunks, times, rank))
+        retained[rank * pp : (rank + 1) * pp] = peak_retained(chunks_of_rank(chunks, rank), rank_actions)
+    return ends, retained
 
 
 @compiled

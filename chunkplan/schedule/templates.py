@@ -10,9 +10,8 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
 from chunkplan.schedule.algorithm2 import algorithm2
-from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.interleaved import interleaved_1f1b
-from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
 ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = range(3)
@@ -39,8 +38,6 @@ def follow_template(
     num_model_stages = times.durations.shape[1]
     whole = empty_actions(chunks.keeps_activations, pp, num_model_stages, False)
     stages = np.zeros(num_ranks * pp + 1, np.int64)
-    ends = np.empty(whole.ops.size, np.int64)  # [num_actions]
-    retained = np.empty(num_ranks * pp, np.int64)  # [num_ranks x pp]
     start = 0
     for rank in range(num_ranks):
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
@@ -50,8 +47,8 @@ def follow_template(
         whole.ops[own] = actions.ops
         whole.chunk_ids[own] = actions.chunk_ids
         whole.virtual_stages[own] = actions.virtual_stages
-        ends[own] = simulate(actions, rank_times)
-        retained[rank * pp : (rank + 1) * pp] = peak_retained(rank_chunks, actions)
         stages[rank * pp + 1 : (rank + 1) * pp + 1] = start + actions.stages[1:]
         start += actions.ops.size
-    return Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages), ends, retained
+    actions = Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages)
+    ends, retained = simulate_ranks(chunks, actions, times, pp)
+    return actions, ends, retained

@@ -29,6 +29,6 @@ def headline(analysis: Analysis) -> Tuning:
         pp=4,
         chunk_sizes=_CHUNK_SIZES,
         ks=_KS,
-        schedules=("1f1b",),
+        schedules=("auto",),
     )
     return tune(analysis, options)

@@ -17,7 +17,7 @@ CHUNK_SIZES = tuple(
     factor << 10 for factor in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 )
 KS = (1, 2, 4, 8, 16, 32)
-_ON_A_PIPELINE = ("1f1b", "zero-bubble")
+_ON_A_PIPELINE = ("auto", "zero-bubble")
 
 #: Tensor parallelism beyond the GPUs of a node does not pay, nor do more stages than this where layouts are chosen.
 _MOST_STAGES = 16
@@ -60,7 +60,7 @@ class TuneOptions(Options):
     """What to tune for; the help of each option is in its field.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`. Tried are
-    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, "1f1b" and "zero-bubble" on more), and
+    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, "auto" and "zero-bubble" on more), and
     where ranks may share sequences (`cp`), that too where a schedule allows it. `sharding` "auto" shares gradients and
     weights where that makes room for what is faster.
 
@@ -133,7 +133,7 @@ class TuneOptions(Options):
         if isinstance(self.cp, int) and not shares:
             raise UsageError(
                 f"cp is {self.cp}, and no layout can have such groups",
-                hint="they take several data-parallel ranks, which cp divides, and schedule 1f1b on a pipeline",
+                hint="they take several data-parallel ranks, which cp divides, and schedule auto or 1f1b on a pipeline",
             )
         for layout in self.layouts():
             self.cost(layout, LADDER[0], self.shardings_of(layout)[0])

@@ -24,8 +24,7 @@ from tests.support.schedule_checks import Rank, look, make_rank, ranks, template
 
 
 def ordered(rank: Rank, pp: int, memory: int = AS_TEMPLATE) -> Actions:
-    actions = empty_actions(rank.chunks.keeps_activations, pp, pp, False)
-    end = auto(*rank, pp, memory, actions)
+    actions, end = auto(*rank, pp, memory, 0)
     assert end == look(rank, pp, actions)[0]
     return actions
 
@@ -102,7 +101,7 @@ def test_no_list_schedule_is_done_before_the_longest_tail(drawn: tuple[Rank, int
     least, most = least_forwards(order), most_forwards(rank.chunks, order, memory)
     forwards = np.array([limit_forwards(least, most, ahead * (pp - stage)) for stage in range(pp)])
     tails, nothing = np.full((pp, 2 * n), -1), np.empty((pp, 0), np.int64)
-    longest = write_tails(*rank, jobs, order, forwards, tails)
+    longest = write_tails(*rank, jobs, order, 0, forwards, tails)
     assert longest == tails.max() and (tails >= jobs.work + jobs.after).all()
     for looks_ahead in (nothing, tails):
         limits = Limits(forwards, np.ones(pp, np.bool_), np.full(pp, memory), np.full(pp, 2**60), looks_ahead)

@@ -315,7 +315,7 @@ def _check(action: Action, done: dict[int, str | None], where: str) -> None:
     if action.op not in _BEFORE or action.virtual_stage != 0:
         what = action.op if action.op not in _BEFORE else f"virtual stage {action.virtual_stage}"
         raise UsageError(
-            f"{what} is not supported by this runtime", where=where, hint="build the plan with `--schedule 1f1b`"
+            f"{what} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
         )
     if action.chunk_id not in done:
         raise _broken(f"{action.op} of chunk {action.chunk_id}, which does not exist", where)

@@ -62,7 +62,7 @@ def _joined(chunks: Sequence[Chunk], ranks: range, number: int) -> Chunk:
 
 
 def schedule_chunks(chunks: Sequence[Chunk], plan: Plan, stage: int) -> list[Action]:
-    """What a stage does with the chunks of one rank, by the schedule of a plan in which ranks share sequences."""
+    """What a stage does with the chunks of one rank, of a plan in which ranks share sequences: state-aware 1F1B."""
     # Compiled loops, which a run without such steps does not load.
     from chunkplan.cost.durations import ChunkTimes
     from chunkplan.planfile.chunks import chunks_without_segments
@@ -70,8 +70,8 @@ def schedule_chunks(chunks: Sequence[Chunk], plan: Plan, stage: int) -> list[Act
     from chunkplan.schedule.templates import ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, write_template
 
     config = plan.config
-    # A configuration has no other one with `cp`: these are rules that every process can follow by itself.
-    template = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD}[config.schedule]
+    # Rules that every process can follow by itself. What `auto` found is not for the chunks of these ranks as one.
+    template = ALGORITHM2 if config.pp == 1 else ONE_FORWARD_ONE_BACKWARD
     table = chunks_without_segments(
         [0, len(chunks)],
         [chunk.num_tokens for chunk in chunks],
