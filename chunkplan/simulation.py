@@ -269,13 +269,19 @@ def compare_schedules(
 ) -> list[Simulation]:
     """The same chunks on the same stages under each of `schedules`, of which `simulation` may be one.
 
-    `virtual_stages` is for "interleaved" and `memory_tokens` for "search" and "auto"; the others take no notice.
+    `virtual_stages` is for "interleaved" and `memory_tokens` for "search", "auto" and "zero-bubble"; the others take no
+    notice.
 
     Raises:
         UsageError: see `reschedule`; or nothing in `schedules` takes an argument that is given.
     """
     memory = ("memory_tokens", memory_tokens)
-    options = {"interleaved": ("virtual_stages", virtual_stages), "search": memory, "auto": memory}
+    options = {
+        "interleaved": ("virtual_stages", virtual_stages),
+        "search": memory,
+        "auto": memory,
+        "zero-bubble": memory,
+    }
     for taker, (name, value) in options.items():
         if value is not None and all(options.get(schedule, ("",))[0] != name for schedule in schedules):
             raise UsageError(

@@ -36,7 +36,7 @@ SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "search
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
 #: Schedules in which ranks that share chunks meet in one order.
-ORDERS_OF_GROUPS = ("algorithm2", "1f1b", "auto")
+ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
 
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 

@@ -1,10 +1,12 @@
-"""The default order: critical-path list schedules within the memory of state-aware 1F1B, and a short search from them.
+"""Critical-path list schedules within the memory of state-aware 1F1B, and a short search from them: `auto`, and with
+split backwards `zero-bubble`.
 
 Every stage does next what is more urgent: of a forward and a backward that it knows of, in the order that lets the
 later of both be done sooner, as far as their tails say (the rule of one machine with heads and tails: Carlier, EJOR 11,
 1982; list schedules by longest paths: Graham, SIAM J. Appl. Math. 17, 1969). So it may wait for what comes soon.
 Some simple orders of units are tried, and changed one thing at a time while that may help. The answer is never slower
-than state-aware 1F1B (ChunkFlow, arXiv 2503.02356) where that fits, and the same on every machine.
+than state-aware 1F1B (ChunkFlow, arXiv 2503.02356) where that fits, and the same on every machine. Ranks that share
+chunks are scheduled together.
 
 Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards, small
 letters backwards. State-aware 1F1B takes 46 for them in the same memory, this 42:
@@ -13,6 +15,15 @@ letters backwards. State-aware 1F1B takes 46 for them in the same memory, this 4
     s1 |..AABBCCDD........aaaa....bbbbddddcccc....|
     s2 |....AABBCCDD..aaaa....bbbbddddcccc........|
     s3 |......AABBaaaaCCDDbbbbddddcccc............|
+
+With split backwards (zero bubble: Qi et al., arXiv 2401.10241) only the gradients of inputs are on the way from stage
+to stage. Those of weights (w) fill what would be waiting, and the end. A chunk's activations count as held until its
+weight half, so that this needs no more memory either, and 32:
+
+    s0 |AABBCCDD........aawwbbwwddccwwww|
+    s1 |..AABBCCDD....aawwbbwwddccwwww..|
+    s2 |....AABBCCDDaawwbbwwddccwwww....|
+    s3 |......AABBaaCCbbDDddccwwwwwwww..|
 """
 
 from __future__ import annotations
@@ -23,7 +34,14 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
-from chunkplan.schedule.actions import Actions, times_of_rank
+from chunkplan.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    Actions,
+    empty_actions,
+    times_of_rank,
+)
 from chunkplan.schedule.bounds import Jobs, jobs_of, least_memory
 from chunkplan.schedule.holdings import KV, START, kv_tokens, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
@@ -37,6 +55,7 @@ from chunkplan.schedule.orders import (
     most_forwards_by_kv,
     units_by_work,
 )
+from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.tails import write_tails
 from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_template
 
@@ -46,13 +65,18 @@ AS_TEMPLATE = -1
 #: As many actions are scheduled, at most, in search of a faster order: some milliseconds.
 _ACTIONS = 50_000
 
+#: By how much of its own time, in per cent, a weight half may delay what comes next: what is tried.
+OVERRUNS = np.array([50, 100])
+
 #: What is as near to the lower bound is good enough: one part in so many.
 _GAP = 200
 
 
 @compiled
-def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough: int) -> tuple[Actions, int]:
-    """The fastest schedule found, with whole backwards, and when it is done.
+def auto(
+    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough: int, splits_backward: bool
+) -> tuple[Actions, int]:
+    """The fastest schedule found, with whole backwards or all of them split, and when it is done.
 
     Args:
         chunks: of one rank, or of all ranks of a step, some of which they share. Then groups of different ranks have
@@ -65,10 +89,10 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough:
     """
     n, num_rows = chunks.keeps_activations.size, (chunks.rank_chunks.size - 1) * pp
     if not n:
-        return follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)[0], 0
-    actions, memory, kv_limit, best = _as_template(chunks, times, pp, memory_tokens)
-    jobs = jobs_of(chunks, times, pp)
-    work, after, bound = _rows(chunks, jobs, pp)
+        return empty_actions(chunks.keeps_activations, pp, pp, splits_backward), 0
+    actions, memory, kv_limit, best = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
+    work, after, bound = _rows(chunks, times, jobs, pp, splits_backward)
     good = max(bound + bound // _GAP, enough)
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
@@ -83,22 +107,24 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough:
     kv = kv_tokens(chunks)
     # One unit after the other always fits.
     answer = Answer(_orders(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
-    now = best
+    now, overrun = best, OVERRUNS[0] if splits_backward else WHOLE
     num_tried = 0
     for direction in (0, -1, 1):
         for warm_ups in (n, 2):
-            if best <= good:
-                return actions, best
-            ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
-            new = Answer(_orders(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
-            limits.idle[:] = now - 1 - work - after
-            end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, limits, trial)
-            num_tried += 1
-            if end >= 0:
-                now, answer = end, new
-                if end < best:
-                    best = end
-                    actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
+            for index in range(OVERRUNS.size if splits_backward else 1):
+                if best <= good:
+                    return actions, best
+                ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
+                new = Answer(_orders(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
+                limits.idle[:] = now - 1 - work - after
+                new_overrun = OVERRUNS[index] if splits_backward else WHOLE
+                end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, new_overrun, limits, trial)
+                num_tried += 1
+                if end >= 0:
+                    now, answer, overrun = end, new, new_overrun
+                    if end < best:
+                        best = end
+                        actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
     history = np.full(HISTORY, now)
     state = 1
     while best > good and num_tried * actions.ops.size < _ACTIONS:
@@ -106,7 +132,7 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough:
         most_end = max(now, history[turn])
         new, state = _changed(chunks, answer, pp, state)
         limits.idle[:] = most_end - work - after
-        end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, limits, trial)
+        end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
         if end >= 0:
             now, answer = end, new
@@ -118,19 +144,25 @@ def auto(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough:
 
 
 @compiled
-def order_bound(chunks: Chunks, times: ChunkTimes, pp: int) -> int:
-    """No order of the chunks with whole backwards is done before, whatever the memory."""
-    return _rows(chunks, jobs_of(chunks, times, pp), pp)[2]
+def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: bool) -> int:
+    """No order of the chunks is done before, whatever the memory."""
+    jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
+    return _rows(chunks, times, jobs, pp, splits_backward)[2]
 
 
 @compiled
-def _as_template(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int) -> tuple[Actions, int, int, int]:
+def _as_template(
+    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
+) -> tuple[Actions, int, int, int]:
     """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when it is done.
 
     That is later than anything where it holds too much.
     """
     num_ranks = chunks.rank_chunks.size - 1
     actions, ends, retained = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
+    if splits_backward:
+        actions = _split(actions)
+        ends, retained = simulate_ranks(chunks, actions, times, pp)
     if np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, num_ranks, pp)
     kv = kv_tokens(chunks)
@@ -146,7 +178,25 @@ def _as_template(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int)
 
 
 @compiled
-def _rows(chunks: Chunks, jobs: Jobs, pp: int) -> tuple[Int64Array, Int64Array, int]:
+def _split(whole: Actions) -> Actions:
+    """The same actions with both halves of a backward one after the other."""
+    is_backward = whole.ops == BACKWARD
+    before = np.zeros(whole.ops.size + 1, np.int64)  # how many backwards come before each action
+    before[1:] = np.cumsum(is_backward)
+    place = np.arange(whole.ops.size) + before[:-1]
+    size = whole.ops.size + before[-1]
+    ops, chunk_ids = np.empty(size, np.int8), np.empty(size, np.int32)
+    ops[place], chunk_ids[place] = whole.ops, whole.chunk_ids
+    for action in np.flatnonzero(is_backward):
+        ops[place[action]], ops[place[action] + 1] = BACKWARD_INPUT, BACKWARD_WEIGHT
+        chunk_ids[place[action] + 1] = whole.chunk_ids[action]
+    return Actions(ops, chunk_ids, np.zeros(size, np.int32), whole.stages + before[whole.stages])
+
+
+@compiled
+def _rows(
+    chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
+) -> tuple[Int64Array, Int64Array, int]:
     """Of each stage of each rank the time of its work, and the least time after it, int64 [rows]; a lower bound."""
     n, num_ranks = chunks.keeps_activations.size, chunks.rank_chunks.size - 1
     work, after = np.zeros(num_ranks * pp, np.int64), np.zeros(num_ranks * pp, np.int64)
@@ -158,7 +208,10 @@ def _rows(chunks: Chunks, jobs: Jobs, pp: int) -> tuple[Int64Array, Int64Array, 
         for stage in range(pp):
             row = rank * pp + stage
             work[row] = np.sum(jobs.work[stage, base:end]) + np.sum(jobs.work[stage, n + base : n + end])
-            after[row] = np.min(jobs.after[stage, n + base : n + end])
+            if splits_backward:  # which a stage may end with
+                work[row] += np.sum(times.durations[BACKWARD_WEIGHT, stage, base:end])
+            else:
+                after[row] = np.min(jobs.after[stage, n + base : n + end])
             bound = max(bound, int(np.min(jobs.before[stage, base:end]) + work[row] + after[row]))
     return work, after, bound
 
@@ -208,6 +261,7 @@ def _evaluate(
     kv_limit: int,
     answer: Answer,
     most_end: int,
+    overrun: int,
     limits: Limits,
     actions: Actions,
 ) -> int:
@@ -228,4 +282,4 @@ def _evaluate(
             limits.forwards[stage, base:end] = limit_forwards(least, most, answer.ahead[rank * pp + stage])
         if write_tails(chunks, times, jobs, answer.order, rank, limits.forwards, limits.tails) > most_end:
             return -1
-    return list_schedule(chunks, times, answer.order, limits, WHOLE, actions)
+    return list_schedule(chunks, times, answer.order, limits, overrun, actions)

@@ -26,8 +26,11 @@ class Jobs(NamedTuple):
 
 
 @compiled
-def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int) -> Jobs:
-    """The jobs of each stage. A unit alone leaves no choice: its chunks forward ascending, then backward descending."""
+def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int, backward: int = BACKWARD) -> Jobs:
+    """The jobs of each stage. A unit alone leaves no choice: its chunks forward ascending, then backward descending.
+
+    `backward`: the op that the stage before waits for, a whole backward or its half for inputs.
+    """
     n = chunks.keeps_activations.size
     shape = (pp, 2 * n)
     jobs = Jobs(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64))  # [pp, 2 n]
@@ -36,18 +39,18 @@ def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int) -> Jobs:
             recompute = np.int64(0) if chunks.keeps_activations[chunk] else times.durations[RECOMPUTE, stage, chunk]
             forward = FORWARD if chunks.keeps_activations[chunk] else FORWARD_KV
             jobs.work[stage, chunk] = times.durations[forward, stage, chunk]
-            jobs.work[stage, n + chunk] = times.durations[BACKWARD, stage, chunk] + recompute
+            jobs.work[stage, n + chunk] = times.durations[backward, stage, chunk] + recompute
     start = 0
     while start < n:
         stop = end_of_unit(chunks.group_id, start)
-        _add_before(chunks, times, pp, start, stop, jobs)
-        _add_after(chunks, times, pp, start, stop, jobs)
+        _add_before(chunks, times, pp, start, stop, backward, jobs)
+        _add_after(chunks, times, pp, start, stop, backward, jobs)
         start = stop
     return jobs
 
 
 @compiled
-def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, jobs: Jobs) -> None:
+def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
     n = chunks.keeps_activations.size
     clock = np.zeros(pp, np.int64)
     for chunk in range(start, stop):
@@ -59,14 +62,14 @@ def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: in
     for chunk in range(stop - 1, start - 1, -1):
         arrival = np.int64(0)
         for stage in range(pp - 1, -1, -1):
-            recompute = jobs.work[stage, n + chunk] - times.durations[BACKWARD, stage, chunk]
+            recompute = jobs.work[stage, n + chunk] - times.durations[backward, stage, chunk]
             jobs.before[stage, n + chunk] = max(clock[stage], arrival - recompute)
             clock[stage] = jobs.before[stage, n + chunk] + jobs.work[stage, n + chunk]
             arrival = clock[stage] + times.link[chunk]
 
 
 @compiled
-def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, jobs: Jobs) -> None:
+def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
     """Fill `jobs.after` for one unit, which is played through from its end backwards."""
     n = chunks.keeps_activations.size
     clock = np.zeros(pp, np.int64)  # from here on the end
@@ -74,7 +77,7 @@ def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int
         rest = np.int64(0)
         for stage in range(pp):
             jobs.after[stage, n + chunk] = max(clock[stage], rest)
-            rest = jobs.after[stage, n + chunk] + times.durations[BACKWARD, stage, chunk] + times.link[chunk]
+            rest = jobs.after[stage, n + chunk] + times.durations[backward, stage, chunk] + times.link[chunk]
             clock[stage] = jobs.after[stage, n + chunk] + jobs.work[stage, n + chunk]
     for chunk in range(stop - 1, start - 1, -1):
         rest = np.int64(0)

@@ -16,7 +16,6 @@ from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
     actions_of_rank,
-    empty_actions,
     join_actions,
     times_of_rank,
     times_of_ranks,
@@ -28,17 +27,11 @@ from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ON
 #: Name -> the rule it follows, the same for all ranks.
 _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "interleaved": INTERLEAVED}
 
-#: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
-_SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
-    "zero-bubble": lambda chunks, times, pp, memory_tokens: (_zero_bubble(chunks, times, pp), 0),
-    "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
-}
-
-#: What looks at all ranks of a step.
-_AUTO = "auto"
+#: What looks at all ranks of a step, and whether it splits backwards.
+_OF_STEPS = {"auto": False, "zero-bubble": True}
 
 #: All by name.
-SCHEDULES = (*_TEMPLATES, *_SEARCHES, _AUTO)
+SCHEDULES = (*_TEMPLATES, *_OF_STEPS, "search")
 
 
 class Scheduled(NamedTuple):
@@ -71,8 +64,8 @@ def schedule_ranks(
 
     Args:
         schedule: one of `SCHEDULES`.
-        memory_tokens: what a stage may retain; "search" and "auto" make use of it, others are refused where they do
-            not fit.
+        memory_tokens: what a stage may retain; "search", "auto" and "zero-bubble" make use of it, others are refused
+            where they do not fit.
         place: names a rank, for errors.
         dp: ranks of a step, where they may share chunks.
         is_cancelled: asked before each rank, where ranks are searched one by one.
@@ -86,16 +79,18 @@ def schedule_ranks(
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
         found = []
-        if schedule == _AUTO:
+        if schedule in _OF_STEPS:
+            splits = _OF_STEPS[schedule]
             for first in range(0, lower_bound.size, dp):
-                found += _auto(chunks, times, pp, memory_tokens, range(first, first + dp), place, is_cancelled)
+                ranks = range(first, first + dp)
+                found += _of_step(chunks, times, pp, memory_tokens, ranks, splits, place, is_cancelled)
         else:
             for rank in range(lower_bound.size):
                 if is_cancelled():
                     raise CancelledError
                 own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
                 with _at(place(rank)):
-                    actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
+                    actions, lower_bound[rank] = _search(*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp)
@@ -116,20 +111,13 @@ def _at(where: str) -> Iterator[None]:
         raise UsageError(error.message, where=where, hint=error.hint) from error
 
 
-def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
-    from chunkplan.schedule.zero_bubble import zero_bubble
-
-    actions = empty_actions(chunks.keeps_activations, pp, pp, True)
-    zero_bubble(chunks, times, pp, actions)
-    return actions
-
-
-def _auto(
+def _of_step(
     chunks: Chunks,
     times: ChunkTimes,
     pp: int,
     memory_tokens: int | None,
     ranks: range,
+    splits: bool,
     place: Callable[[int], str],
     is_cancelled: Callable[[], bool],
 ) -> list[Actions]:
@@ -149,16 +137,16 @@ def _auto(
         # Ranks that lie side by side may end and begin with parts of one group.
         rank_of = np.repeat(np.arange(len(ranks), dtype=np.int32), np.diff(step.rank_chunks))
         apart = np.where(step.group_id < 0, -1, step.group_id * len(ranks) + rank_of).astype(np.int32)
-        actions, _ = auto(step._replace(group_id=apart), step_times, pp, memory, 0)
+        actions, _ = auto(step._replace(group_id=apart), step_times, pp, memory, 0, splits)
         return [actions_of_rank(actions, rank, pp) for rank in range(len(ranks))]
     # The others need be done no sooner than the one that is done last.
     own = [(chunks_of_rank(step, rank), times_of_rank(step, step_times, rank)) for rank in range(len(ranks))]
-    bounds = [order_bound(*of_rank, pp) for of_rank in own]
+    bounds = [order_bound(*of_rank, pp, splits) for of_rank in own]
     enough, found = max(bounds), {}
     for rank in sorted(range(len(ranks)), key=lambda rank: -bounds[rank]):
         if is_cancelled():
             raise CancelledError
-        found[rank], end = auto(*own[rank], pp, memory, enough)
+        found[rank], end = auto(*own[rank], pp, memory, enough, splits)
         enough = max(enough, end)
     return [found[rank] for rank in range(len(ranks))]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -20,11 +22,13 @@ from chunkplan.schedule.holdings import KV, kv_tokens, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.orders import least_forwards, limit_forwards, most_forwards, units_by_work
 from chunkplan.schedule.tails import write_tails
+from chunkplan.validation.validate import validate
 from tests.support.schedule_checks import Rank, look, make_rank, ranks, template
+from tests.support.small_plans import built
 
 
 def ordered(rank: Rank, pp: int, memory: int = AS_TEMPLATE) -> Actions:
-    actions, end = auto(*rank, pp, memory, 0)
+    actions, end = auto(*rank, pp, memory, 0, False)
     assert end == look(rank, pp, actions)[0]
     return actions
 
@@ -32,6 +36,11 @@ def ordered(rank: Rank, pp: int, memory: int = AS_TEMPLATE) -> Actions:
 def kv_peak(rank: Rank, pp: int, actions: Actions) -> int:
     kv = kv_tokens(rank.chunks)
     return max(int(stage_holdings(rank.chunks, kv, actions, 0, stage, pp)[..., KV].max()) for stage in range(pp))
+
+
+def made_in(folder: str, name: str) -> Path:
+    (Path(folder) / name).mkdir()
+    return Path(folder) / name
 
 
 def sixteen_of_four() -> Rank:
@@ -145,3 +154,23 @@ def test_whoever_cancels_waits_for_one_rank_at_most() -> None:
     with pytest.raises(CancelledError):
         schedule_ranks(many, rank.times, 4, "auto", None, str, 1, is_cancelled)
     assert len(asked) == 3
+
+
+@given(
+    st.lists(st.integers(1, 12_000), min_size=2, max_size=12),
+    st.sampled_from([(2, 2), (4, 2), (4, 3), (6, 2), (8, 4)]),
+    st.sampled_from(["auto", "zero-bubble"]),
+)
+@settings(max_examples=25)
+def test_ranks_that_share_sequences_are_ordered_together_and_nobody_waits_for_ever(
+    lengths: list[int], ranks: tuple[int, int], schedule: str
+) -> None:
+    dp, pp = ranks
+    with TemporaryDirectory() as folder:
+        config = {"chunk_size": 1000, "k": 2, "dp": dp, "pp": pp, "global_batch": 12, "epochs": 1, "cp": "auto"}
+        plain, found = (built(made_in(folder, name), lengths, schedule=name, **config) for name in ("1f1b", schedule))
+        assert not validate(found.path).violations
+        steps = [plan.steps() for plan in (plain, found)]
+        for of_plain, of_found in zip(*(table.to_pylist() for table in steps), strict=True):
+            assert of_found["predicted_us"] <= 1.001 * of_plain["predicted_us"]
+            assert of_found["peak_retained_tokens"] <= of_plain["peak_retained_tokens"]

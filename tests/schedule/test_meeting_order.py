@@ -38,7 +38,8 @@ def test_everything_comes_after_what_it_waits_for(tmp_path: Path, dp: int, pp: i
     """Within a process, from stage to stage, and where ranks meet, as in the proof; with blocks of several sizes."""
     rng = np.random.default_rng([dp, pp])
     lengths = [*rng.integers(1, 9000, 60), *rng.integers(9000, 90_000, 12)]
-    config = chunkplan.PlanConfig(chunk_size=4096, k=2, dp=dp, pp=pp, cp="auto", global_batch=24)
+    schedule = "algorithm2" if pp == 1 else "1f1b"
+    config = chunkplan.PlanConfig(chunk_size=4096, k=2, dp=dp, pp=pp, cp="auto", global_batch=24, schedule=schedule)
     sizes = set()
     for step in chunkplan.build(save(tmp_path, lengths), tmp_path / "plan", config).iter_steps():
         places: dict[tuple[object, ...], Value] = {}

@@ -147,8 +147,10 @@ def test_ranks_that_do_not_agree_on_a_shared_chunk_are_reported(plan: Plan, chan
 def test_another_schedule_is_that_of_all_ranks_or_refused(tmp_path: Path) -> None:
     plan = built(tmp_path, [9000, 900, 900], chunk_size=2000, k=1, dp=2, pp=2, epochs=1, cp="auto")
     found = simulate_plan(plan, rank=0)
-    again = simulate_plan(plan, rank=0, schedule="1f1b")
+    again = simulate_plan(plan, rank=0, schedule="auto")
     assert again.ends.tolist() == found.ends.tolist()
     assert again.waits.tolist() == found.waits.tolist()
+    plain, _, split = compare_schedules(found, ["1f1b", "auto", "zero-bubble"])
+    assert split.makespan < found.makespan <= plain.makespan
     with pytest.raises(UsageError, match="orders every rank by itself"):
-        compare_schedules(found, ["1f1b", "zero-bubble"])
+        compare_schedules(found, ["1f1b", "search"])

@@ -45,7 +45,8 @@ def drawn(simulation: Simulation, unit: int) -> str:
         ("algorithm2", "algorithm2", 1, 1, 1024),
         ("1f1b", "state_aware_1f1b", 2, 4, 1024),
         ("interleaved", "interleaved", 2, 4, 512),
-        ("zero-bubble", "zero_bubble", 2, 4, 1024),
+        ("auto", "auto", 2, 4, 1024),
+        ("zero-bubble", "auto", 2, 4, 1024),
         ("search", "search", 2, 4, 1024),
     ],
 )

@@ -9,17 +9,15 @@ from hypothesis import given, settings
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_without_segments
-from chunkplan.schedule.actions import Actions, empty_actions
+from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.auto import AS_TEMPLATE, auto
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.zero_bubble import zero_bubble
 from tests.support.schedule_checks import Rank, example, look, ranks, template
 
 
 def scheduled(rank: Rank, pp: int) -> Actions:
-    actions = empty_actions(rank.chunks.keeps_activations, pp, pp, True)
-    zero_bubble(*rank, pp, actions)
-    return actions
+    return auto(*rank, pp, AS_TEMPLATE, 0, True)[0]
 
 
 def split_at_once(rank: Rank, pp: int) -> Actions:
