@@ -172,7 +172,7 @@ def assert_exact(report):
         pytest.param(1, True, False, marks=pytest.mark.soak),
         pytest.param(2, False, True, marks=pytest.mark.soak),
         (2, True, True),
-        (5, False, False),
+        pytest.param(5, False, False, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
