@@ -92,7 +92,8 @@ def test_every_layout_that_shares_sequences_trains_as_one_process_does(
         assert hidden_files(output) == []
 
 
-@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [4, 2])
 def test_a_run_that_shares_sequences_goes_on_on_other_numbers_of_processes(
     made: Path, tmp_path: Path, pool: ProcessPool, size: int
 ) -> None:
@@ -128,7 +129,8 @@ def test_what_cannot_be_shared_is_refused_by_name(
     assert "".join(text for _, text in told).count(heads) == 1
     assert not (tmp_path / "run").exists()
     # Two processes that run two ranks each have half as many heads to share.
-    all_well(pool, 2, options(made, tmp_path / "run", "--model-config", tmp_path / "two.json", plan="heads"))
+    how = ("--model-config", tmp_path / "two.json", "--max-steps", 1, "--save-every", 0)
+    all_well(pool, 2, options(made, tmp_path / "run", *how, plan="heads"))
 
 
 def test_a_process_that_waits_for_a_page_says_for_which_and_for_whom(

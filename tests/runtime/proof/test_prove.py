@@ -60,7 +60,11 @@ def config_of(model_type: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.soak), 2])
-@pytest.mark.parametrize("model_type", EXACT)
+@pytest.mark.parametrize(
+    # `test_recurrent.py` has the one that takes longest.
+    "model_type",
+    [pytest.param(each, marks=pytest.mark.soak if each == "llama4_text" else ()) for each in EXACT],
+)
 def test_models_of_many_kinds_are_proved_exact(model_type: str, num_stages: int) -> None:
     proof = prove(config_of(model_type, **EXACT[model_type]), num_stages=num_stages)
     assert proof.error < (1e-10 if model_type == "qwen3_next" else 1e-13) <= TOLERANCE, proof
