@@ -38,9 +38,11 @@ typer.main.get_command = cache(typer.main.get_command)
 
 #: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
 LONGEST = (
-    *("docs/test_docs", "runtime/distributed/test_train", "runtime/distributed/test_gradients"),
-    *("runtime/training/test_resume", "runtime/hf/test_chunk_trainer", "cli/test_tune", "tuning/test_tuning"),
-    *("runtime/failures/test_watchdog", "test_clean_environment"),
+    *("runtime/distributed/test_sharing", "runtime/distributed/test_train", "docs/test_docs"),
+    *("runtime/distributed/test_gradients", "runtime/training/test_resume", "runtime/distributed/test_train_sharing"),
+    *("runtime/failures/test_watchdog", "runtime/proof/test_prove", "reporting/page/test_browser"),
+    *("runtime/failures/test_exchange_faults", "runtime/hf/test_chunk_trainer", "runtime/test_parity"),
+    *("cli/test_tune", "tuning/test_tuning", "test_clean_environment"),
 )
 
 #: (sequence_id, start, end)

@@ -130,7 +130,9 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     "options",
     [
         ("--packing", "exact", "--global-batch", "16"),
-        ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"),
+        pytest.param(
+            ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"), marks=pytest.mark.soak
+        ),
         pytest.param(("--packing", "exact", "--global-batch", "32"), marks=pytest.mark.soak),
         pytest.param(("--balance", "search", "--dp", "8", "--global-batch", "32"), marks=pytest.mark.soak),
     ],

@@ -323,7 +323,7 @@ def test_what_is_closed_to_a_user_is_named(
     assert (closed.rpartition("/")[0] or closed) in error  # it, or the folder that it is in
 
 
-@pytest.mark.parametrize(("words", "buffering"), [("", ""), ("--json", "1")])
+@pytest.mark.parametrize(("words", "buffering"), [("", ""), pytest.param("--json", "1", marks=pytest.mark.soak)])
 def test_a_report_that_cannot_be_printed_is_an_error(space: Path, words: str, buffering: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -99,7 +99,7 @@ def test_a_name_on_the_hub_is_the_same_tokenizer_as_its_files(tmp_path: Path) ->
     assert "HF_HOME" in missing["hint"]
 
 
-@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HTTPS_PROXY"])
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", pytest.param("HTTPS_PROXY", marks=pytest.mark.soak)])
 def test_a_hub_that_does_not_answer_is_given_up_at_once_and_what_was_fetched_is_found(
     tmp_path: Path, variable: str
 ) -> None:

@@ -181,7 +181,9 @@ print(analyze({data!r}, {out!r}, workers=2).num_sequences)
 """
 
 
-@pytest.mark.parametrize("how", ["file", "command", "standard input"])
+@pytest.mark.parametrize(
+    "how", ["file", *(pytest.param(how, marks=pytest.mark.soak) for how in ("command", "standard input"))]
+)
 def test_a_script_that_does_all_its_work_as_it_is_imported_can_use_processes(
     data: Path, tmp_path: Path, how: str
 ) -> None:

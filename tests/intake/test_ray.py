@@ -101,6 +101,7 @@ def test_an_interrupt_leaves_no_task_and_the_next_run_goes_on(many: Path, tmp_pa
     assert not list((tmp_path / "cache").rglob("*.tmp-*"))
 
 
+@pytest.mark.soak
 def test_the_command_starts_a_cluster_quietly_and_takes_it_away(many: Path, tmp_path: Path) -> None:
     """Also from a checkout that is found by PYTHONPATH alone."""
     alone = analyze(many, tmp_path / "alone", tokenizer=TOKENIZER, workers=1)

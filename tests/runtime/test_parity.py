@@ -172,7 +172,7 @@ def assert_exact(report):
         pytest.param(1, True, False, marks=pytest.mark.soak),
         pytest.param(2, False, True, marks=pytest.mark.soak),
         (2, True, True),
-        (5, False, False),
+        pytest.param(5, False, False, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
@@ -200,7 +200,7 @@ def test_models_that_draw_noise_in_training_are_compared_without(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 31, 1000])
-@pytest.mark.parametrize("k", [1, 2, 100])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.soak), 100])
 def test_plans_of_the_planner_are_exact(chunk_size, k):
     lengths = [11, 5, 1, 2, 17] if chunk_size < 3 else [40, 5, 64, 1, 2, 17, 32]
     report = parity(lengths, chunk_size, k)

@@ -160,23 +160,24 @@ class Case:
     step: int = 1
     dead_after: float = DEAD_AFTER
     apart: bool = False  # as if each process were on a machine of its own
+    lasts: float = 2 * DEAD_AFTER  # about so many seconds: what lasts longest begins first
 
 
 CASES = {
     "killed": Case(killed, RankLayout(dp=2, pp=2), step=12),
     "one_killed": Case(killed, RankLayout(dp=3), step=12),
-    "host_killed": Case(host_killed, RankLayout(dp=3), step=-1),
+    "host_killed": Case(host_killed, RankLayout(dp=3), step=-1, lasts=1),
     "suspended": Case(suspended, RankLayout(dp=3), step=2),
     "suspended_in_a_step": Case(suspended_in_a_step, RankLayout(dp=2), step=2),
-    "suspended_elsewhere": Case(suspended_too_long, RankLayout(dp=2), apart=True),
+    "suspended_elsewhere": Case(suspended_too_long, RankLayout(dp=2), apart=True, lasts=3.5 * DEAD_AFTER),
     "host_suspended": Case(host_suspended, RankLayout(dp=3), step=7),
     "host_hangs": Case(host_suspended, RankLayout(dp=3), step=7, apart=True),
     "stalled": Case(stalled, RankLayout(dp=2)),
-    "failed": Case(failed, RankLayout(dp=3)),
+    "failed": Case(failed, RankLayout(dp=3), lasts=1),
     "host_failed": Case(host_failed, RankLayout(dp=3), dead_after=10.0),  # beats that are slower than a process ends
-    "ended": Case(ended, RankLayout(dp=3)),
-    "paused": Case(paused, RankLayout(dp=2)),
-    "all_stopped": Case(all_stopped, RankLayout(dp=3)),
+    "ended": Case(ended, RankLayout(dp=3), lasts=1),
+    "paused": Case(paused, RankLayout(dp=2), lasts=3 * DEAD_AFTER),
+    "all_stopped": Case(all_stopped, RankLayout(dp=3), lasts=1),
     "one_stopped": Case(one_stopped, RankLayout(dp=3), step=4),
     "one_dead_others_stopped": Case(one_dead_others_stopped, RankLayout(dp=3), step=5),
     "nobody_answers": Case(nobody_answers, RankLayout(dp=2)),
@@ -252,22 +253,19 @@ def fork(name: str, case: Case, rank: int, port: int, folder: Path) -> int:
 def run_all(cases: dict[str, Case], folder: Path) -> None:
     """What the processes print goes into files of FOLDER, and their exit codes by case and rank into another one."""
     torch.set_num_threads(1)
-    names, codes = list(cases), {}
-    for first in range(0, len(names), AT_ONCE):
-        codes |= run_at_once({name: cases[name] for name in names[first : first + AT_ONCE]}, folder)
+    to_run = sorted(cases, key=lambda name: cases[name].lasts, reverse=True)
+    codes: dict[str, list[int]] = {}
+    running: dict[int, tuple[str, int]] = {}  # by process id
+    while to_run or running:
+        while to_run and len({name for name, _ in running.values()}) < AT_ONCE:
+            name, port = to_run.pop(0), free_port()
+            size = cases[name].layout.world_size
+            codes[name] = [0] * size
+            running |= {fork(name, cases[name], rank, port, folder): (name, rank) for rank in range(size)}
+        process, status = os.wait()
+        name, rank = running.pop(process)
+        codes[name][rank] = os.waitstatus_to_exitcode(status)
     (folder / "codes.json").write_text(json.dumps(codes))
-
-
-def run_at_once(cases: dict[str, Case], folder: Path) -> dict[str, list[int]]:
-    """Exit codes of each case, by rank."""
-    started = {}
-    for name, case in cases.items():
-        port = free_port()
-        started[name] = [fork(name, case, rank, port, folder) for rank in range(case.layout.world_size)]
-    return {
-        name: [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-        for name, processes in started.items()
-    }
 
 
 if __name__ == "__main__":

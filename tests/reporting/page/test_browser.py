@@ -100,8 +100,13 @@ def wait_for_range(page: Any, old: list[float]) -> list[float]:
     return x_range(page)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    "width, scheme",
+    [
+        *((1280, "light"), (390, "dark")),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1280, "dark"), (390, "light"))),
+    ],
+)
 def test_all_is_drawn_and_readable(open_page: Open, page_file: Path, width: int, scheme: str) -> None:
     """No complaint, no request, nothing wider than the window, all text large enough and in contrast."""
     page, trouble = open_page(page_file, width, scheme)
@@ -124,7 +129,7 @@ def test_all_is_drawn_and_readable(open_page: Open, page_file: Path, width: int,
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.soak), "dark"])
 def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, scheme: str) -> None:
     """On a phone, targets and special tokens as well; what is markup is text."""
     said = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"{'long' * 99} {HOSTILE}"}]
@@ -287,7 +292,7 @@ def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> 
     return open_page(folder / "page.html", width, charts=("lengths-chart", "steps-chart", "gantt-chart"))[0]
 
 
-@pytest.mark.parametrize("widths", [(390,), (1280, 390, 1280)])
+@pytest.mark.parametrize("widths", [pytest.param((390,), marks=pytest.mark.soak), (1280, 390, 1280)])
 def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     open_page: Open, tmp_path: Path, widths: tuple[int, ...]
 ) -> None:
@@ -306,7 +311,10 @@ def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
 
 @pytest.mark.parametrize(
     ("num_sequences", "changes"),
-    [(1, {"dp": 1, "pp": 1}), (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450})],
+    [
+        (1, {"dp": 1, "pp": 1}),
+        pytest.param(900, {"chunk_size": 8192, "pp": 1, "global_batch": 450}, marks=pytest.mark.soak),
+    ],
 )
 def test_no_two_ticks_of_an_axis_say_the_same(
     open_page: Open, tmp_path: Path, num_sequences: int, changes: dict[str, Any]

@@ -103,7 +103,7 @@ def work_of(plan: Any, model: CausalLM) -> RankWork:
 
 @pytest.mark.parametrize(
     ("k", "kv_offload", "checkpointing"),
-    [(1, True, True), (2, False, False), pytest.param(2, True, False, marks=pytest.mark.soak)],
+    [(1, True, True), *(pytest.param(2, on_host, False, marks=pytest.mark.soak) for on_host in (False, True))],
 )
 @pytest.mark.parametrize("model_type", LATENT)
 def test_latents_are_kept_and_exact(
@@ -129,7 +129,7 @@ def test_a_projection_that_is_frozen_or_trained_alone_is_exact(trained: str, mod
     assert set(kept.widths.values()) == {WIDTHS}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_adapters_on_the_projection_are_exact(checkpointing: bool, model: Any, plan: Any, kept: Kept) -> None:
     run = add_lora(model("deepseek_v3"), LoraOptions(rank=2, alpha=4, targets=("kv_b_proj", "q_a_proj")))
     spread_weights(run.model)  # peft starts one of each two at zero
@@ -276,7 +276,9 @@ def shared_layers(run: CausalLM) -> list[int]:
     return [index for index, layer in run.own_layers.items() if layer.self_attn.is_kv_shared_layer]
 
 
-@pytest.mark.parametrize(("k", "kv_offload"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("k", "kv_offload"), [(2, True), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, True), (2, False)))]
+)
 def test_layers_that_share_keys_and_values_share_pages(
     k: int, kv_offload: bool, model: Any, plan: Any, kept: Kept
 ) -> None:

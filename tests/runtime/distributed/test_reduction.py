@@ -25,7 +25,7 @@ def pool() -> Iterator[ProcessPool]:
         yield started
 
 
-@pytest.mark.parametrize("dp, pp", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("dp, pp", [(4, 1), pytest.param(2, 2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "how",
     [
@@ -90,7 +90,7 @@ def test_machines_reduce_each_layer_within_them_while_the_last_backward_goes_on(
         assert all(event.where != together for event in process.reductions)
 
 
-@pytest.mark.parametrize("machine_size", [None, 2])
+@pytest.mark.parametrize("machine_size", [pytest.param(None, marks=pytest.mark.soak), 2])
 def test_bfloat16_is_reduced_in_float32_also_where_a_process_has_one_chunk(
     pool: ProcessPool, made: Any, machine_size: int | None
 ) -> None:

@@ -115,19 +115,27 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
         assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own
 
 
-def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [
+            (4, "both", ("--stage-layers", "1,2")),
+            (2, "search", ("--kv-offload",)),
+            (2, "equal", ("--reshard",)),
+        ],
+        pytest.param(
+            [(4, "uneven", ()), (4, "four", ()), (2, "four", ("--checkpointing",))],
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["few", "others"],
+)
+def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
     """Tied embeddings at both ends of a pipeline; an uneven split of three layers; weights sharded during steps."""
     more = ("--precision", "fp64", "--model-config", made / "tied.json")
     more = (*more, "--eval-every", 2, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
-    for size, plan, how in (
-        (4, "both", ("--stage-layers", "1,2")),
-        (4, "uneven", ()),
-        (4, "four", ()),
-        (2, "four", ("--checkpointing",)),
-        (2, "search", ("--kv-offload",)),
-        (2, "equal", ("--reshard",)),
-    ):
+    for size, plan, how in layouts:
         output = tmp_path / f"{plan}-{size}"
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
@@ -153,7 +161,16 @@ def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(ma
     same_run(tmp_path / "one", tmp_path / "four")
 
 
-@pytest.mark.parametrize(("more", "changes"), [((), {}), ((), {"pp": 2}), (("--reshard",), {"equal_chunks": True})])
+@pytest.mark.parametrize(
+    ("more", "changes"),
+    [
+        ((), {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (((), {"pp": 2}), (("--reshard",), {"equal_chunks": True}))
+        ),
+    ],
+)
 def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
     more, changes, tiny_config, random_sequences, tmp_path, pool
 ):
@@ -262,20 +279,31 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
     [said] = [text for _, text in told if text]
     hashes = [load_plan(made / name).content_hash[:12] for name in ("both", "four")]
     assert f"same plan: {hashes[0]}... on processes 0, 1; {hashes[1]}... on processes 2, 3\n" in said
-    told = together(pool, 2, other, [*other, "--lr", "1e-5"])
-    assert [code for code, _ in told] == [2, 2]
-    [said] = [text for _, text in told if text]
-    assert "has --lr 1e-05, process 0 has 0.003" in said
-    for more in (("--save-every", "7"), ("--stage-layers", "1,1"), ("--eval-every", "1")):
-        told = together(pool, 2, other, [*other, *more])
-        assert [code for code, _ in told] == [2, 2]
-        [said] = [text for _, text in told if text]
-        assert f"has {more[0]} " in said
     told = together(pool, 3, mine)
     assert [code for code, _ in told] == [2] * 3
     [said] = [text for _, text in told if text]
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
     assert "2 or 4 processes" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--lr", "1e-5"), "has --lr 1e-05, process 0 has 0.003"),
+        (("--stage-layers", "1,1"), "has --stage-layers "),
+        *(
+            pytest.param((name, number), f"has {name} ", marks=pytest.mark.soak)
+            for name, number in (("--save-every", "7"), ("--eval-every", "1"))
+        ),
+    ],
+)
+def test_processes_that_were_given_different_options_are_refused_once(made, tmp_path, pool, more, said):
+    arguments = options(made, tmp_path / "run", plan="search")
+    told = together(pool, 2, arguments, [*arguments, *more])
+    assert [code for code, _ in told] == [2, 2]
+    [printed] = [text for _, text in told if text]
+    assert said in printed
     assert not (tmp_path / "run").exists()
 
 

@@ -49,14 +49,17 @@ def _stages(actions: Actions) -> list[list[tuple[str, int]]]:
     return [pairs[start:stop] for start, stop in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 200), marks=pytest.mark.soak)])
 def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool, seeds: range) -> None:
     check(pool, [random_pipeline(seed, most_units=4) for seed in seeds])
 
 
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 25), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("schedule", ["1f1b", "search"])
-def test_schedules_of_the_planner_bring_the_right_tensors_and_end(pool: ProcessPool, schedule: str) -> None:
-    check(pool, [planned_pipeline(seed, schedule) for seed in range(25)])
+def test_schedules_of_the_planner_bring_the_right_tensors_and_end(
+    pool: ProcessPool, schedule: str, seeds: range
+) -> None:
+    check(pool, [planned_pipeline(seed, schedule) for seed in seeds])
 
 
 def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
@@ -65,7 +68,7 @@ def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
     backwards = [("backward", chunk_id) for chunk_id in reversed(range(num_chunks))]
     all_first = [[*forwards, *backwards] for _ in range(PP)]
     check(pool, [Pipeline([2] * num_chunks, [None] * num_chunks, all_first)])
-    check(pool, [random_pipeline(seed, most_units=60) for seed in range(1000, 1003)])
+    check(pool, [random_pipeline(1000, most_units=60)])
 
 
 def test_stages_that_wait_for_their_devices_before_every_forward_end(pool: ProcessPool) -> None:
@@ -78,7 +81,7 @@ def test_stages_that_wait_for_their_devices_before_every_forward_end(pool: Proce
 
 def test_tensors_larger_than_any_buffer_end(pool: ProcessPool) -> None:
     """Of 1 to 4 MB: a send that waited for its receive would wait for ever where both ends send first."""
-    pipelines = [random_pipeline(seed, most_units=4) for seed in range(2000, 2003)] + [planned_pipeline(7, "1f1b")]
+    pipelines = [random_pipeline(seed, most_units=4) for seed in range(2000, 2002)] + [planned_pipeline(7, "1f1b")]
     check(pool, pipelines, hidden_size=200_000)
 
 

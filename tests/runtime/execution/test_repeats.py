@@ -70,7 +70,7 @@ def run(model):
     return run
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("one_after_another", [False, True])
 def test_a_repeated_sequence_has_the_gradients_of_two_equal_ones(
     k, one_after_another, run, model, handmade_plan, random_sequences

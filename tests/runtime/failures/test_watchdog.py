@@ -159,6 +159,7 @@ def test_under_torchrun_one_process_names_who_died() -> None:
     assert " 0 of 3" not in done.stderr and " 1 of 3" not in done.stderr
 
 
+@pytest.mark.soak
 def test_under_torchrun_one_process_names_who_is_suspended_and_does_not_wait_for_it() -> None:
     done = under_torchrun("suspended")
     assert done.stderr.count("process 1 of 3 (data parallel) is suspended at step 2 (stopped by a signal): ") == 1

@@ -35,7 +35,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("k", "checkpointing"), [(1, False), (2, False), (5, False), (2, True)], ids=["k1", "k2", "k5", "checkpointed"]
+    ("k", "checkpointing"),
+    [*(pytest.param(k, False, marks=pytest.mark.soak) for k in (1, 5)), (2, False), (2, True)],
+    ids=["k1", "k5", "k2", "checkpointed"],
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_training_step_has_the_gradients_and_the_loss_of_whole_sequences(
@@ -54,7 +56,9 @@ def test_a_training_step_has_the_gradients_and_the_loss_of_whole_sequences(
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("router_loss", [None, "batch", "sequence", "none"])
+@pytest.mark.parametrize(
+    "router_loss", [None, "sequence", *(pytest.param(asked, marks=pytest.mark.soak) for asked in ("batch", "none"))]
+)
 def test_the_load_balancing_loss_of_routers_is_that_of_whole_sequences(
     router_loss, made, tmp_path, new_model, handmade_plan, random_sequences
 ):
@@ -108,7 +112,9 @@ def test_a_plan_in_which_ranks_share_sequences_trains_on_one_process(
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.soak), True], ids=["kept", "checkpointed"]
+)
 def test_adapters_of_peft_have_the_gradients_of_whole_sequences(
     checkpointing, new_trainer, new_model, handmade_plan, random_sequences
 ):

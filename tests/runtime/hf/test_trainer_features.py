@@ -75,7 +75,7 @@ def learned(trainer):
     ]
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.soak), True], ids=["weights", "adapters"])
 def test_a_resumed_run_is_the_run_bit_for_bit(adapters, new_trainer, new_model, tmp_path):
     """From the end of an epoch and from the middle of one; with dropout in the adapters."""
 
@@ -140,7 +140,7 @@ class Generates(TrainerCallback):
         self.generated = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", [pytest.param("sdpa", marks=pytest.mark.soak), "eager"])
 def test_the_models_attention_is_its_own_but_within_a_step(implementation, new_trainer, new_model, tmp_path):
     model, samples = new_model(), Generates()
     model.set_attn_implementation(implementation)

@@ -59,7 +59,9 @@ def keep_size(sizes: list[int], saved: torch.Tensor) -> torch.Tensor:
     return saved
 
 
-@pytest.mark.parametrize(("k", "kv_offload"), [(1, True), (2, False), pytest.param(5, False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("k", "kv_offload"), [(1, True), *(pytest.param(k, False, marks=pytest.mark.soak) for k in (2, 5))]
+)
 @pytest.mark.parametrize("model_type", RECURRENT)
 def test_states_are_exact_over_all_borders(
     model_type: str, k: int, kv_offload: bool, model: Any, handmade_plan: Any, random_sequences: Any

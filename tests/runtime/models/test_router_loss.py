@@ -97,7 +97,7 @@ def assert_same(found: tuple[float, dict[str, Tensor]], whole: tuple[float, dict
 
 
 @pytest.mark.parametrize(
-    ("k", "checkpointing"), [(1, False), (2, True), pytest.param(5, False, marks=pytest.mark.soak)]
+    ("k", "checkpointing"), [(2, True), *(pytest.param(k, False, marks=pytest.mark.soak) for k in (1, 5))]
 )
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 @pytest.mark.parametrize("name", MODELS)
@@ -168,8 +168,14 @@ NOISY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("scope", [None, "batch"])
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("mixtral", None),
+        ("phimoe", "batch"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("mixtral", "batch"), ("phimoe", None))),
+    ],
+)
 def test_a_chunk_that_runs_again_draws_the_noise_of_routers_that_it_drew(name, scope, model, step, monkeypatch) -> None:
     run = model(name, **NOISY[name])
     with evaluate_in_float64(run.model):

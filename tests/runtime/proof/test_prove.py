@@ -59,8 +59,12 @@ def config_of(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **changes)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("model_type", EXACT)
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize(
+    # `test_recurrent.py` has the one that takes longest.
+    "model_type",
+    [pytest.param(each, marks=pytest.mark.soak if each == "llama4_text" else ()) for each in EXACT],
+)
 def test_models_of_many_kinds_are_proved_exact(model_type: str, num_stages: int) -> None:
     proof = prove(config_of(model_type, **EXACT[model_type]), num_stages=num_stages)
     assert proof.error < (1e-10 if model_type == "qwen3_next" else 1e-13) <= TOLERANCE, proof
@@ -88,8 +92,19 @@ def test_noise_that_is_drawn_anew_in_a_recompute_would_be_found(monkeypatch: pyt
     assert proof.error > 1e-3 and "with noise" in proof.where
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "jetmoe", "phimoe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type, num_stages",
+    [
+        ("ernie4_5_moe", 1),
+        ("jetmoe", 2),
+        *(
+            pytest.param(model_type, num_stages, marks=pytest.mark.soak)
+            for model_type in ("ernie4_5_moe", "jetmoe", "phimoe", "qwen3_next")
+            for num_stages in (1, 2)
+            if (model_type, num_stages) not in (("ernie4_5_moe", 1), ("jetmoe", 2))
+        ),
+    ],
+)
 def test_the_load_balancing_loss_of_transformers_is_proved_where_a_config_asks_for_it(
     model_type: str, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +173,7 @@ def test_every_kind_of_layer_is_in_a_small_model() -> None:
     assert tiny.final_logit_softcapping == config.final_logit_softcapping
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("model_type", [pytest.param("gemma3n_text", marks=pytest.mark.soak), "gemma4_text"])
 def test_layers_that_share_keys_and_values_are_in_a_small_model_and_exact_on_one_stage(model_type: str) -> None:
     """Of every kind, as the whole model has them; on two stages the later one would lack them."""
     config = config_of(model_type, num_hidden_layers=35, num_kv_shared_layers=15)

@@ -50,7 +50,7 @@ def test_adapters_learn_and_are_saved_as_peft_loads_them(made, tmp_path):
     assert torch.equal(after, again), "transformers finds the model that was adapted"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def test_a_stopped_run_of_adapters_goes_on_bit_for_bit(made, tmp_path, monkeypatch, precision):
     """With dropout; a checkpoint holds adapters only."""
     more = ("--save-every", 3, "--max-steps", 8, "--precision", precision)
