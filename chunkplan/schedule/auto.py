@@ -62,8 +62,8 @@ from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_templa
 #: No more memory than state-aware 1F1B takes.
 AS_TEMPLATE = -1
 
-#: As many actions are scheduled, at most, in search of a faster order: some milliseconds.
-_ACTIONS = 50_000
+#: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
+_ACTIONS = 20_000
 
 #: By how much of its own time, in per cent, a weight half may delay what comes next: what is tried.
 OVERRUNS = np.array([50, 100])

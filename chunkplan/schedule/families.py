@@ -27,11 +27,16 @@ from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ON
 #: Name -> the rule it follows, the same for all ranks.
 _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "interleaved": INTERLEAVED}
 
+#: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
+_SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
+    "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
+}
+
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
 
 #: All by name.
-SCHEDULES = (*_TEMPLATES, *_OF_STEPS, "search")
+SCHEDULES = (*_TEMPLATES, *_OF_STEPS, *_SEARCHES)
 
 
 class Scheduled(NamedTuple):
@@ -90,7 +95,7 @@ def schedule_ranks(
                     raise CancelledError
                 own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
                 with _at(place(rank)):
-                    actions, lower_bound[rank] = _search(*own, pp, memory_tokens)
+                    actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp)

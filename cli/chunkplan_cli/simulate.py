@@ -59,9 +59,9 @@ class SimulateOptions(Options):
     schedule: str = same(
         PlanConfig,
         "schedule",
-        help="algorithm2 (one stage), 1f1b, interleaved, zero-bubble, auto or search.",
+        help="algorithm2 (one stage), auto, 1f1b, interleaved, zero-bubble or search.",
         group=_ORDER,
-        default_words="the plan's; for lengths algorithm2 or 1f1b",
+        default_words="the plan's; for lengths algorithm2 or auto",
     )
     compare: tuple[str, ...] = option(
         several(one_of(*SCHEDULES)), "The same chunks under each of these schedules.", group=_ORDER, default=()
