@@ -29,6 +29,14 @@ def compiled(function: Function) -> Function:
     return cast(Function, dispatcher)
 
 
+def inlined(function: Function) -> Function:
+    """Compile `function` as a part of each compiled function that calls it.
+
+    For what runs at every turn of a loop and is given many arrays, which takes longer than what it does with them.
+    """
+    return cast(Function, numba.njit(inline="always", nogil=True)(function))
+
+
 def has_compiled() -> bool:
     """Whether this process had to compile anything so far, or is at it."""
     return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)

@@ -269,21 +269,15 @@ def compare_schedules(
 ) -> list[Simulation]:
     """The same chunks on the same stages under each of `schedules`, of which `simulation` may be one.
 
-    `virtual_stages` is for "interleaved" and `memory_tokens` for "search", "auto" and "zero-bubble"; the others take no
-    notice.
+    `virtual_stages` is for "interleaved", `memory_tokens` for "search", "auto" and "zero-bubble", and for no others.
 
     Raises:
         UsageError: see `reschedule`; or nothing in `schedules` takes an argument that is given.
     """
-    memory = ("memory_tokens", memory_tokens)
-    options = {
-        "interleaved": ("virtual_stages", virtual_stages),
-        "search": memory,
-        "auto": memory,
-        "zero-bubble": memory,
-    }
+    options = {"interleaved": ("virtual_stages", virtual_stages)}
+    options |= dict.fromkeys(("auto", "zero-bubble", "search"), ("memory_tokens", memory_tokens))
     for taker, (name, value) in options.items():
-        if value is not None and all(options.get(schedule, ("",))[0] != name for schedule in schedules):
+        if value is not None and all(options.get(schedule, ("", None))[0] != name for schedule in schedules):
             raise UsageError(
                 f"{name.replace('_', '-')} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}"
             )

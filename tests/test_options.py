@@ -102,7 +102,7 @@ def test_the_check_of_a_manifest_has_every_option_of_a_plan() -> None:
 def test_a_configuration_out_of_a_file_is_taken_as_it_is() -> None:
     """Whether options go together is not asked of a plan that is there; missing ones have their defaults."""
     config = PlanConfig.from_entries({"chunk_size": 8, "k": 1, "pp": 2, "virtual_stages": 3, "k_by_length": [[9, 2]]})
-    assert (config.schedule, config.virtual_stages, config.k_by_length) == ("1f1b", 3, ((9, 2),))
+    assert (config.schedule, config.virtual_stages, config.k_by_length) == ("auto", 3, ((9, 2),))
     assert not config.tail_sharing and config.global_batch == 256
     with pytest.raises(UsageError, match="one virtual stage"):
         PlanConfig(chunk_size=8, k=1, pp=2, virtual_stages=3)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, inlined
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -61,6 +61,36 @@ class Limits(NamedTuple):
     tails: Int64Array
 
 
+class _State(NamedTuple):
+    """How far rows are, and what they could do next.
+
+    int64 [rows]: `clock`, `idle` time so far, tokens `retained`; the places in both orders, `forward`, `backward`,
+    `weighted` (before it all weight halves are done), that are next; what is chosen, `start`, `kind` and, of a weight
+    half, `weight`. int64 [pp, n]: `forward_ready`, `backward_ready`, when each could start, -1 where that is not known;
+    `holders`, how many chunks of each unit are held, at the place of its first one. `is_weighted` bool [pp, n]: whether
+    each weight half is done, in the order of backwards. Int64 [n]: `head`, `num_kept`, see `_units`.
+    """
+
+    clock: Int64Array
+    idle: Int64Array
+    retained: Int64Array
+    forward: Int64Array
+    backward: Int64Array
+    weighted: Int64Array
+    start: Int64Array
+    kind: Int64Array
+    weight: Int64Array
+    forward_start: Int64Array
+    backward_start: Int64Array
+    release: Int64Array
+    forward_ready: Int64Array
+    backward_ready: Int64Array
+    holders: Int64Array
+    is_weighted: BoolArray
+    head: Int64Array
+    num_kept: Int64Array
+
+
 @compiled
 def list_schedule(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, actions: Actions
@@ -76,61 +106,25 @@ def list_schedule(
     `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
-    n, pp, num_rows = chunks.num_tokens.size, times.durations.shape[1], limits.memory.size
-    keeps, num_tokens, durations, link = chunks.keeps_activations, chunks.num_tokens, times.durations, times.link
+    pp, num_rows, keeps, bases = (
+        times.durations.shape[1],
+        limits.memory.size,
+        chunks.keeps_activations,
+        chunks.rank_chunks,
+    )
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
-    bases, cp_size, first_rank = chunks.rank_chunks, chunks.cp_size, chunks.cp_first_rank
-    is_shared = np.any(cp_size > 1)
-    head, num_kept = _units(chunks)  # [n]
-    clock, idle, retained = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    # The places in both orders that are next.
-    forward, backward = np.repeat(bases[:-1], pp), np.repeat(bases[:-1], pp)
-    weighted = backward.copy()
-    start, kind, weight = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-    forward_start, backward_start, release = np.empty(num_rows, np.int64), start.copy(), start.copy()
-    forward_ready, backward_ready, holders, is_weighted = _nothing_done(pp, n)  # [pp, n]
+    is_shared = np.any(chunks.cp_size > 1)
+    state = _nothing_done(chunks, pp)
+    clock, idle, start, kind = state.clock, state.idle, state.start, state.kind
+    forward, backward, weighted, weight = state.forward, state.backward, state.weighted, state.weight
     action = actions.stages[:-1].copy()
-    changed, choosing = range(num_rows), range(num_rows)
+    changed = range(num_rows)
     while True:
-        for row in changed:
-            rank, stage = divmod(row, pp)
-            now, room, end = clock[row], limits.memory[row] - retained[row], bases[rank + 1]
-            forward_start[row], backward_start[row] = _NEVER, _NEVER
-            release[row] = -1  # the group that has to have fewer holders first
-            if backward[row] < end:
-                chunk = backwards[backward[row]]
-                ready = backward_ready[stage, chunk]
-                if ready >= 0 and not keeps[chunk]:
-                    ready = max(ready - durations[RECOMPUTE, stage, chunk], 0) if num_tokens[chunk] <= room else -1
-                    if holders[stage, head[chunk]] >= num_kept[head[chunk]]:
-                        ready, release[row] = -1, head[chunk]
-                if ready >= 0:
-                    backward_start[row] = max(now, ready)
-            if forward[row] < end and forward[row] - bases[rank] < limits.forwards[stage, backward[row]]:
-                chunk = forwards[forward[row]]
-                ready = forward_ready[stage, chunk] if num_tokens[chunk] <= room or not keeps[chunk] else -1
-                if ready >= 0:
-                    forward_start[row] = max(now, ready)
-        for row in choosing:
-            rank, stage = divmod(row, pp)
-            forward_at, backward_at = forward_start[row], backward_start[row]
-            if is_shared and forward_at != _NEVER and cp_size[forwards[forward[row]]] > 1:
-                forward_at = _together(first_rank, cp_size, forwards[forward[row]], forward_start, stage, pp)
-            if is_shared and backward_at != _NEVER and cp_size[backwards[backward[row]]] > 1:
-                backward_at = _together(first_rank, cp_size, backwards[backward[row]], backward_start, stage, pp)
-            start[row], kind[row] = backward_at, _WEIGHT if backward_at == _NEVER else _BACKWARD
-            if forward_at != _NEVER:
-                starts = forward_at, backward_at
-                if backward_at == _NEVER or _is_first(
-                    limits, times, keeps, row, forwards[forward[row]], backwards[backward[row]], overrun, starts
-                ):
-                    start[row], kind[row] = forward_at, _FORWARD
-            if start[row] > clock[row] and weighted[row] < backward[row] and overrun != WHOLE:
-                place = _next_weight(is_weighted[stage], weighted[row], backwards, head, release[row])
-                duration = durations[BACKWARD_WEIGHT, stage, backwards[place]]
-                if start[row] == _NEVER or 100 * (clock[row] + duration - start[row]) <= overrun * duration:
-                    start[row], kind[row], weight[row] = clock[row], _WEIGHT, place
-
+        _look(chunks, times, order, limits, overrun, state, changed)
+        if is_shared:
+            _choose(chunks, times, order, limits, overrun, state, range(num_rows))
+        else:
+            _choose(chunks, times, order, limits, overrun, state, changed)
         first = _soonest(start, kind)
         if start[first] == _NEVER:
             return int(np.max(clock))
@@ -138,8 +132,8 @@ def list_schedule(
         done_kind, begin, ranks = kind[first], start[first], range(own_rank, own_rank + 1)
         if is_shared and done_kind != _WEIGHT:
             chunk = forwards[forward[first]] if done_kind == _FORWARD else backwards[backward[first]]
-            if cp_size[chunk] > 1:
-                ranks = range(first_rank[chunk], first_rank[chunk] + cp_size[chunk])
+            if chunks.cp_size[chunk] > 1:
+                ranks = range(chunks.cp_first_rank[chunk], chunks.cp_first_rank[chunk] + chunks.cp_size[chunk])
         for rank in ranks:
             row = rank * pp + stage
             idle[row], clock[row] = idle[row] + begin - clock[row], begin
@@ -155,27 +149,96 @@ def list_schedule(
                 backward[row] += 1
             else:
                 chunk, op = backwards[weight[row]], BACKWARD_WEIGHT
-                is_weighted[stage, weight[row]] = True
-                weighted[row] = _next_weight(is_weighted[stage], weighted[row], backwards, head, -1)
+                state.is_weighted[stage, weight[row]] = True
+                weighted[row] = _next_weight(state.is_weighted[stage], weighted[row], backwards, state.head, -1)
             is_recomputed = done_kind == _BACKWARD and not keeps[chunk]
             for done in range(1 - is_recomputed, 2):
                 done_op = op if done else RECOMPUTE
                 ops[action[row]], chunk_ids[action[row]] = done_op, chunk - bases[rank]
                 action[row] += 1
-                clock[row] += durations[done_op, stage, chunk]
-                retained[row] += _ADDED[done_op] * num_tokens[chunk]
-                holders[stage, head[chunk]] += _ADDED[done_op]
+                clock[row] += times.durations[done_op, stage, chunk]
+                state.retained[row] += _ADDED[done_op] * chunks.num_tokens[chunk]
+                state.holders[stage, state.head[chunk]] += _ADDED[done_op]
             if done_kind == _FORWARD and stage + 1 < pp:
-                forward_ready[stage + 1, chunk] = clock[row] + link[chunk]
+                state.forward_ready[stage + 1, chunk] = clock[row] + times.link[chunk]
             elif done_kind == _FORWARD:
-                backward_ready[stage, chunk] = clock[row]
+                state.backward_ready[stage, chunk] = clock[row]
             elif done_kind == _BACKWARD and stage > 0:
-                backward_ready[stage - 1, chunk] = clock[row] + link[chunk]
-        if is_shared:
+                state.backward_ready[stage - 1, chunk] = clock[row] + times.link[chunk]
+        if ranks.stop - ranks.start > 1:
             changed = range(ranks.start * pp, ranks.stop * pp)
         else:
             changed = range(max(first - 1, own_rank * pp), min(first + 2, (own_rank + 1) * pp))
-            choosing = changed
+
+
+@inlined
+def _look(
+    chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, state: _State, rows: range
+) -> None:
+    """Say when each of some rows could do its next forward and its next backward, were it alone."""
+    pp, bases, keeps, num_tokens = (
+        times.durations.shape[1],
+        chunks.rank_chunks,
+        chunks.keeps_activations,
+        chunks.num_tokens,
+    )
+    for row in rows:
+        rank, stage = divmod(row, pp)
+        now, room, end = state.clock[row], limits.memory[row] - state.retained[row], bases[rank + 1]
+        state.forward_start[row], state.backward_start[row] = _NEVER, _NEVER
+        state.release[row] = -1  # the group that has to have fewer holders first
+        if state.backward[row] < end:
+            chunk = order.backwards[state.backward[row]]
+            ready = state.backward_ready[stage, chunk]
+            if ready >= 0 and not keeps[chunk]:
+                head = state.head[chunk]
+                fits = num_tokens[chunk] <= room
+                ready = max(ready - times.durations[RECOMPUTE, stage, chunk], 0) if fits else -1
+                if state.holders[stage, head] >= state.num_kept[head]:
+                    ready, state.release[row] = -1, head
+            if ready >= 0:
+                state.backward_start[row] = max(now, ready)
+        place = state.forward[row]
+        if place < end and place - bases[rank] < limits.forwards[stage, state.backward[row]]:
+            chunk = order.forwards[place]
+            ready = state.forward_ready[stage, chunk] if num_tokens[chunk] <= room or not keeps[chunk] else -1
+            if ready >= 0:
+                state.forward_start[row] = max(now, ready)
+
+
+@inlined
+def _choose(
+    chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, state: _State, rows: range
+) -> None:
+    """Say what each of some rows does next, and when: what they share with others when all of them can."""
+    pp, cp_size, first_rank = times.durations.shape[1], chunks.cp_size, chunks.cp_first_rank
+    start, kind = state.start, state.kind
+    for row in rows:
+        stage = row % pp
+        forward_at, backward_at = state.forward_start[row], state.backward_start[row]
+        start[row], kind[row] = backward_at, _WEIGHT
+        if backward_at != _NEVER:
+            backward = order.backwards[state.backward[row]]
+            if cp_size[backward] > 1:
+                backward_at = _together(first_rank, cp_size, backward, state.backward_start, stage, pp)
+            start[row], kind[row] = backward_at, _WEIGHT if backward_at == _NEVER else _BACKWARD
+        if forward_at != _NEVER:
+            forward = order.forwards[state.forward[row]]
+            if cp_size[forward] > 1:
+                forward_at = _together(first_rank, cp_size, forward, state.forward_start, stage, pp)
+            starts = forward_at, backward_at
+            if forward_at != _NEVER and (
+                backward_at == _NEVER
+                or _is_first(limits, times, chunks.keeps_activations, row, forward, backward, overrun, starts)
+            ):
+                start[row], kind[row] = forward_at, _FORWARD
+        if overrun != WHOLE and start[row] > state.clock[row] and state.weighted[row] < state.backward[row]:
+            is_done, place = state.is_weighted[stage], state.weighted[row]
+            place = _next_weight(is_done, place, order.backwards, state.head, state.release[row])
+            duration = times.durations[BACKWARD_WEIGHT, stage, order.backwards[place]]
+            late = state.clock[row] + duration - start[row]
+            if start[row] == _NEVER or 100 * late <= overrun * duration:
+                start[row], kind[row], state.weight[row] = state.clock[row], _WEIGHT, place
 
 
 @compiled
@@ -218,15 +281,34 @@ def _is_first(
 
 
 @compiled
-def _nothing_done(pp: int, n: int) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-    """The state of `pp` stages and n chunks at the start, [pp, n] each.
-
-    When each forward and each backward could start, -1 where that is not known; how many chunks of each unit are held,
-    at the place of its first one; whether each weight half is done, in the order of backwards.
-    """
-    forward_ready, backward_ready = np.full((pp, n), -1, np.int64), np.full((pp, n), -1, np.int64)
-    forward_ready[0] = 0
-    return forward_ready, backward_ready, np.zeros((pp, n), np.int64), np.zeros((pp, n), np.bool_)
+def _nothing_done(chunks: Chunks, pp: int) -> _State:
+    """The state of the stages of all ranks at the start."""
+    n, bases = chunks.num_tokens.size, chunks.rank_chunks
+    rows = (bases.size - 1) * pp
+    place = np.repeat(bases[:-1], pp)
+    head, num_kept = _units(chunks)
+    state = _State(
+        clock=np.zeros(rows, np.int64),
+        idle=np.zeros(rows, np.int64),
+        retained=np.zeros(rows, np.int64),
+        forward=place.copy(),
+        backward=place.copy(),
+        weighted=place,
+        start=np.empty(rows, np.int64),
+        kind=np.empty(rows, np.int64),
+        weight=np.empty(rows, np.int64),
+        forward_start=np.empty(rows, np.int64),
+        backward_start=np.empty(rows, np.int64),
+        release=np.empty(rows, np.int64),
+        forward_ready=np.full((pp, n), -1, np.int64),
+        backward_ready=np.full((pp, n), -1, np.int64),
+        holders=np.zeros((pp, n), np.int64),
+        is_weighted=np.zeros((pp, n), np.bool_),
+        head=head,
+        num_kept=num_kept,
+    )
+    state.forward_ready[0] = 0
+    return state
 
 
 @compiled

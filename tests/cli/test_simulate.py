@@ -40,7 +40,7 @@ def plans(run: Run, tmp_path: Path) -> Path:
 
 def test_the_example_is_drawn_as_it_is_published(run: Run) -> None:
     """A cell is half a unit of 1024; `=` marks the critical path."""
-    ran = run("simulate", *K2, width=100)
+    ran = run("simulate", *K2, "--schedule", "1f1b", width=100)
     assert ran.code == 0
     lines = [line for line in ran.out.splitlines() if line.startswith("stage ")]
     assert lines[:4] == [
@@ -83,7 +83,7 @@ def test_the_line_of_a_stage_shows_it_in_proportion(run: Run, plans: Path) -> No
 
 
 def test_json_has_what_the_screen_has(run: Run) -> None:
-    shown = json.loads(run("simulate", *K2, "--json").out)
+    shown = json.loads(run("simulate", *K2, "--schedule", "1f1b", "--json").out)
     assert (shown["makespan"], shown["unit"], shown["schedule"]) == (46 * 1024, "tokens", "1f1b")
     assert shown["bubble"] == pytest.approx(1 - 24 / 46)
     assert len(shown["bubble_per_stage"]) == len(shown["peak_retained_tokens"]) == 4
@@ -216,16 +216,19 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "no chunk size": (("--lengths", "12", "--k", 1), "--chunk-size is missing"),
     "a chunk size that is none": (("--lengths", "12", "--chunk-size", "big", "--k", 1), "--chunk-size is 'big'"),
     "no K": (("--lengths", "12", "--chunk-size", "8"), "k is missing"),
-    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 or 1f1b or interleaved"),
+    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 or auto or 1f1b or interleaved"),
     "an unknown schedule to compare": (
         (*K2, "--compare", "1f1b,gpipe"),
-        "--compare is '1f1b,gpipe', expected algorithm2 or 1f1b",
+        "--compare is '1f1b,gpipe', expected algorithm2 or auto or 1f1b",
     ),
     "a schedule of one stage": ((*K2, "--schedule", "algorithm2"), "is for one stage"),
     "both ways to name a schedule": ((*K2, "--schedule", "1f1b", "--compare", "1f1b"), "exclude each other"),
     "too little memory for a chunk": ((*K2, "--schedule", "search", "--memory-tokens", 2000), "below one chunk"),
     "too little memory for K chunks": ((*K2, "--schedule", "search", "--memory-tokens", 3000), "memory"),
-    "too little memory for 1F1B": ((*K2, "--memory-tokens", 4096), "holds activations of 8,192 tokens"),
+    "too little memory for 1F1B": (
+        (*K2, "--schedule", "1f1b", "--memory-tokens", 4096),
+        "holds activations of 8,192 tokens",
+    ),
     "virtual stages where there are none": ((*K2, "--virtual-stages", 2), "has one virtual stage"),
     "more stages than layers": (("--lengths", "9,9", "--chunk-size", "none", "--pp", 40), "28 layers"),
     "a step of lengths": ((*K2, "--step", 1), "--step is for plans"),
@@ -317,6 +320,6 @@ def test_the_python_of_the_document_runs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "schedules.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("46.0 0.478")
+    assert lines[0].startswith("42.0 0.428")
     assert [line.split()[0] for line in lines[1:]] == ["1f1b", "interleaved", "zero-bubble"]
     check_trace(tmp_path / "trace.json")

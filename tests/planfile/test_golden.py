@@ -26,14 +26,14 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
 
 #: The plan of lengths.npy that version 3 wrote before there was a version 4.
-PLAN_3: dict[str, Any] = {**SMALL, "dp": 2, "pp": 2, "cp": "off", "seed": 3}
+PLAN_3: dict[str, Any] = {**SMALL, "dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3}
 PLAN_3_HASH = "6718d933b9a563d952258c061e3149b274ef575dd4b704019d51b0461c2402ae"
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "one GPU": ({}, "b7b80d3e69b781a41b58fc5eb96a04faae189224fb9edf0f717342f67f5730d2"),
     "1F1B": (
-        {"dp": 2, "pp": 2, "cp": "off", "seed": 3},
+        {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
         "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
     ),
     "interleaved": (
@@ -42,10 +42,21 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "1db7ebd41bbb85d705fefa7785eff834798be9196ddb4be53320d7ff5444e225",
+        "1659dafee2b6f08a13482e95cdc7644e4082bdb9c98db08ac98f3593024701ee",
     ),
     "search": ({"pp": 2, "schedule": "search"}, "b3a20e1845b4d5c4aa07b7b34c7bcce28620a99e556450a62cac63dbdcc3ade8"),
-    "memory": ({"pp": 2, "memory_tokens": 256}, "6207a5ec12e76f0acc9ef38a7a2b4db261366433360417107d53005e0d4be0f5"),
+    "memory": (
+        {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},
+        "6207a5ec12e76f0acc9ef38a7a2b4db261366433360417107d53005e0d4be0f5",
+    ),
+    "auto": (
+        {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
+        "d1e35301452b372c0b847ebf1c5460ace137cab039a36a9f2ce2afd4a1a51d23",
+    ),
+    "auto within memory": (
+        {"pp": 2, "memory_tokens": 128},
+        "bad16928b972f8a63d9274c15c3434759eafb67a0733dafdec0fb7a919032db4",
+    ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
         "bef0659de311643d5f5c73e700e093b619a75f36b17f8972a291b8fe5d5c1a9e",
@@ -71,8 +82,12 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         "7020253afebcdb092dff92624fd236f918d2ae9a0f71adef3f8d52005def3866",
     ),
     "shared sequences on a pipeline": (
-        {"dp": 4, "pp": 2, "cp": "auto", "seed": 3},
+        {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
         "74ef2e8f8d2c8d7a9b67dbae71dc99ab8cdf9c969facddccc55aa4a74ccf7cf8",
+    ),
+    "shared sequences, scheduled together": (
+        {"dp": 4, "pp": 2, "seed": 3},
+        "64d09296072ddc83205e4ac4fbefba53ecede11aebfcba5a398231672ad7b179",
     ),
     "hold-out": ({"holdout": 0.2}, "4abd21453232356c3bbf9e58aa2da05795a7a61e4816bdb3868b9d4ac87aa658"),
     "mix": (

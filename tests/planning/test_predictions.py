@@ -124,10 +124,10 @@ def test_a_memory_bound_that_cannot_be_kept_names_the_step_and_what_is_needed(tm
     assert "--memory-tokens 28" in error.value.hint
     one = given | {"k": 1}
     with pytest.raises(UsageError, match="step 0, rank 0: 1f1b holds activations of") as error:
-        build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8))
-    assert "search" in error.value.hint
+        build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8, schedule="1f1b"))
+    assert "schedule auto" in error.value.hint
     assert not (tmp_path / "plan").exists()
-    assert build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8, schedule="search"))
+    assert build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8))
 
 
 def test_a_sequence_that_exceeds_its_ranks_share_is_reported_with_the_bound(tmp_path: Path) -> None:
