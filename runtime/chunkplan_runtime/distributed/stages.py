@@ -3,6 +3,9 @@
 A stage is the model itself with the layers of other stages replaced by modules that pass hidden states on, so that its
 own layers keep their names and their indices, masks and rotary embeddings are made by the model's own code, and what
 is done to a whole model (adapters, activation checkpointing, saving by name) is done to a stage in the same way.
+
+Where a stage has several virtual stages, the one model has the layers of all of them. While one runs, the decoder has
+that one's list of layers in place of its own: with the same layers, but for those of the other virtual stages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.tiny import returned_by_layers
@@ -54,23 +58,23 @@ def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -
     return [range(stop - count, stop) for stop, count in zip(stops, given, strict=True)]
 
 
-def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
-    """The stage of `layout` with `layers`; what other stages have is dropped from the model.
+def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> CausalLM:
+    """The stage of `layout` of a model whose model stages have `layers`; what other stages have is dropped from it.
 
-    Tied embeddings stay on the first and on the last stage.
+    Tied embeddings stay with the first and with the last model stage.
     """
     whole, all_layers = model.model, layers_of(model.model)
     returned = returned_by_layers(model.config)
+    decoder = decoder_of(whole)
+    name = next(name for name, module in decoder.named_children() if module is all_layers)
+    own = [layers[model_stage] for model_stage in layout.model_stages()]
+    cuts = tuple(replace(_cut(all_layers, each, returned), name=name) for each in own)
     for index in range(len(all_layers)):
-        if index not in layers:
+        if not any(index in each for each in own):
             all_layers[index] = _Elsewhere(all_layers[index], returned)
-    if not layout.is_first:
-        all_layers[0] = _Entry(all_layers[0], returned)
-    if not layout.is_last:
-        all_layers[layers.stop] = _Exit(all_layers[layers.stop], returned)
     is_tied = has_tied_embeddings(whole)
     embeddings = whole.get_input_embeddings()
-    for name, module in list(decoder_of(whole).named_children()):
+    for name, module in list(decoder.named_children()):
         if module is all_layers or next(module.parameters(), None) is None:
             continue
         if name in _FINAL_NORMS:
@@ -78,10 +82,21 @@ def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
         else:
             is_own = layout.is_first or (module is embeddings and layout.is_last and is_tied)
         if not is_own:
-            setattr(decoder_of(whole), name, _Nothing() if isinstance(module, nn.Embedding) else nn.Identity())
+            setattr(decoder, name, _Nothing() if isinstance(module, nn.Embedding) else nn.Identity())
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
-    return replace(model, is_first=layout.is_first, is_last=layout.is_last)
+    return replace(model, cuts=cuts)
+
+
+def _cut(all_layers: nn.ModuleList, own: range, returned: int | None) -> Cut:
+    """The model stage that has the layers `own`, of all of a model."""
+    is_first, is_last = own.start == 0, own.stop == len(all_layers)
+    layers = [layer if index in own else _Elsewhere(layer, returned) for index, layer in enumerate(all_layers)]
+    if not is_first:
+        layers[0] = _Entry(all_layers[0], returned)
+    if not is_last:
+        layers[own.stop] = _Exit(all_layers[own.stop], returned)
+    return Cut(is_first, is_last, nn.ModuleList(layers))
 
 
 def has_tied_embeddings(model: Any) -> bool:

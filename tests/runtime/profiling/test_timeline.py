@@ -291,7 +291,7 @@ def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[
     layout = choose_layout(opened, dist.get_world_size(), rank)
     model = new_model(read_config(config), torch.float32, seed=1)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
-    model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.pp)[layout.stage], layout)
+    model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.num_model_stages), layout)
     executor = Executor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
     work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
     clock = ActionClock(model.device)
