@@ -285,7 +285,7 @@ def make_stage(
     layout = layout or choose_layout(plan, dist.get_world_size(), rank)
     blocks = blocks_on(plan, layout.dp)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks, machine_size)
-    layers = split_layers(model.config.num_hidden_layers, layout.num_model_stages, stage_layers)
+    layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers, layout.virtual_stages)
     model = cut_stage(model, layers, layout)
     shards = None
     if groups.replicas:

@@ -39,22 +39,31 @@ _FINAL_NORMS = (
 )
 
 
-def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:
-    """Which layers each stage has: `given` many, or those that the planner counts with.
+def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
+    """Which layers each model stage has: `given` many, or those that the planner counts with.
 
     Raises:
         UsageError: there are more stages than layers, or `given` is not what the model has.
     """
-    if num_layers < pp:
-        raise UsageError(f"{pp} stages for {num_layers} layers", hint=f"build the plan with at most --pp {num_layers}")
+    num_stages = pp * virtual_stages
+    if num_layers < num_stages:
+        each, hint = "", f"build the plan with at most --pp {num_layers}"
+        if virtual_stages > 1:
+            each, hint = (
+                f" of {virtual_stages} virtual stages",
+                "build the plan with fewer --virtual-stages, or less --pp",
+            )
+        raise UsageError(f"{pp} stages{each} for {num_layers} layers", hint=hint)
     if given is None:
-        given = even_layers(num_layers, pp)
-    if len(given) != pp or sum(given) != num_layers or min(given) < 1:
+        given = even_layers(num_layers, num_stages)
+    if len(given) != num_stages or sum(given) != num_layers or min(given) < 1:
+        kind = "stages" if virtual_stages == 1 else "model stages"
         raise UsageError(
-            f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {pp} stages",
-            hint=f"give {pp} numbers from 1 that sum to {num_layers}",
+            f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {num_stages} "
+            f"{kind}",
+            hint=f"give {num_stages} numbers from 1 that sum to {num_layers}",
         )
-    stops = [sum(given[: stage + 1]) for stage in range(pp)]
+    stops = [sum(given[: stage + 1]) for stage in range(num_stages)]
     return [range(stop - count, stop) for stop, count in zip(stops, given, strict=True)]
 
 
