@@ -72,40 +72,54 @@ def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> C
 
     Tied embeddings stay with the first and with the last model stage.
     """
-    whole, all_layers = model.model, layers_of(model.model)
+    whole, decoder, all_layers = model.model, decoder_of(model.model), layers_of(model.model)
     returned = returned_by_layers(model.config)
-    decoder = decoder_of(whole)
-    name = next(name for name, module in decoder.named_children() if module is all_layers)
     own = [layers[model_stage] for model_stage in layout.model_stages()]
-    cuts = tuple(replace(_cut(all_layers, each, returned), name=name) for each in own)
+    others = _others(whole)
+    cuts = tuple(_cut(whole, each, others, returned) for each in own)
     for index in range(len(all_layers)):
         if not any(index in each for each in own):
             all_layers[index] = _Elsewhere(all_layers[index], returned)
-    is_tied = has_tied_embeddings(whole)
-    embeddings = whole.get_input_embeddings()
-    for name, module in list(decoder.named_children()):
-        if module is all_layers or next(module.parameters(), None) is None:
-            continue
-        if name in _FINAL_NORMS:
-            is_own = layout.is_last
-        else:
-            is_own = layout.is_first or (module is embeddings and layout.is_last and is_tied)
-        if not is_own:
-            setattr(decoder, name, _Nothing() if isinstance(module, nn.Embedding) else nn.Identity())
+    for name in others:
+        if all(name in cut.modules for cut in cuts):
+            setattr(decoder, name, cuts[0].modules[name])
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
     return replace(model, cuts=cuts)
 
 
-def _cut(all_layers: nn.ModuleList, own: range, returned: int | None) -> Cut:
-    """The model stage that has the layers `own`, of all of a model."""
+def _others(whole: Any) -> dict[str, tuple[bool, bool]]:
+    """Modules with weights beside the layers of a decoder, by name: whether the first and the last model stage have it.
+
+    Those that lie behind the layers are the last one's, all others the first one's.
+    """
+    decoder, embeddings, found = decoder_of(whole), whole.get_input_embeddings(), {}
+    is_tied = has_tied_embeddings(whole)
+    for name, module in decoder.named_children():
+        if module is not layers_of(whole) and next(module.parameters(), None) is not None:
+            is_norm = name in _FINAL_NORMS
+            found[name] = not is_norm, is_norm or (module is embeddings and is_tied)
+    return found
+
+
+def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned: int | None) -> Cut:
+    """The model stage that has the layers `own` of a model, and of `others` those of its end of it."""
+    decoder, all_layers = decoder_of(whole), layers_of(whole)
     is_first, is_last = own.start == 0, own.stop == len(all_layers)
     layers = [layer if index in own else _Elsewhere(layer, returned) for index, layer in enumerate(all_layers)]
     if not is_first:
         layers[0] = _Entry(all_layers[0], returned)
     if not is_last:
         layers[own.stop] = _Exit(all_layers[own.stop], returned)
-    return Cut(is_first, is_last, nn.ModuleList(layers))
+    own_layers = nn.ModuleList(layers)
+    modules: dict[str, nn.Module] = {
+        name: own_layers for name, module in decoder.named_children() if module is all_layers
+    }
+    for name, (of_first, of_last) in others.items():
+        if not (is_first and of_first) and not (is_last and of_last):
+            module = getattr(decoder, name)
+            modules[name] = _Nothing() if isinstance(module, nn.Embedding) else nn.Identity()
+    return Cut(is_first, is_last, own_layers, modules)
 
 
 def has_tied_embeddings(model: Any) -> bool:

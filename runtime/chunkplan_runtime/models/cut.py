@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,28 +14,27 @@ from torch import nn
 class Cut:
     """One model stage of a model: only the first embeds tokens, only the last has final hidden states and a head.
 
-    `layers`: those that its decoder has under `name` while this runs, its own and what stands for those of other parts;
-    None: those that the decoder has anyway.
+    `layers`: its own, and what stands for those of other parts; None: all that the model has. `modules`: what the
+    decoder has in place of its own while this runs, by name, the layers among them.
     """
 
     is_first: bool = True
     is_last: bool = True
     layers: nn.ModuleList | None = None
-    name: str = "layers"
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @contextmanager
     def in_place(self, decoder: Any) -> Iterator[None]:
-        """Within the block `decoder` has these layers.
+        """Within the block `decoder` has the modules of this part.
 
         Otherwise it has those of all parts under their names, for whatever takes the model as a whole: optimizer,
         sharding, saving.
         """
-        if self.layers is None:
-            yield
-            return
-        of_all_parts = getattr(decoder, self.name)
-        setattr(decoder, self.name, self.layers)
+        of_all_parts = {name: getattr(decoder, name) for name in self.modules}
         try:
+            for name, module in self.modules.items():
+                setattr(decoder, name, module)
             yield
         finally:
-            setattr(decoder, self.name, of_all_parts)
+            for name, module in of_all_parts.items():
+                setattr(decoder, name, module)

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.parity import TOLERANCE
-from tests.runtime.distributed.test_gradients import check
+from tests.runtime.distributed.test_gradients import RECURRENT, check, predicted_tokens, routed
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
-from tests.support.distributed_cases import compare_orders
+from tests.support.distributed_cases import compare_master_weights, compare_orders
+from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.router_cases import compare_router_loss
+from tests.support.wait_cases import used_groups
 
 TIED = "llama with biases, tied"
 
@@ -30,6 +34,11 @@ def pool() -> Iterator[ProcessPool]:
         (2, 2, 2, MODELS[TIED], ["evaluates"]),
         (1, 2, 3, {"model_type": "qwen2", "num_hidden_layers": 7}, []),
         (1, 1, 2, MODELS["gemma3_text"], ["lora", "checkpointing"]),
+        (1, 1, 2, RECURRENT, ["checkpointing"]),
+        pytest.param(2, 1, 2, RECURRENT, ["evaluates"], marks=pytest.mark.soak),
+        pytest.param(2, 2, 2, MODELS["deepseek_v3, latents"], ["kv_offload", "evaluates"], marks=pytest.mark.soak),
+        pytest.param(2, 2, 2, MODELS["qwen3_moe"], ["lora", "kv_offload", "checkpointing"], marks=pytest.mark.soak),
+        pytest.param(1, 2, 2, MODELS["gemma2, softcaps and sliding window"], ["evaluates"], marks=pytest.mark.soak),
     ],
 )
 def test_interleaved_stages_are_exact(
@@ -49,3 +58,58 @@ def test_any_legal_order_of_virtual_stages_is_exact(
     for errors in pool.run(2 * dp, compare_orders, **plan, seeds=seeds, v_shaped=v_shaped):
         assert len(errors) == len(seeds)
         assert max(errors) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stage_layers", [(1, 2, 3, 1), pytest.param((4, 1, 1, 1), marks=pytest.mark.soak)])
+def test_model_stages_of_unequal_size_are_exact_and_so_are_ranks_without_work(
+    pool: ProcessPool, made: Any, stage_layers: tuple[int, ...]
+) -> None:
+    model = {**MODELS["qwen3"], "num_hidden_layers": 7}
+    plan = made(model, lengths=[41], dp=2, pp=2, k=1, schedule="interleaved")
+    chunks = check(pool, 4, plan, stage_layers=stage_layers, steps=(0, 0), evaluates=True)
+    assert sorted(chunks[:2]) == [[1], [6]]
+
+
+@pytest.mark.parametrize("scope, dp", [("batch", 1), pytest.param("sequence", 2, marks=pytest.mark.soak)])
+def test_the_load_balancing_loss_is_that_of_whole_sequences_on_virtual_stages(
+    pool: ProcessPool, made: Any, scope: str, dp: int
+) -> None:
+    plan = made(routed(), dp=dp, pp=2, schedule="interleaved")
+    for error, added, expected in pool.run(2 * dp, compare_router_loss, **plan, scope=scope):
+        assert error <= TOLERANCE
+        assert added == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_gradients_of_bfloat16_are_summed_in_float32_on_virtual_stages(pool: ProcessPool, made: Any, dp: int) -> None:
+    plan = made(MODELS[TIED], chunk_size=3, dp=dp, pp=2, schedule="interleaved")
+    assert max(error for error, _ in pool.run(2 * dp, compare_master_weights, **plan)) < 1e-6
+
+
+def test_adapters_on_one_virtual_stage_alone_get_their_gradients(pool: ProcessPool, made: Any) -> None:
+    """The first stage trains something in its second part, and nothing in its first one."""
+    plan = made(dp=2, pp=2, schedule="interleaved")
+    found = pool.run(4, compare_master_weights, **plan, targets=("2.self_attn.q_proj",))
+    assert [count for _, count in found] == [2, 2, 0, 0]
+    assert max(error for error, _ in found) < 1e-6
+
+
+def test_virtual_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
+    pool: ProcessPool, made: Any
+) -> None:
+    lengths = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12, 7, 4]
+    plan = made(lengths=lengths, k=1, pp=2, schedule="interleaved", virtual_stages=2)
+    found = pool.run(2, observe_memory, **plan)
+    assert [stage.leaks for stage in found] == [[], []]
+    retained, inputs, kv = predicted_tokens(next(load_plan(plan["plan"]).iter_steps()), 2)
+    assert [stage.retained for stage in found] == retained
+    assert [stage.inputs for stage in found] == inputs
+    assert [stage.kv for stage in found] == kv
+
+
+def test_every_group_of_virtual_stages_is_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
+    """Of all processes, of replicas, of two directions of three links, of the stages with both ends."""
+    plan = made(MODELS[TIED], dp=2, pp=2, schedule="interleaved")
+    for before, during in pool.run(4, used_groups, **plan):
+        assert len(during) == 9
+        assert during <= before
