@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chunkplan.planfile.load import load_plan
@@ -12,7 +13,7 @@ from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.distributed.test_gradients import RECURRENT, check, predicted_tokens, routed
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
-from tests.support.distributed_cases import compare_master_weights, compare_orders
+from tests.support.distributed_cases import compare_master_weights, compare_orders, gradients_with_dropout
 from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.router_cases import compare_router_loss
@@ -113,3 +114,15 @@ def test_every_group_of_virtual_stages_is_used_before_the_first_step(pool: Proce
     for before, during in pool.run(4, used_groups, **plan):
         assert len(during) == 9
         assert during <= before
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_dropout_is_the_same_on_virtual_stages(pool: ProcessPool, made: Any, checkpointing: bool) -> None:
+    settings = {"lengths": [30, 9, 3, 1], "tail_sharing": False}
+    [alone] = pool.run(1, gradients_with_dropout, **made(k=100, **settings))
+    plan = made(k=1, pp=2, schedule="interleaved", **settings)
+    stages = pool.run(2, gradients_with_dropout, **plan, checkpointing=checkpointing)
+    found = {name: gradient for stage in stages for name, gradient in stage.items()}
+    assert found.keys() == alone.keys()
+    for name, gradient in alone.items():
+        assert np.linalg.norm(found[name] - gradient) <= 1e-12 * np.linalg.norm(gradient)
