@@ -187,8 +187,10 @@ def compare_steps(
     return compared
 
 
-def compare_orders(rank: int, *, plan: Path, config: Path, seeds: Sequence[int], v_shaped: bool = False) -> list[float]:
-    """By seed the worst error of a gradient of this stage, in a random order of the first step's chunks.
+def compare_orders(
+    rank: int, *, plan: Path, config: Path, seeds: Sequence[int], v_shaped: bool = False, kv_offload: bool = False
+) -> list[float]:
+    """By seed the worst error of a gradient of this stage, or the loss, in a random order of the first step's chunks.
 
     `v_shaped`: the virtual stages lie in a V, whatever the plan says.
     """
@@ -197,16 +199,18 @@ def compare_orders(rank: int, *, plan: Path, config: Path, seeds: Sequence[int],
     layout = replace(choose_layout(opened, dist.get_world_size(), rank), v_shaped=v_shaped)
     errors = []
     with evaluate_in_float64(model.model):
-        _reference_loss(model, opened, analysis, 0)
+        reference_loss = _reference_loss(model, opened, analysis, 0)
         reference = take_gradients(model)
-        stage = make_stage(rank, opened, analysis, model, layout=layout)
+        stage = make_stage(rank, opened, analysis, model, layout=layout, kv_offload=kv_offload)
         work = stage.work(0)
         for seed in seeds:
             ranks = [_in_random_order(each, random.Random(f"{seed} {each.dp_rank}"), layout) for each in work.ranks]
-            stage.run(replace(work, ranks=ranks))
+            ordered = replace(work, ranks=ranks)
+            losses = stage.evaluate(ordered), stage.run(ordered)
             gradients, _ = stage.finish_gradients(stage.weights)
             own = {name: reference[name] for name in gradients}
-            errors.append(max(relative_errors(gradients, own, vanishing_gradients(own)).values()))
+            of_losses = [abs(loss / reference_loss - 1) for loss in losses]
+            errors.append(max(*of_losses, *relative_errors(gradients, own, vanishing_gradients(own)).values()))
             stage.model.model.zero_grad()
     return errors
 
