@@ -190,7 +190,7 @@ def compare_steps(
 def compare_orders(
     rank: int, *, plan: Path, config: Path, seeds: Sequence[int], v_shaped: bool = False, kv_offload: bool = False
 ) -> list[float]:
-    """By seed the worst error of a gradient of this stage, or the loss, in a random order of the first step's chunks.
+    """By seed the worst error of a gradient of this stage, their norm or the loss, in a random order of chunks.
 
     `v_shaped`: the virtual stages lie in a V, whatever the plan says.
     """
@@ -201,16 +201,17 @@ def compare_orders(
     with evaluate_in_float64(model.model):
         reference_loss = _reference_loss(model, opened, analysis, 0)
         reference = take_gradients(model)
+        reference_norm = math.hypot(*(gradient.norm().item() for gradient in reference.values()))
         stage = make_stage(rank, opened, analysis, model, layout=layout, kv_offload=kv_offload)
         work = stage.work(0)
         for seed in seeds:
             ranks = [_in_random_order(each, random.Random(f"{seed} {each.dp_rank}"), layout) for each in work.ranks]
             ordered = replace(work, ranks=ranks)
             losses = stage.evaluate(ordered), stage.run(ordered)
-            gradients, _ = stage.finish_gradients(stage.weights)
+            gradients, norm = stage.finish_gradients(stage.weights)
             own = {name: reference[name] for name in gradients}
-            of_losses = [abs(loss / reference_loss - 1) for loss in losses]
-            errors.append(max(*of_losses, *relative_errors(gradients, own, vanishing_gradients(own)).values()))
+            of_numbers = [abs(loss / reference_loss - 1) for loss in losses] + [abs(norm / reference_norm - 1)]
+            errors.append(max(*of_numbers, *relative_errors(gradients, own, vanishing_gradients(own)).values()))
             stage.model.model.zero_grad()
     return errors
 

@@ -132,7 +132,7 @@ class Executor:
                     self.doing = f"{at}, waiting for the gradient of chunk {chunk_id} from the stage behind"
                     gradient = None if part.is_last else self._connected.receive_gradient(*place)
                     self.doing = f"{at}, in the backward of chunk {chunk_id}"
-                    is_last = before_last is not None and number == last_of[action.virtual_stage]
+                    is_last = number == last_of[action.virtual_stage]
                     before = partial(before_last, action.virtual_stage) if before_last and is_last else None
                     with around(action):
                         found = self._backward(work, place, gradient, 1 / max(num_target_tokens, 1), before)

@@ -51,15 +51,21 @@ def test_interleaved_stages_are_exact(
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 170), marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    "dp, v_shaped",
-    [(1, True), pytest.param(2, True, marks=pytest.mark.soak), pytest.param(1, False, marks=pytest.mark.soak)],
+    "dp, pp, v_shaped",
+    [
+        (1, 2, True),
+        pytest.param(2, 2, True, marks=pytest.mark.soak),
+        pytest.param(1, 2, False, marks=pytest.mark.soak),
+        pytest.param(1, 4, True, marks=pytest.mark.soak),
+    ],
 )
 def test_any_legal_order_of_virtual_stages_is_exact(
-    pool: ProcessPool, made: Any, dp: int, v_shaped: bool, seeds: range
+    pool: ProcessPool, made: Any, dp: int, pp: int, v_shaped: bool, seeds: range
 ) -> None:
     """In a V the first stage has the last model stage too: embeddings and head that are tied are one weight there."""
-    plan = made(MODELS[TIED], lengths=[17, 5, 20, 4], dp=dp, pp=2, schedule="interleaved", virtual_stages=2)
-    for errors in pool.run(2 * dp, compare_orders, **plan, seeds=seeds, v_shaped=v_shaped, kv_offload=dp == 1):
+    model = {**MODELS[TIED], "num_hidden_layers": 2 * pp}
+    plan = made(model, lengths=[17, 5, 20, 4], dp=dp, pp=pp, schedule="interleaved", virtual_stages=2)
+    for errors in pool.run(pp * dp, compare_orders, **plan, seeds=seeds, v_shaped=v_shaped, kv_offload=dp == 1):
         assert len(errors) == len(seeds)
         assert max(errors) <= TOLERANCE
 
