@@ -10,14 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
+from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.sharing import Block
 from tests.support.analyses import write_analysis
 from tests.support.shared_plans import given_blocks
@@ -171,6 +175,20 @@ def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_
         return
     with pytest.raises(DataError, match=f"model stages {refused} exchange activations in different orders"):
         next(iter(stream))
+
+
+@pytest.mark.parametrize("virtual_stage", [2, -1])
+def test_a_virtual_stage_that_is_not_there_is_named(built: Built, virtual_stage: int, tiny_config: Any) -> None:
+    plan, analysis = built(k=100)
+    path = plan / "schedule.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0]["actions"][0]["virtual_stage"] = virtual_stage
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, seed=0)
+    work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=20)))
+    with pytest.raises(DataError, match=f"on virtual stage {virtual_stage}, which does not exist"):
+        Executor(model).run(work.ranks[0], 1)
 
 
 @pytest.mark.parametrize("op, what", [("forward", "activations"), ("backward", "gradients")])
