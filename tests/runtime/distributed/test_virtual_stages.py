@@ -65,7 +65,8 @@ def test_any_legal_order_of_virtual_stages_is_exact(
     """In a V the first stage has the last model stage too: embeddings and head that are tied are one weight there."""
     model = {**MODELS[TIED], "num_hidden_layers": 2 * pp}
     plan = made(model, lengths=[17, 5, 20, 4], dp=dp, pp=pp, schedule="interleaved", virtual_stages=2)
-    for errors in pool.run(pp * dp, compare_orders, **plan, seeds=seeds, v_shaped=v_shaped, kv_offload=dp == 1):
+    how = {"v_shaped": v_shaped, "kv_offload": pp == 4 or not v_shaped}
+    for errors in pool.run(pp * dp, compare_orders, **plan, seeds=seeds, **how):
         assert len(errors) == len(seeds)
         assert max(errors) <= TOLERANCE
 
@@ -90,7 +91,8 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences_on_virtual_stages(
         assert added == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dp", [1, 2])
 def test_gradients_of_bfloat16_are_summed_in_float32_on_virtual_stages(pool: ProcessPool, made: Any, dp: int) -> None:
     plan = made(MODELS[TIED], chunk_size=3, dp=dp, pp=2, schedule="interleaved")
     assert max(error for error, _ in pool.run(2 * dp, compare_master_weights, **plan)) < 1e-6
