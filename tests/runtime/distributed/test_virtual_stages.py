@@ -66,9 +66,11 @@ def test_any_legal_order_of_virtual_stages_is_exact(
     model = {**MODELS[TIED], "num_hidden_layers": 2 * pp}
     plan = made(model, lengths=[17, 5, 20, 4], dp=dp, pp=pp, schedule="interleaved", virtual_stages=2)
     how = {"v_shaped": v_shaped, "kv_offload": pp == 4 or not v_shaped}
-    for errors in pool.run(pp * dp, compare_orders, **plan, seeds=seeds, **how):
-        assert len(errors) == len(seeds)
-        assert max(errors) <= TOLERANCE
+    for start in range(0, len(seeds), 25):  # what the pool runs at once has to be done in 90 seconds
+        some = seeds[start : start + 25]
+        for errors in pool.run(pp * dp, compare_orders, **plan, seeds=some, **how):
+            assert len(errors) == len(some)
+            assert max(errors) <= TOLERANCE
 
 
 @pytest.mark.parametrize("stage_layers", [(1, 2, 3, 1), pytest.param((4, 1, 1, 1), marks=pytest.mark.soak)])
