@@ -90,7 +90,7 @@ class _Stage:
         self._model: CausalLM | None = None
         if config is not None:
             whole = new_model(config, torch.float32, seed=0)
-            self._model = cut_stage(whole, split_layers(config.num_hidden_layers, layout.pp)[layout.stage], layout)
+            self._model = cut_stage(whole, split_layers(config.num_hidden_layers, layout.pp), layout)
 
     def __call__(self, job: Job) -> Ran:
         work = _work_of(job, self._layout.stage)
@@ -129,6 +129,11 @@ class Sleeper:
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     current: Current = field(default_factory=Current)
+
+    @property
+    def parts(self) -> list[Sleeper]:
+        """It has one virtual stage."""
+        return [self]
 
     @classmethod
     def of(cls, durations: Int64Array, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:

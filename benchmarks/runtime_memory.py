@@ -53,7 +53,7 @@ def _measure(
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    with Allocations(lambda: executor.store.num_bytes()) as allocations:
+    with Allocations(lambda: executor.stores[0].num_bytes()) as allocations:
         executor.run(batch.work.ranks[0], batch.work.step.num_target_tokens)
     if verbose:
         print(f"\nK {k}, {'host' if kv_offload else 'device'}, {length:,} tokens")

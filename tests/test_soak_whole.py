@@ -59,7 +59,8 @@ class Watched:
             def around_and_look(action: Action) -> Iterator[None]:
                 with around(action):
                     yield
-                held = {*executor.in_flight} | ({action.chunk_id} if action.op in ("forward", "recompute") else set())
+                held = {chunk_id for _, chunk_id in executor.in_flight}
+                held |= {action.chunk_id} if action.op in ("forward", "recompute") else set()
                 tokens = sum(work.chunks[chunk_id].num_tokens for chunk_id in held)
                 self.retained[work.step] = max(self.retained.get(work.step, 0), tokens)
 

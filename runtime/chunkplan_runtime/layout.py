@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from chunkplan.errors import UsageError
+from chunkplan.layers import V_SHAPED, model_stage_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.sharing import used_blocks
@@ -17,12 +18,14 @@ class RankLayout:
 
     Stages are outermost: ranks 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights and
     gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
-    fit.
+    fit. Each stage has `virtual_stages` parts of the model; if `v_shaped`, the second ones lie in descending order.
     """
 
     dp: int = 1
     pp: int = 1
     rank: int = 0
+    virtual_stages: int = 1
+    v_shaped: bool = False
 
     @property
     def world_size(self) -> int:
@@ -40,14 +43,28 @@ class RankLayout:
         return self.rank % self.dp
 
     @property
+    def num_model_stages(self) -> int:
+        """How many parts a model is cut into, over all stages."""
+        return self.pp * self.virtual_stages
+
+    @property
     def is_first(self) -> bool:
-        """Whether this is the first stage."""
-        return self.stage == 0
+        """Whether this stage has the first model stage, with the embeddings."""
+        return self.stage == self.stage_of(0)
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage."""
-        return self.stage == self.pp - 1
+        """Whether this stage has the last model stage, with the head."""
+        return self.stage == self.stage_of(self.num_model_stages - 1)
+
+    def model_stages(self, stage: int | None = None) -> list[int]:
+        """The model stages that a stage has, this one or another, by virtual stage."""
+        stage = self.stage if stage is None else stage
+        return [model_stage_of(stage, each, self.pp, self.v_shaped) for each in range(self.virtual_stages)]
+
+    def stage_of(self, model_stage: int) -> int:
+        """The stage that has a model stage."""
+        return next(stage for stage in range(self.pp) if model_stage in self.model_stages(stage))
 
     def rank_of(self, stage: int, dp_rank: int) -> int:
         """The rank of the process that has a stage of a pipeline."""
@@ -73,9 +90,15 @@ class RankLayout:
 
     def describe(self, rank: int | None = None) -> str:
         """A process in words, this one or that of `rank`, as messages name it."""
-        other = self if rank is None else RankLayout(self.dp, self.pp, rank)
+        other = self if rank is None else replace(self, rank=rank)
         place = f"stage {other.stage} of pipeline {other.dp_rank}" if self.pp > 1 else "data parallel"
         return f"process {other.rank} of {self.world_size} ({place})"
+
+
+def one_pipeline(plan: Plan) -> RankLayout:
+    """The layout of one process for each stage of a plan, as the first one sees it."""
+    config = plan.config
+    return RankLayout(1, config.pp, 0, config.virtual_stages, config.schedule in V_SHAPED)
 
 
 def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
@@ -91,7 +114,7 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
     blocks = used_blocks(plan)
     fitting = [pp * dp for dp in dividing if all(block.fits(plan_dp // dp) for block in blocks)]
     if world_size in fitting:
-        return RankLayout(world_size // pp, pp, rank)
+        return replace(one_pipeline(plan), dp=world_size // pp, rank=rank)
     if world_size % pp == 0 and world_size // pp in dividing:
         num_ranks = plan_dp // (world_size // pp)
         uneven = next(block for block in blocks if not block.fits(num_ranks))

@@ -10,14 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
+from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.sharing import Block
 from tests.support.analyses import write_analysis
 from tests.support.shared_plans import given_blocks
@@ -96,10 +100,30 @@ def test_more_stages_than_layers_are_refused(given: tuple[int, ...] | None) -> N
     assert "--pp 3" in str(raised.value.hint)
 
 
+def test_more_virtual_stages_than_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 stages of 2 virtual stages for 3 layers") as raised:
+        split_layers(3, 2, virtual_stages=2)
+    assert "fewer --virtual-stages" in str(raised.value.hint)
+    with pytest.raises(UsageError, match="--stage-layers is 2,2: the model has 4 layers, the plan 4 model stages"):
+        split_layers(4, 2, (2, 2), 2)
+
+
+@pytest.mark.parametrize(
+    "v_shaped, model_stages", [(False, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]), (True, [[0, 5, 6], [1, 4, 7], [2, 3, 8]])]
+)
+def test_virtual_stages_of_a_stage_are_model_stages(v_shaped: bool, model_stages: list[list[int]]) -> None:
+    layouts = [RankLayout(2, 3, rank, 3, v_shaped) for rank in range(6)]
+    assert [layout.model_stages() for layout in layouts[::2]] == model_stages
+    assert [layout.model_stages() for layout in layouts[1::2]] == model_stages
+    for layout in layouts:
+        assert [layout.stage_of(each) for each in layout.model_stages()] == [layout.stage] * 3
+        assert (layout.is_first, layout.is_last) == (layout.stage == 0, layout.stage == 2)
+    assert RankLayout(pp=3, virtual_stages=2, v_shaped=True).is_last  # beside the first model stage
+
+
 @pytest.mark.parametrize(
     "settings, what",
     [
-        ({"schedule": "interleaved", "pp": 2}, "interleaved stages"),
         ({"schedule": "zero-bubble", "pp": 2}, "split backwards"),
         ({"cost": CostModel(tp=2)}, r"tensor parallelism \(tp 2\)"),
     ],
@@ -118,6 +142,53 @@ def test_a_plan_for_other_stages_is_refused(built: Built, pp: int, message: str)
     with pytest.raises(UsageError, match=message) as raised:
         open_plan(*built(pp=2), pp=pp)
     assert f"--pp {pp}" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    "swapped, v_shaped, refused",
+    [
+        ([(1, 0)], False, "0 and 1"),
+        ([(0, 0), (1, 0)], False, "1 and 2"),
+        ([(1, 1)], True, "2 and 3"),
+        ([(0, 0), (1, 0)], True, None),
+    ],
+)
+def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_are_refused(
+    built: Built, swapped: list[tuple[int, int]], v_shaped: bool, refused: str | None
+) -> None:
+    """What the last stage of a V hands to itself may be in any order. (stage, virtual stage) has two chunks swapped."""
+    plan, analysis = built(pp=2, k=100, schedule="interleaved", virtual_stages=2)
+    path = plan / "schedule.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    for row in rows:
+        for virtual_stage in (0, 1):
+            if (row["stage"], virtual_stage) in swapped:
+                own = [each for each in row["actions"] if each["virtual_stage"] == virtual_stage]
+                first, second = [each for each in own if each["op"] == "forward"][:2]
+                first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    layout = RankLayout(pp=2, virtual_stages=2, v_shaped=v_shaped)
+    stream = PlanStream(*open_plan(plan, analysis, pp=2), vocab_size=97, max_positions=20, layout=layout)
+    if refused is None:
+        assert len(list(stream)) == 1
+        return
+    with pytest.raises(DataError, match=f"model stages {refused} exchange activations in different orders"):
+        next(iter(stream))
+
+
+@pytest.mark.parametrize("virtual_stage", [2, -1])
+def test_a_virtual_stage_that_is_not_there_is_named(built: Built, virtual_stage: int, tiny_config: Any) -> None:
+    plan, analysis = built(k=100)
+    path = plan / "schedule.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0]["actions"][0]["virtual_stage"] = virtual_stage
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, seed=0)
+    work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=20)))
+    with pytest.raises(DataError, match=f"on virtual stage {virtual_stage}, which does not exist"):
+        Executor(model).run(work.ranks[0], 1)
 
 
 @pytest.mark.parametrize("op, what", [("forward", "activations"), ("backward", "gradients")])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,14 +28,15 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.joined import process_actions
-from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
-from chunkplan_runtime.layout import choose_layout
+from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import blocks_on
 from chunkplan_runtime.training.master_weights import TrainedWeights
+from tests.support.link_cases import random_order
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class StageProcess:
             forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
             for _ in range(max(forwards) - forwards[self.groups.layout.dp_rank]):
                 self.shards.run_padding("forward")
-        assert self.executor.store.is_empty
+        assert all(store.is_empty for store in self.executor.stores)
         if self.shards:
             self.shards.free()
         return _sum(loss)
@@ -185,6 +187,44 @@ def compare_steps(
     return compared
 
 
+def compare_orders(
+    rank: int, *, plan: Path, config: Path, seeds: Sequence[int], v_shaped: bool = False, kv_offload: bool = False
+) -> list[float]:
+    """By seed the worst error of a gradient of this stage, their norm or the loss, in a random order of chunks.
+
+    `v_shaped`: the virtual stages lie in a V, whatever the plan says.
+    """
+    opened, analysis = open_for_its_stages(plan)
+    model = new_model(read_config(config), torch.float64, seed=1)
+    layout = replace(choose_layout(opened, dist.get_world_size(), rank), v_shaped=v_shaped)
+    errors = []
+    with evaluate_in_float64(model.model):
+        reference_loss = _reference_loss(model, opened, analysis, 0)
+        reference = take_gradients(model)
+        reference_norm = math.hypot(*(gradient.norm().item() for gradient in reference.values()))
+        stage = make_stage(rank, opened, analysis, model, layout=layout, kv_offload=kv_offload)
+        work = stage.work(0)
+        for seed in seeds:
+            ranks = [_in_random_order(each, random.Random(f"{seed} {each.dp_rank}"), layout) for each in work.ranks]
+            ordered = replace(work, ranks=ranks)
+            losses = stage.evaluate(ordered), stage.run(ordered)
+            gradients, norm = stage.finish_gradients(stage.weights)
+            own = {name: reference[name] for name in gradients}
+            of_numbers = [abs(loss / reference_loss - 1) for loss in losses] + [abs(norm / reference_norm - 1)]
+            errors.append(max(*of_numbers, *relative_errors(gradients, own, vanishing_gradients(own)).values()))
+            stage.model.model.zero_grad()
+    return errors
+
+
+def _in_random_order(work: RankWork, chance: random.Random, layout: RankLayout) -> RankWork:
+    """The same chunks, of each group some of which keep their activations: the last ones."""
+    chunks = list(work.chunks.values())
+    kept = {chunk.group_id: chance.randint(1, chunk.group_size) for chunk in chunks}
+    keeps = [chunk.group_id is None or chunk.group_index >= chunk.group_size - kept[chunk.group_id] for chunk in chunks]
+    order = random_order(chance, [chunk.group_id for chunk in chunks], keeps, layout)
+    return replace(work, actions=[Action(*action) for action in order[layout.stage]])
+
+
 def compare_master_weights(
     rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = (), machine_size: int | None = None
 ) -> tuple[float, int]:
@@ -203,7 +243,8 @@ def compare_master_weights(
     stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=10**6)
     executor, work = Executor(model), next(iter(stream))
     for each in work.ranks:
-        executor.run(each, work.step.num_target_tokens)
+        actions = [action for action in each.actions if action.virtual_stage == 0]
+        executor.run(replace(each, actions=actions), work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
     stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, machine_size=machine_size)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
@@ -245,11 +286,12 @@ def make_stage(
     reshard: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     machine_size: int | None = None,
+    layout: RankLayout | None = None,
 ) -> StageProcess:
-    layout = choose_layout(plan, dist.get_world_size(), rank)
+    layout = layout or choose_layout(plan, dist.get_world_size(), rank)
     blocks = blocks_on(plan, layout.dp)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks, machine_size)
-    layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers)[layout.stage]
+    layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers, layout.virtual_stages)
     model = cut_stage(model, layers, layout)
     shards = None
     if groups.replicas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,13 +23,16 @@ from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.spans import Span
 
-#: (op, chunk_id)
-Stage = Sequence[tuple[str, int]]
+#: (op, chunk_id, virtual_stage)
+Stage = Sequence[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Chunks of so many tokens, the group of each (None for standalone), and what each stage does with them."""
+    """Chunks of so many tokens, the group of each (None for standalone), and what each stage does with them.
+
+    Of one layout all have as many virtual stages.
+    """
 
     num_tokens: Sequence[int]
     groups: Sequence[int | None]
@@ -38,7 +41,10 @@ class Pipeline:
 
 @dataclass
 class StandIn:
-    """A stage that adds one to what it gets and checks it; gradients too say whose they are and from which stage."""
+    """A model stage that adds one to what it gets and checks it; gradients too say whose they are and from which one.
+
+    `parts`: those of its process, by virtual stage.
+    """
 
     stage: int
     num_stages: int
@@ -47,6 +53,7 @@ class StandIn:
     vocab_size: int = 1
     wrong: list[str] = field(default_factory=list)
     current: Current = field(default_factory=Current)
+    parts: list[StandIn] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -90,19 +97,24 @@ class _Stage(torch.autograd.Function):
         return ctx.backward_of(gradients[0]), None
 
 
-def drive(rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int) -> tuple[list[str], list[str]]:
+def drive(
+    rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int, virtual_stages: int = 1, v_shaped: bool = False
+) -> tuple[list[str], list[str]]:
     """Run schedules one after another: what was wrong, and the threads of execution of each that left something."""
-    layout = RankLayout(1, dist.get_world_size(), rank)
+    layout = RankLayout(1, dist.get_world_size(), rank, virtual_stages, v_shaped)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=30))
     links = groups.links(Wire(hidden_size, torch.float32, torch.device("cpu")))
-    model: Any = StandIn(layout.stage, layout.pp, hidden_size)
+    wrong: list[str] = []
+    parts = [StandIn(each, layout.num_model_stages, hidden_size, wrong=wrong) for each in layout.model_stages()]
+    model: Any = parts[0]
+    model.parts = [replace(each, current=model.current) for each in parts]
     executor = Executor(model, links=links)
     left = []
     for step, pipeline in enumerate(pipelines):
         executor.run(_work(step, pipeline, layout.stage), 1, lambda action: nullcontext())
-        if executor.inputs or executor.in_flight or not executor.store.is_empty:
+        if executor.inputs or executor.in_flight or not all(store.is_empty for store in executor.stores):
             left.append(f"pipeline {step}")
-    return model.wrong, left
+    return wrong, left
 
 
 def _work(step: int, pipeline: Pipeline, stage: int) -> RankWork:
@@ -124,7 +136,7 @@ def _work(step: int, pipeline: Pipeline, stage: int) -> RankWork:
             torch.full((num_tokens,), -100, dtype=torch.int32),
             (Span(members[0], start, start + num_tokens, length, 0, group),),
         )
-    actions = [Action(op, chunk_id, 0) for op, chunk_id in pipeline.stages[stage]]
+    actions = [Action(*action) for action in pipeline.stages[stage]]
     return RankWork(step, 0, actions, chunks, tensors)
 
 
@@ -143,9 +155,9 @@ def random_chunks(chance: random.Random, most_units: int) -> tuple[list[int], li
 
 
 def random_order(
-    chance: random.Random, groups: Sequence[int | None], keeps: Sequence[bool], pp: int
-) -> list[list[tuple[str, int]]]:
-    """What each stage does in an execution where at every moment a stage does anything it could do.
+    chance: random.Random, groups: Sequence[int | None], keeps: Sequence[bool], layout: RankLayout
+) -> list[list[tuple[str, int, int]]]:
+    """What each stage does in an execution where at every moment a model stage does anything it could do.
 
     Links take chunks in one order, for forwards and for backwards; parts of a group ascend and descend.
     """
@@ -155,22 +167,25 @@ def random_order(
         for place, chunk_id in zip(places, [backwards[place] for place in reversed(places)], strict=True):
             backwards[place] = chunk_id
     eager = chance.random()  # how likely a forward is where both could be
-    stages: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
-    forwarded, backwarded = [0] * pp, [0] * pp
+    stages: list[list[tuple[str, int, int]]] = [[] for _ in range(layout.pp)]
+    num = layout.num_model_stages
+    forwarded, backwarded = [0] * num, [0] * num
     while min(backwarded) < len(groups):
-        stage = chance.randrange(pp)
-        forward = forwarded[stage] < (len(groups) if stage == 0 else forwarded[stage - 1])
-        backward = backwarded[stage] < (len(groups) if stage == pp - 1 else backwarded[stage + 1])
-        backward = backward and backwards[backwarded[stage]] in forwards[: forwarded[stage]]
+        model_stage = chance.randrange(num)
+        stage = layout.stage_of(model_stage)
+        virtual_stage = layout.model_stages(stage).index(model_stage)
+        forward = forwarded[model_stage] < (len(groups) if model_stage == 0 else forwarded[model_stage - 1])
+        backward = backwarded[model_stage] < (len(groups) if model_stage == num - 1 else backwarded[model_stage + 1])
+        backward = backward and backwards[backwarded[model_stage]] in forwards[: forwarded[model_stage]]
         if forward and (not backward or chance.random() < eager):
-            chunk_id = forwards[forwarded[stage]]
-            stages[stage].append(("forward" if keeps[chunk_id] else "forward_kv", chunk_id))
-            forwarded[stage] += 1
+            chunk_id = forwards[forwarded[model_stage]]
+            stages[stage].append(("forward" if keeps[chunk_id] else "forward_kv", chunk_id, virtual_stage))
+            forwarded[model_stage] += 1
         elif backward:
-            chunk_id = backwards[backwarded[stage]]
-            stages[stage] += [] if keeps[chunk_id] else [("recompute", chunk_id)]
-            stages[stage].append(("backward", chunk_id))
-            backwarded[stage] += 1
+            chunk_id = backwards[backwarded[model_stage]]
+            stages[stage] += [] if keeps[chunk_id] else [("recompute", chunk_id, virtual_stage)]
+            stages[stage].append(("backward", chunk_id, virtual_stage))
+            backwarded[model_stage] += 1
     return stages
 
 

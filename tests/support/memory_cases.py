@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import Executor, Place
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
 from chunkplan_runtime.kv.gathered import GatheredMemory
@@ -61,7 +61,7 @@ class _Watch:
         self._executor, self._work = executor, work
         self.observed = Observed()
         self._at_work: Action | None = None
-        self._done: set[int] = set()
+        self._done: set[Place] = set()
         self._refs: list[tuple[Action, Any]] = []
 
     def pack(self, tensor: Tensor) -> _Saved:
@@ -76,27 +76,31 @@ class _Watch:
         """What is there when an action begins and ends."""
         self.look(action)
         self._at_work = action
-        if action.chunk_id in self._executor.inputs:
-            self._refs.append((action, weakref.ref(self._executor.inputs[action.chunk_id])))
+        if _place(action) in self._executor.inputs:
+            self._refs.append((action, weakref.ref(self._executor.inputs[_place(action)])))
         yield
-        self.observed.kv = max(self.observed.kv, self._executor.store.num_tokens)
+        self.observed.kv = max(self.observed.kv, self._executor.stores[0].num_tokens)
         if action.op == "backward":
-            self._done.add(action.chunk_id)
+            self._done.add(_place(action))
 
     def look(self, action: Action | None = None) -> None:
         """At what is held; `action` is about to be done."""
         held = {*self._executor.in_flight}
         if action is not None and action.op in ("forward", "recompute"):
-            held.add(action.chunk_id)
+            held.add(_place(action))
         seen, chunks = self.observed, self._work.chunks
-        seen.retained = max(seen.retained, sum(chunks[each].num_tokens for each in held))
-        seen.inputs = max(seen.inputs, sum(chunks[each].num_tokens for each in self._executor.inputs.keys() - held))
-        leaked = [each for each, ref in self._refs if each.chunk_id in self._done and ref() is not None]
+        seen.retained = max(seen.retained, sum(chunks[each].num_tokens for _, each in held))
+        seen.inputs = max(seen.inputs, sum(chunks[each].num_tokens for _, each in self._executor.inputs.keys() - held))
+        leaked = [each for each, ref in self._refs if _place(each) in self._done and ref() is not None]
         kept = [each for each, ref in self._refs if each.op == "forward_kv" and isinstance(ref(), _Saved)]
         held_still = [each for each in self._done if each in held or each in self._executor.inputs]
         seen.leaks += [f"{each} before {action}" for each in (*leaked, *kept, *held_still)]
-        if action is None and not self._executor.store.is_empty:
+        if action is None and not all(store.is_empty for store in self._executor.stores):
             seen.leaks.append("the store is not empty")
+
+
+def _place(action: Action) -> Place:
+    return action.virtual_stage, action.chunk_id
 
 
 def exchange_peaks(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Counter[str]:

@@ -33,7 +33,7 @@ class Event(NamedTuple):
 class Recorded(NamedTuple):
     """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers.
 
-    `num_backwards`: of the plan, those of padding tokens beside.
+    `num_backwards`: of chunks of the plan, through all virtual stages; those of padding tokens beside.
     """
 
     events: list[Event]
@@ -85,7 +85,8 @@ def record_step(
     with recorder:
         stage.run(work)
     names = [group.group_name for group in reducing]
-    num_backwards = sum(action.op == "backward" for each in work.ranks for action in each.actions)
+    backwards = [action for each in work.ranks for action in each.actions if action.op == "backward"]
+    num_backwards = sum(action.virtual_stage == 0 for action in backwards)
     return Recorded(recorder.events, names, list(stage.model.own_layers), num_backwards, work.reduces_early)
 
 

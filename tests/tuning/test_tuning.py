@@ -78,19 +78,15 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_backwards(
-    schedule: str, lengths: Path, tmp_path: Path
-) -> None:
+def test_plan_only_is_every_schedule_with_split_backwards(schedule: str, lengths: Path, tmp_path: Path) -> None:
     config = PlanConfig(
         chunk_size=16384, k=1, global_batch=8, pp=1 if schedule == "algorithm2" else 2, schedule=schedule
     )
     np.save(tmp_path / "few.npy", np.load(lengths)[:8])
     plan = chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config)
     actions = [action for step in plan.iter_steps() for of_stage in step.actions.values() for action in of_stage]
-    is_interleaved = any(action.virtual_stage > 0 for action in actions)
     is_split = any(action.op == "backward_input" for action in actions)
-    expected = "interleaved stages" if is_interleaved else "split backwards" if is_split else None
-    assert why_plan_only(config, CostModel()) == expected
+    assert why_plan_only(config, CostModel()) == ("split backwards" if is_split else None)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
@@ -30,8 +31,9 @@ class Groups:
     Attributes:
         replicas: the mesh of the replicas of its stage, one in each pipeline; None where there is one.
         machines: of these, where they lie on several machines, as many on each and more than one; else None.
-        before, after: its links; None where the pipeline ends.
-        ends: the first and last stage of its pipeline; None on the others, and where there is one stage.
+        links_by_border: its links to other processes, by border: m is that between the model stages m and m + 1.
+        ends: the stages of its pipeline with the first and the last model stage; None on the others, and where one has
+            both.
         control: all processes, for objects on the CPU. It is the default group: of a second one every process would
             connect to every other one again.
         exchanges: with the processes that share sequences with this one.
@@ -42,8 +44,7 @@ class Groups:
     device: torch.device
     replicas: DeviceMesh | None
     machines: MachineGroups | None
-    before: Link | None
-    after: Link | None
+    links_by_border: dict[int, Link]
     ends: dist.ProcessGroup | None
     control: dist.ProcessGroup
     exchanges: Exchanges
@@ -54,12 +55,12 @@ class Groups:
         """How many they are; a link is two, one for each direction."""
         spread = (self.machines.within, self.machines.across) if self.machines else ()
         single = (self.replicas, self.ends, self.control, *spread)
-        links = 2 * sum(link is not None for link in (self.before, self.after))
-        return sum(group is not None for group in single) + links + len(self.exchanges.groups)
+        num_single = sum(group is not None for group in single)
+        return num_single + 2 * len(self.links_by_border) + len(self.exchanges.groups)
 
     def links(self, wire: Wire) -> Links | None:
         """The links of this process's stage, connected; None where there is one stage. All processes have to ask."""
-        return Links(wire, self.before, self.after) if self.layout.pp > 1 else None
+        return Links(wire, self.layout.model_stages(), self.links_by_border) if self.layout.pp > 1 else None
 
 
 def make_groups(
@@ -108,12 +109,17 @@ def make_groups(
         within = own([row for rows in spread for row in rows])
         across = own([list(column) for rows in spread for column in zip(*rows, strict=True)])
         machines = MachineGroups(within, across) if within and across else None
-    links: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = [
-        (own(pairs(stage, stage + 1), is_link=True), own(pairs(stage, stage + 1), is_link=True))
-        for stage in range(layout.pp - 1)
-    ]
-    if layout.pp > 1:
-        ends = own(pairs(0, layout.pp - 1))
+    stages_of = [layout.stage_of(model_stage) for model_stage in range(layout.num_model_stages)]
+    links: dict[int, Link] = {}
+    for border, (above, below) in enumerate(pairwise(stages_of)):
+        if above == below:
+            continue  # both are on one process
+        down, up = own(pairs(above, below), is_link=True), own(pairs(above, below), is_link=True)
+        if down is not None and up is not None:
+            other = below if layout.stage == above else above
+            links[border] = Link(layout.rank_of(other, layout.dp_rank), down, up)
+    if stages_of[0] != stages_of[-1]:
+        ends = own(pairs(stages_of[0], stages_of[-1]))
     spread_groups = (machines.within, machines.across) if machines else ()
     for group in (control, replicas.get_group() if replicas else None, *spread_groups, ends):
         if group is not None:
@@ -129,16 +135,8 @@ def make_groups(
     exchanges = Exchanges(layout, shared)
     exchanges.greet(device)
 
-    def link(stage: int, other: int) -> Link:
-        """That between `stage` and the next one, to the stage `other` of them."""
-        down, up = links[stage]
-        assert down is not None and up is not None
-        return Link(layout.rank_of(other, layout.dp_rank), down, up)
-
-    before = None if layout.is_first else link(layout.stage - 1, layout.stage - 1)
-    after = None if layout.is_last else link(layout.stage, layout.stage + 1)
     seconds = time.perf_counter() - started
-    return Groups(layout, device, replicas, machines, before, after, ends, control, exchanges, seconds)
+    return Groups(layout, device, replicas, machines, links, ends, control, exchanges, seconds)
 
 
 class GroupOptions(TypedDict, total=False):

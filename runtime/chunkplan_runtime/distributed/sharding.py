@@ -1,12 +1,12 @@
 """A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
-narrower, and reduced once, however many chunks each process had: a layer's while the last backward of the process goes
-on to the layers before it (`feed.last_backward` says when it may), those of embeddings and head after it. A process
-without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else. So every
-process takes part in the same reductions in the same order: layers from last to first, of those whose input needs no
-gradient from first to last, then embeddings and head. The loss is divided by the step's target tokens already, so
-gradients are summed, not averaged.
+narrower, and reduced once, however many chunks each process had: a layer's while the last backward of its virtual stage
+goes on to the layers before it (`feed.last_backward` says when it may), those of embeddings and head at the end. A
+process without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else.
+So every process takes part in the same reductions in the same order: virtual stages from last to first, of each the
+layers from last to first, of those whose input needs no gradient from first to last, then embeddings and head. The loss
+is divided by the step's target tokens already, so gradients are summed, not averaged.
 
 With `reshard_after_forward` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its
 gradients are reduced in every backward. All processes then have to run the same forwards and backwards, see
@@ -15,6 +15,7 @@ gradients are reduced in every backward. All processes then have to run the same
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -72,24 +73,33 @@ class Shards:
             fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
         self._root = root
-        self._layers = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+        #: By virtual stage.
+        self._layers = [
+            [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.parts
+        ]
         self._reshard_after_forward = reshard_after_forward
         self._reductions: Any = Reductions(machines)
         #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
         self._always_waits = reshard_after_forward or (narrow and not master_weights)
-        for module in (root, *self._layers):
+        for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
             module.set_custom_reduce_scatter(self._reductions)
             # Else a backward that gathers ahead would gather again what the last one has sharded.
             module.set_reshard_after_backward(reshard_after_forward and module is not root, recurse=False)
-        self._reduced = False
+        #: Virtual stages whose layers a backward of this step has reduced.
+        self._reduced: set[int] = set()
         self.model = replace(model, call=root, compute_dtype=dtype)
+
+    @property
+    def _modules(self) -> list[Any]:
+        """All that is sharded by itself: layers, and the rest."""
+        return [self._root, *itertools.chain.from_iterable(self._layers)]
 
     def begin_step(self) -> None:
         """From now on gradients are summed here, and weights stay gathered."""
         # Where weights are gathered for every chunk, all processes take part in every backward, and so reduce in it.
-        self._reduced = self._reshard_after_forward
+        self._reduced = {*range(len(self._layers))} if self._reshard_after_forward else set()
         self._reductions.waits = self._always_waits or any(
             parameter.grad is not None for parameter in self._root.parameters()
         )
@@ -97,27 +107,28 @@ class Shards:
         # the head alone, of which processes have different numbers.
         self._root.set_is_last_backward(False)
         self._root.set_requires_gradient_sync(False, recurse=False)
-        for layer in self._layers:
-            layer.set_requires_gradient_sync(self._reshard_after_forward, recurse=False)
+        for virtual_stage in range(len(self._layers)):
+            self._sync_layers(virtual_stage, self._reshard_after_forward)
 
-    def reduce_in_backward(self) -> None:
-        """The backward that comes next, through all layers, is the last one of the step: each layer is reduced in it.
+    def reduce_in_backward(self, virtual_stage: int) -> None:
+        """The backward that comes next is the last one of a virtual stage in the step: it reduces each of its layers.
 
         Embeddings and head are not: the head's gradients are there before it, and in float32 where those of the
         embeddings are not yet, which FSDP2 does not reduce together. Nor is anything where layers keep a state: they
         run once for each segment of a chunk, and would be reduced as often.
         """
         if not self.model.is_recurrent:
-            self._reduced = True
-            self._reduce_layers()
+            self._reduced.add(virtual_stage)
+            self._sync_layers(virtual_stage)
 
     def reduce_gradients(self) -> None:
         """Reduce what no backward has, wait for what is still on its way, and shard the weights again."""
-        if not self._reduced:
-            self._reduce_layers()
-            loss = self._root(self._zero_loss)
-            if loss.requires_grad:  # not on a first stage without anything that is trained
-                loss.backward()
+        for virtual_stage in reversed(range(len(self._layers))):
+            if virtual_stage not in self._reduced:
+                self._sync_layers(virtual_stage)
+                loss = self._root(self._zero_loss, virtual_stage)
+                if loss.requires_grad:  # not on a first stage without anything that is trained
+                    loss.backward()
         self._root.set_is_last_backward(True)
         self._root.set_requires_gradient_sync(True, recurse=False)
         self._root(self._nothing).backward()  # at its end FSDP2 reduces what is left: embeddings and head
@@ -127,26 +138,27 @@ class Shards:
     def run_padding(self, padding: Padding = "forward") -> None:
         """Run one padding token, so that other processes can gather the weights that their chunks need."""
         with torch.set_grad_enabled(padding == "pair"):
-            loss = self._root(self._zero_loss)
+            loss = self._root(self._zero_loss, 0)  # stages, which have virtual ones, do not reshard
         if loss.requires_grad:
             loss.backward()
 
     def free(self) -> None:
         """Shard the weights again that are still gathered."""
-        for module in (self._root, *self._layers):
+        for module in self._modules:
             module.reshard()
 
-    def _reduce_layers(self) -> None:
-        for layer in self._layers:
-            layer.set_requires_gradient_sync(True, recurse=False)
+    def _sync_layers(self, virtual_stage: int, reduces: bool = True) -> None:
+        """Have the next backwards reduce the layers of a virtual stage, or not."""
+        for layer in self._layers[virtual_stage]:
+            layer.set_requires_gradient_sync(reduces, recurse=False)
 
     def _nothing(self) -> torch.Tensor:
         """A loss of no weight."""
         return torch.zeros((), device=self.model.device, requires_grad=True) * 0
 
-    def _zero_loss(self) -> torch.Tensor:
+    def _zero_loss(self, virtual_stage: int) -> torch.Tensor:
         """Every weight takes part: one without a gradient would be left out of its process's reduction."""
-        model = replace(self.model, call=call_directly)
+        model = replace(self.model.parts[virtual_stage], call=call_directly)
         inputs = None
         if not model.is_first:
             inputs = torch.zeros(

@@ -3,6 +3,9 @@
 A stage is the model itself with the layers of other stages replaced by modules that pass hidden states on, so that its
 own layers keep their names and their indices, masks and rotary embeddings are made by the model's own code, and what
 is done to a whole model (adapters, activation checkpointing, saving by name) is done to a stage in the same way.
+
+Where a stage has several virtual stages, the one model has the layers of all of them. While one runs, the decoder has
+that one's list of layers in place of its own: with the same layers, but for those of the other virtual stages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.tiny import returned_by_layers
@@ -35,53 +39,87 @@ _FINAL_NORMS = (
 )
 
 
-def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None) -> list[range]:
-    """Which layers each stage has: `given` many, or those that the planner counts with.
+def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
+    """Which layers each model stage has: `given` many, or those that the planner counts with.
 
     Raises:
         UsageError: there are more stages than layers, or `given` is not what the model has.
     """
-    if num_layers < pp:
-        raise UsageError(f"{pp} stages for {num_layers} layers", hint=f"build the plan with at most --pp {num_layers}")
+    num_stages = pp * virtual_stages
+    if num_layers < num_stages:
+        each, hint = "", f"build the plan with at most --pp {num_layers}"
+        if virtual_stages > 1:
+            each, hint = (
+                f" of {virtual_stages} virtual stages",
+                "build the plan with fewer --virtual-stages, or less --pp",
+            )
+        raise UsageError(f"{pp} stages{each} for {num_layers} layers", hint=hint)
     if given is None:
-        given = even_layers(num_layers, pp)
-    if len(given) != pp or sum(given) != num_layers or min(given) < 1:
+        given = even_layers(num_layers, num_stages)
+    if len(given) != num_stages or sum(given) != num_layers or min(given) < 1:
+        kind = "stages" if virtual_stages == 1 else "model stages"
         raise UsageError(
-            f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {pp} stages",
-            hint=f"give {pp} numbers from 1 that sum to {num_layers}",
+            f"--stage-layers is {','.join(map(str, given))}: the model has {num_layers} layers, the plan {num_stages} "
+            f"{kind}",
+            hint=f"give {num_stages} numbers from 1 that sum to {num_layers}",
         )
-    stops = [sum(given[: stage + 1]) for stage in range(pp)]
+    stops = [sum(given[: stage + 1]) for stage in range(num_stages)]
     return [range(stop - count, stop) for stop, count in zip(stops, given, strict=True)]
 
 
-def cut_stage(model: CausalLM, layers: range, layout: RankLayout) -> CausalLM:
-    """The stage of `layout` with `layers`; what other stages have is dropped from the model.
+def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> CausalLM:
+    """The stage of `layout` of a model whose model stages have `layers`; what other stages have is dropped from it.
 
-    Tied embeddings stay on the first and on the last stage.
+    Tied embeddings stay with the first and with the last model stage.
     """
-    whole, all_layers = model.model, layers_of(model.model)
+    whole, decoder, all_layers = model.model, decoder_of(model.model), layers_of(model.model)
     returned = returned_by_layers(model.config)
+    own = [layers[model_stage] for model_stage in layout.model_stages()]
+    others = _others(whole)
+    cuts = tuple(_cut(whole, each, others, returned) for each in own)
     for index in range(len(all_layers)):
-        if index not in layers:
+        if not any(index in each for each in own):
             all_layers[index] = _Elsewhere(all_layers[index], returned)
-    if not layout.is_first:
-        all_layers[0] = _Entry(all_layers[0], returned)
-    if not layout.is_last:
-        all_layers[layers.stop] = _Exit(all_layers[layers.stop], returned)
-    is_tied = has_tied_embeddings(whole)
-    embeddings = whole.get_input_embeddings()
-    for name, module in list(decoder_of(whole).named_children()):
-        if module is all_layers or next(module.parameters(), None) is None:
-            continue
-        if name in _FINAL_NORMS:
-            is_own = layout.is_last
-        else:
-            is_own = layout.is_first or (module is embeddings and layout.is_last and is_tied)
-        if not is_own:
-            setattr(decoder_of(whole), name, _Nothing() if isinstance(module, nn.Embedding) else nn.Identity())
+    for name in others:
+        if all(name in cut.modules for cut in cuts):
+            setattr(decoder, name, cuts[0].modules[name])
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
-    return replace(model, is_first=layout.is_first, is_last=layout.is_last)
+    return replace(model, cuts=cuts)
+
+
+def _others(whole: Any) -> dict[str, tuple[bool, bool]]:
+    """Modules with weights beside the layers of a decoder, by name: whether the first and the last model stage have it.
+
+    Those that lie behind the layers are the last one's, all others the first one's.
+    """
+    decoder, embeddings, found = decoder_of(whole), whole.get_input_embeddings(), {}
+    is_tied = has_tied_embeddings(whole)
+    for name, module in decoder.named_children():
+        if module is not layers_of(whole) and next(module.parameters(), None) is not None:
+            is_norm = name in _FINAL_NORMS
+            found[name] = not is_norm, is_norm or (module is embeddings and is_tied)
+    return found
+
+
+def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned: int | None) -> Cut:
+    """The model stage that has the layers `own` of a model, and of `others` those of its end of it."""
+    decoder, all_layers = decoder_of(whole), layers_of(whole)
+    is_first, is_last = own.start == 0, own.stop == len(all_layers)
+    layers = [layer if index in own else _Elsewhere(layer, returned) for index, layer in enumerate(all_layers)]
+    if not is_first:
+        layers[0] = _Entry(all_layers[0], returned)
+    if not is_last:
+        layers[own.stop] = _Exit(all_layers[own.stop], returned)
+    own_layers = nn.ModuleList(layers)
+    modules: dict[str, nn.Module] = {
+        name: own_layers for name, module in decoder.named_children() if module is all_layers
+    }
+    for name, (of_first, of_last) in others.items():
+        if not (is_first and of_first) and not (is_last and of_last):
+            module = getattr(decoder, name)
+            modules[name] = _Nothing() if isinstance(module, nn.Embedding) else nn.Identity()
+    return Cut(is_first, is_last, own_layers, modules)
 
 
 def has_tied_embeddings(model: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,23 +16,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.attention.context import ChunkContext
-from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
+from chunkplan_runtime.execution.reserve import reserve_pages
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.page_needs import page_needs
 from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.recurrent import keeps_kv
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.sharing import SharedPart
-from chunkplan_runtime.spans import Span
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {
@@ -43,12 +40,17 @@ _BEFORE = {
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
 
+#: Of a chunk on a stage: (virtual stage, chunk_id).
+Place = tuple[int, int]
+
 #: Entered around every action, to time it.
 Around = Callable[[Action], AbstractContextManager[object]]
 
 
 class Executor:
     """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
+
+    A stage may have several virtual stages, each with links, a store and chunks in flight of its own.
 
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
@@ -67,6 +69,7 @@ class Executor:
         router_loss: RouterLoss | None = None,
     ) -> None:
         self.model = model
+        self._parts = model.parts
         self._router_loss = router_loss
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
@@ -74,14 +77,15 @@ class Executor:
         self._links = links
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
-        self.store = StateStore(page_tokens=1)
+        #: By virtual stage.
+        self.stores = [StateStore(page_tokens=1) for _ in self._parts]
         self._doing = ""
-        #: Of chunks in flight, by chunk_id: what came from the stage before [num_tokens, hidden_size], and where their
+        #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
         #: backward begins.
-        self.inputs: dict[int, Tensor] = {}
-        self._contexts: dict[int, ChunkContext | None] = {}
-        self._borders: dict[int, tuple[Any, ...]] = {}
-        self.in_flight: dict[int, Tensor | GradientEdge | None] = {}
+        self.inputs: dict[Place, Tensor] = {}
+        self._contexts: dict[Place, ChunkContext | None] = {}
+        self._borders: dict[Place, tuple[Any, ...]] = {}
+        self.in_flight: dict[Place, Tensor | GradientEdge | None] = {}
 
     @property
     def doing(self) -> str:
@@ -104,55 +108,57 @@ class Executor:
         work: RankWork,
         num_target_tokens: int,
         around: Around = lambda action: nullcontext(),
-        before_last: Callable[[], None] | None = None,
+        before_last: Callable[[int], None] | None = None,
     ) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
-        called in its last action, when all that is left to do is to go backward through the layers; not where nothing
-        in them is trained. Only the last stage knows losses; on others there are none.
+        called with each virtual stage, in its last action, when all that is left to do is to go backward through its
+        layers; not where nothing in them is trained. Only the last model stage knows losses; on others there are none.
 
         Raises:
             UsageError: an op is not known here.
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        done: dict[int, str | None] = dict.fromkeys(work.chunks)
+        done: dict[Place, str | None] = dict.fromkeys(self._places(work))
+        last_of = {action.virtual_stage: number for number, action in enumerate(work.actions)}
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
-            for place, action in enumerate(work.actions, 1):
-                _check(action, done, where)
-                chunk_id = action.chunk_id
+            for number, action in enumerate(work.actions):
+                place = _checked(action, done, where)
+                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
                 if action.op == "backward":
-                    self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
-                    gradient = None if self.model.is_last else self._connected.receive_gradient(chunk_id)
-                    self.doing = f"{where}, in the backward of chunk {chunk_id}"
-                    before = before_last if place == len(work.actions) else None
+                    self.doing = f"{at}, waiting for the gradient of chunk {chunk_id} from the stage behind"
+                    gradient = None if part.is_last else self._connected.receive_gradient(*place)
+                    self.doing = f"{at}, in the backward of chunk {chunk_id}"
+                    is_last = number == last_of[action.virtual_stage]
+                    before = partial(before_last, action.virtual_stage) if before_last and is_last else None
                     with around(action):
-                        found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1), before)
+                        found = self._backward(work, place, gradient, 1 / max(num_target_tokens, 1), before)
                     if found is not None:
                         losses[chunk_id] = found
                 else:
-                    self.doing = f"{where}, waiting for chunk {chunk_id} from the stage before"
-                    if action.op != "recompute" and not self.model.is_first:
-                        self.inputs[chunk_id] = self._connected.receive_input(chunk_id).requires_grad_()
-                    self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
+                    self.doing = f"{at}, waiting for chunk {chunk_id} from the stage before"
+                    if action.op != "recompute" and not part.is_first:
+                        self.inputs[place] = self._connected.receive_input(*place).requires_grad_()
+                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
                     with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                        hidden = self._forward(work, chunk_id, is_first=action.op != "recompute")
+                        hidden = self._forward(work, place, is_first=action.op != "recompute")
                     if action.op != "forward_kv":
-                        self._contexts[chunk_id] = self.model.current.context
-                        self._borders[chunk_id] = self.model.current.borders
-                        self.in_flight[chunk_id] = self._backward_from(hidden)
-                    if action.op != "recompute" and not self.model.is_last:
-                        self._connected.send_output(hidden.detach())
+                        self._contexts[place] = self.model.current.context
+                        self._borders[place] = self.model.current.borders
+                        self.in_flight[place] = _backward_from(hidden, part)
+                    if action.op != "recompute" and not part.is_last:
+                        self._connected.send_output(*place, hidden.detach())
                     del hidden  # a graph that outlived its backward
-                done[chunk_id] = action.op
+                done[place] = action.op
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
+        left = [place for place, op in done.items() if op != "backward"]
         if left:
-            raise _broken(f"no backward of chunk {left[0]}", where)
-        if not self.store.is_empty:
+            raise _broken(f"no backward of {_named(left[0])}", where)
+        if not all(store.is_empty for store in self.stores):
             raise _broken("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
 
@@ -183,25 +189,33 @@ class Executor:
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
-        if {action.chunk_id for action in forwards} != work.chunks.keys():
+        if {(action.virtual_stage, action.chunk_id) for action in forwards} != {*self._places(work)}:
             raise _broken("a chunk has no forward", where)
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
-                chunk_id = action.chunk_id
-                self.doing = f"{what}, {where}, waiting for chunk {chunk_id} from the stage before"
-                if not self.model.is_first:
-                    self.inputs[chunk_id] = self._connected.receive_input(chunk_id)
-                self.doing = f"{what}, {where}, in the forward of chunk {chunk_id}"
-                hidden = self._forward(work, chunk_id)
-                self.inputs.pop(chunk_id, None)
-                if self.model.is_last:
+                place = action.virtual_stage, action.chunk_id
+                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
+                self.doing = f"{what}, {at}, waiting for chunk {chunk_id} from the stage before"
+                if not part.is_first:
+                    self.inputs[place] = self._connected.receive_input(*place)
+                self.doing = f"{what}, {at}, in the forward of chunk {chunk_id}"
+                hidden = self._forward(work, place)
+                self.inputs.pop(place, None)
+                if part.is_last:
                     at_end(chunk_id, hidden)
                 else:
-                    self._connected.send_output(hidden)
-                for part in work.tensors[chunk_id].parts:
-                    if part.stop == part.length:
-                        self.store.drop(part)
+                    self._connected.send_output(*place, hidden)
+                for span in work.tensors[chunk_id].parts:
+                    if span.stop == span.length:
+                        self.stores[action.virtual_stage].drop(span)
         self.model.current.context = None
+
+    def _places(self, work: RankWork) -> Iterator[Place]:
+        """All chunks of `work` on all virtual stages."""
+        return product(range(len(self._parts)), work.chunks)
+
+    def _where(self, where: str, action: Action) -> str:
+        return where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
 
     @property
     def _connected(self) -> Links:
@@ -213,7 +227,7 @@ class Executor:
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
-        self.store = StateStore(page_tokens, self.memory, self._exchanges)
+        self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
         self.inputs, self.in_flight = {}, {}
         self.model.current.router_loss = self._router_loss
         if self._router_loss is not None:
@@ -221,64 +235,41 @@ class Executor:
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):
-            self._reserve(self.memory, work, page_tokens, with_gradients=with_gradients)
+            reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
-    def _reserve(self, memory: HostMemory, work: RankWork, page_tokens: int, *, with_gradients: bool) -> None:
-        """Take the memory of all pages, for parts of which as many processes share heads at once."""
-        model = self.model
-        of_all, attends = windows(model.config), keeps_kv(model.config)
-        parts: dict[int, dict[int, list[tuple[Span, SharedPart | None]]]] = {}
-        for chunk_id, tensors in work.tensors.items():
-            num_sharing = 1 if tensors.shared is None else len(tensors.shared.heads)
-            parts.setdefault(num_sharing, {})[chunk_id] = [(part, tensors.shared) for part in tensors.parts]
-        for num_sharing, by_chunk in parts.items():
-            own: dict[tuple[Shapes, bool], list[int | None]] = {}  # windows, by what pages keep of a layer
-            for index, layer in model.own_layers.items():
-                if attends[index]:
-                    for each in page_shapes(layer, kv_shapes(model.config, index), num_sharing):
-                        own.setdefault(each, []).append(of_all[index])
-            for (shapes, by_parts), its_windows in own.items():
-                tokens = 1 if by_parts else page_tokens
-                needs = page_needs(work.actions, by_chunk, tokens, its_windows, with_gradients=with_gradients)
-                memory.reserve(needs, shapes, model.dtype)
-
-    def _forward(self, work: RankWork, chunk_id: int, *, is_first: bool = True) -> Tensor:
-        """Run a chunk through this stage; returns hidden states [num_tokens, hidden_size]."""
-        tensors = work.tensors[chunk_id]
-        for part in tensors.parts:
-            self.store.start_forward(part, tensors.shared)
+    def _forward(self, work: RankWork, place: Place, *, is_first: bool = True) -> Tensor:
+        """Run a chunk through a virtual stage; returns hidden states [num_tokens, hidden_size]."""
+        virtual_stage, chunk_id = place
+        tensors, store = work.tensors[chunk_id], self.stores[virtual_stage]
+        for span in tensors.parts:
+            store.start_forward(span, tensors.shared)
         device = self.model.device
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             with self._router_loss.counting(is_first) if self._router_loss else nullcontext():
-                return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
-
-    def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:
-        """What a backward begins with: on the last stage the hidden states, on others only their place in the graph."""
-        if self.model.is_last:
-            return hidden
-        return get_gradient_edge(hidden) if hidden.requires_grad else None
+                return self._parts[virtual_stage].hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
         self,
         work: RankWork,
-        chunk_id: int,
+        place: Place,
         gradient: Tensor | None,
         scale: float,
         before: Callable[[], None] | None,
     ) -> Tensor | None:
-        """Run a chunk backward; returns its losses [num_tokens] on the last stage, where they are computed only now.
+        """Run a chunk backward; returns its losses [num_tokens] on the last model stage, which computes them only now.
 
-        `gradient` [num_tokens, hidden_size] is that from the stage after, on all other stages. `before` is called
+        `gradient` [num_tokens, hidden_size] is that from the model stage after, on all others. `before` is called
         before it goes through the layers.
         """
-        tensors = work.tensors[chunk_id]
-        for part in tensors.parts:
-            self.store.start_backward(part)
-        begin = self.in_flight.pop(chunk_id)
-        self.model.current.context = self._contexts.pop(chunk_id)
+        virtual_stage, chunk_id = place
+        tensors, store = work.tensors[chunk_id], self.stores[virtual_stage]
+        for span in tensors.parts:
+            store.start_backward(span)
+        begin = self.in_flight.pop(place)
+        self.model.current.context = self._contexts.pop(place)
         losses = None
         if isinstance(begin, Tensor):
             model = self.model
@@ -291,37 +282,51 @@ class Executor:
             assert gradient is not None
             if before is not None:
                 before()
-            borders = self._borders.pop(chunk_id)
+            borders = self._borders.pop(place)
             roots: list[Any] = [begin]
             gradients = [gradient]
-            for part, border in borders:
-                left = self.store.take_state_gradients(part)
+            for span, border in borders:
+                left = store.take_state_gradients(span)
                 roots += [border.left[name] for name in left]
                 gradients += left.values()
             torch.autograd.backward(roots, gradients)
-            for part, border in borders:
+            for span, border in borders:
                 begun = {name: state.grad for name, state in border.begun.items() if state.grad is not None}
-                self.store.give_state_gradients(part, begun)
-        for part in tensors.parts:
-            self.store.finish_backward(part)
-        if not self.model.is_first:
-            inputs = self.inputs.pop(chunk_id)
+                store.give_state_gradients(span, begun)
+        for span in tensors.parts:
+            store.finish_backward(span)
+        if not self._parts[virtual_stage].is_first:
+            inputs = self.inputs.pop(place)
             assert inputs.grad is not None
-            self._connected.send_input_gradient(inputs.grad)
+            self._connected.send_input_gradient(*place, inputs.grad)
         return losses
 
 
-def _check(action: Action, done: dict[int, str | None], where: str) -> None:
-    if action.op not in _BEFORE or action.virtual_stage != 0:
-        what = action.op if action.op not in _BEFORE else f"virtual stage {action.virtual_stage}"
+def _backward_from(hidden: Tensor, part: CausalLM) -> Tensor | GradientEdge | None:
+    """What a backward begins with: on the last model stage hidden states, on others only their place in the graph."""
+    if part.is_last:
+        return hidden
+    return get_gradient_edge(hidden) if hidden.requires_grad else None
+
+
+def _checked(action: Action, done: dict[Place, str | None], where: str) -> Place:
+    """The chunk and virtual stage of an action that may come next."""
+    if action.op not in _BEFORE:
         raise UsageError(
-            f"{what} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
+            f"{action.op} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
         )
-    if action.chunk_id not in done:
-        raise _broken(f"{action.op} of chunk {action.chunk_id}, which does not exist", where)
-    before = done[action.chunk_id]
+    place = action.virtual_stage, action.chunk_id
+    if place not in done:
+        raise _broken(f"{action.op} of {_named(place)}, which does not exist", where)
+    before = done[place]
     if before not in _BEFORE[action.op]:
-        raise _broken(f"{action.op} of chunk {action.chunk_id} after {before or 'nothing'}", where)
+        raise _broken(f"{action.op} of {_named(place)} after {before or 'nothing'}", where)
+    return place
+
+
+def _named(place: Place) -> str:
+    virtual_stage, chunk_id = place
+    return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
 
 
 def _broken(message: str, where: str) -> DataError:

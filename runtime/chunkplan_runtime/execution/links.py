@@ -1,9 +1,10 @@
-"""A stage's links to its neighbours: hidden states go down the pipeline, their gradients come up.
+"""A stage's links to others: hidden states go down the pipeline, their gradients come up.
 
 What comes in which order, and of which shape, is known from the plan. A receive is posted when it is waited for, and
 nobody waits for a send before the links are closed, so that a valid plan, whose actions wait for each other in no
 circle, cannot deadlock. Each link has a group of its two processes for each direction: on a GPU, what a group does runs
-in the order in which it was issued.
+in the order in which it was issued. So have several links between the same two processes, where stages have several
+virtual stages: what goes over one border between two model stages, one way, is in one order, but not beside the others.
 
 On a GPU no receive is posted ahead: it would be a kernel that waits there, from the beginning of the step if it is for
 a gradient, and whatever waits for the device would wait for this process's own next action. Nothing is lost by it, as
@@ -13,7 +14,7 @@ the host runs ahead of the device. What would wait for the device is refused whi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Link:
-    """The neighbour's rank, and groups of the two processes: for hidden states, and for their gradients."""
+    """The other process's rank, and groups of the two: for hidden states, and for their gradients."""
 
     rank: int
     down: dist.ProcessGroup
@@ -45,25 +46,41 @@ class Link:
 
 
 class Links:
-    """Links to the stages before and after; None where the pipeline ends.
+    """Links of `model_stages`, those of this process by virtual stage, to the ones before and after each.
 
-    Each is used once at the beginning, the first one first: on a GPU two processes meet when they do so, and those of
-    later ones would meet in no order.
+    `links`: to other processes, by border: m is that between the model stages m and m + 1. Where both are here, what
+    one sends the other one receives without any process group.
+
+    Each is used once at the beginning, which NCCL connects two processes in, so that they wait for each other. All
+    processes take their borders in ascending order, of each border first the way down and then the way up. So they meet
+    in one order that is the same for all: of the meetings that are still to come, both processes come to the first one,
+    as all that they have before it is done. Nobody waits in a circle.
     """
 
-    def __init__(self, wire: Wire, before: Link | None, after: Link | None) -> None:
-        self._inputs = _Inbox(wire, before, before.down if before else None)
-        self._gradients = _Inbox(wire, after, after.up if after else None)
-        self._outputs = _Outbox(after, after.down if after else None)
-        self._input_gradients = _Outbox(before, before.up if before else None)
+    def __init__(self, wire: Wire, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:
+        self._inputs: dict[int, _Inbox | _Here] = {}  # by virtual stage, as all of these
+        self._outputs: dict[int, _Outbox | _Here] = {}
+        self._gradients: dict[int, _Inbox | _Here] = {}
+        self._input_gradients: dict[int, _Outbox | _Here] = {}
         greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)  # [1, hidden_size]
-        for inbox, outbox in ((self._inputs, self._outputs), (self._gradients, self._input_gradients)):
-            inbox.expect([(0, 1)])
-            if inbox.is_open:
-                inbox.take(0)
-            if outbox.is_open:
-                outbox.put(greeting)
-                outbox.wait()
+        virtual_stages = {model_stage: place for place, model_stage in enumerate(model_stages)}
+        for border in sorted({*links} | {each for each in virtual_stages if each + 1 in virtual_stages}):
+            above, below = virtual_stages.get(border), virtual_stages.get(border + 1)
+            if above is not None and below is not None:
+                self._outputs[above] = self._inputs[below] = _Here()
+                self._input_gradients[below] = self._gradients[above] = _Here()
+                continue
+            link = links[border]
+            if above is not None:
+                outputs = self._outputs[above] = _Outbox(link.rank, link.down)
+                gradients = self._gradients[above] = _Inbox(wire, link.rank, link.up)
+                outputs.greet(greeting)
+                gradients.be_greeted()
+            elif below is not None:
+                inputs = self._inputs[below] = _Inbox(wire, link.rank, link.down)
+                input_gradients = self._input_gradients[below] = _Outbox(link.rank, link.up)
+                inputs.be_greeted()
+                input_gradients.greet(greeting)
 
     @contextmanager
     def open(self, actions: Iterable[Action], num_tokens: Mapping[int, int]) -> Iterator[None]:
@@ -72,46 +89,46 @@ class Links:
         Of a chunk that is not in `num_tokens` nothing is received.
         """
         actions = [each for each in actions if each.chunk_id in num_tokens]
-        forwards = [each.chunk_id for each in actions if each.op in ("forward", "forward_kv")]
-        backwards = [each.chunk_id for each in actions if each.op == "backward"]
-        self._inputs.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in forwards])
-        self._gradients.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in backwards])
+        for inboxes, ops in ((self._inputs, ("forward", "forward_kv")), (self._gradients, ("backward",))):
+            for virtual_stage, inbox in inboxes.items():
+                own = [each.chunk_id for each in actions if each.op in ops and each.virtual_stage == virtual_stage]
+                inbox.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in own])
         with no_device_waits():
             yield
-            self._outputs.wait()
-            self._input_gradients.wait()
+            for outbox in (*self._outputs.values(), *self._input_gradients.values()):
+                outbox.wait()
 
-    def receive_input(self, chunk_id: int) -> Tensor:
-        """Wait for the hidden states [num_tokens, hidden_size] of a chunk after the stage before."""
-        return self._inputs.take(chunk_id)
+    def receive_input(self, virtual_stage: int, chunk_id: int) -> Tensor:
+        """Wait for the hidden states [num_tokens, hidden_size] of a chunk after the model stage before."""
+        return self._inputs[virtual_stage].take(chunk_id)
 
-    def receive_gradient(self, chunk_id: int) -> Tensor:
-        """Wait for the gradient [num_tokens, hidden_size] of what this stage sent on of a chunk."""
-        return self._gradients.take(chunk_id)
+    def receive_gradient(self, virtual_stage: int, chunk_id: int) -> Tensor:
+        """Wait for the gradient [num_tokens, hidden_size] of what a virtual stage here sent on of a chunk."""
+        return self._gradients[virtual_stage].take(chunk_id)
 
-    def send_output(self, hidden: Tensor) -> None:
+    def send_output(self, virtual_stage: int, chunk_id: int, hidden: Tensor) -> None:
         """Send hidden states [num_tokens, hidden_size] on, without waiting.
 
         They are kept until they have arrived; with gloo, until the links are closed.
         """
-        self._outputs.put(hidden)
+        self._outputs[virtual_stage].put(chunk_id, hidden)
 
-    def send_input_gradient(self, gradient: Tensor) -> None:
-        """Send back to the stage before the gradient [num_tokens, hidden_size] of what it sent, without waiting."""
-        self._input_gradients.put(gradient)
+    def send_input_gradient(self, virtual_stage: int, chunk_id: int, gradient: Tensor) -> None:
+        """Send the gradient [num_tokens, hidden_size] of what the model stage before sent back, without waiting."""
+        self._input_gradients[virtual_stage].put(chunk_id, gradient)
 
 
 class _Inbox:
-    def __init__(self, wire: Wire, link: Link | None, group: dist.ProcessGroup | None) -> None:
-        self._wire, self._source, self._group = wire, link.rank if link else None, group
+    def __init__(self, wire: Wire, source: int, group: dist.ProcessGroup) -> None:
+        self._wire, self._source, self._group = wire, source, group
         self._expected: deque[tuple[int, int]] = deque()
 
-    @property
-    def is_open(self) -> bool:
-        return self._source is not None
+    def be_greeted(self) -> None:
+        self.expect([(0, 1)])
+        self.take(0)
 
     def expect(self, chunks: Iterable[tuple[int, int]]) -> None:
-        self._expected = deque(chunks if self.is_open else ())
+        self._expected = deque(chunks)
 
     def take(self, chunk_id: int) -> Tensor:
         if not self._expected or self._expected[0][0] != chunk_id:
@@ -129,15 +146,15 @@ class _Inbox:
 
 
 class _Outbox:
-    def __init__(self, link: Link | None, group: dist.ProcessGroup | None) -> None:
-        self._target, self._group = link.rank if link else None, group
+    def __init__(self, target: int, group: dist.ProcessGroup) -> None:
+        self._target, self._group = target, group
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
 
-    @property
-    def is_open(self) -> bool:
-        return self._target is not None
+    def greet(self, greeting: Tensor) -> None:
+        self.put(0, greeting)
+        self.wait()
 
-    def put(self, tensor: Tensor) -> None:
+    def put(self, chunk_id: int, tensor: Tensor) -> None:
         while self._sent and self._sent[0][1].is_completed():  # which gloo says of none before it is waited for
             self._sent.popleft()
         tensor = tensor.contiguous()
@@ -148,3 +165,28 @@ class _Outbox:
     def wait(self) -> None:
         while self._sent:
             self._sent.popleft()[1].wait()
+
+
+class _Here:
+    """Both ends of a border within one process, in whatever order it puts and takes."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+
+    def expect(self, _: Iterable[tuple[int, int]]) -> None:
+        self._tensors.clear()  # of a run that raised
+
+    def put(self, chunk_id: int, tensor: Tensor) -> None:
+        self._tensors[chunk_id] = tensor
+
+    def take(self, chunk_id: int) -> Tensor:
+        if chunk_id not in self._tensors:
+            raise DataError(
+                f"chunk {chunk_id} comes to a virtual stage before the one before it has done it",
+                where="schedule.parquet",
+                hint=VALIDATE_HINT,
+            )
+        return self._tensors.pop(chunk_id)
+
+    def wait(self) -> None:
+        pass

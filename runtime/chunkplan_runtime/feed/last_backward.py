@@ -14,6 +14,13 @@ last.* Then nobody waits in a circle, and there is one order in which all proces
 - Within the last backwards of a stage, what is exchanged in a layer comes before the reduction of this layer, which
   comes before what is exchanged in the layer below, on all of them.
 
+*Where stages have several virtual stages,* each has a last backward and reduces its layers in that, and other actions
+come after it. No sequence is shared there, as no schedule of virtual stages takes context-parallel groups, so replicas
+meet in reductions alone. A chunk runs backward through the model stages in descending order. So the last backward of a
+model stage comes after that of the next one in every pipeline, whatever the order of its actions: all reduce model
+stages in descending order, and the last backward of one of them waits for no reductions but those of later ones. So
+nobody waits in a circle, and each process reduces its virtual stages from the last to the first.
+
 A process without a chunk runs a padding token in place of a last backward; it meets nobody. What a stage reduces after
 its last backwards (embeddings and head) and across stages comes when links are closed, on all processes in one order.
 

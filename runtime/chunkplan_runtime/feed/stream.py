@@ -22,7 +22,7 @@ from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, 
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, one_pipeline
 from chunkplan_runtime.sharing import SharedPart, check_sharing, shared_part
 from chunkplan_runtime.spans import Span
 
@@ -141,7 +141,7 @@ class PlanStream(IterableDataset[StepWork]):
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._layout = RankLayout(pp=plan.config.pp) if layout is None else layout
+        self._layout = one_pipeline(plan) if layout is None else layout
         self._dp_ranks = self._layout.dp_ranks(plan.config.dp)
         self._next = 0
 
@@ -211,7 +211,7 @@ class PlanStream(IterableDataset[StepWork]):
         for step in self._plan.iter_steps(self._next):
             for dp_rank in self._dp_ranks:
                 check_sharing(step, dp_rank)
-                _check_links(step, dp_rank, self._plan.config.pp)
+                _check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
             reduces_early = not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks))
             yield StepWork(step, ranks, self._plan, reduces_early)
@@ -254,7 +254,6 @@ def check_runnable(plan: Plan) -> None:
     """
     config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
     for found, what, hint in (
-        (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule auto`"),
         (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule auto`"),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
@@ -287,15 +286,22 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
         )
 
 
-def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
+def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
     """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
     for ops, what in ((("forward", "forward_kv"), "activations"), (("backward",), "gradients")):
-        stages = [step.actions.get((dp_rank, stage), []) for stage in range(pp)]
-        orders = [[action.chunk_id for action in actions if action.op in ops] for actions in stages]
-        for stage, (order, after) in enumerate(pairwise(orders)):
-            if order != after:
+        orders: dict[int, list[int]] = {each: [] for each in range(layout.num_model_stages)}  # chunks by model stage
+        for stage in range(layout.pp):
+            model_stages = layout.model_stages(stage)
+            for action in step.actions.get((dp_rank, stage), []):
+                if (
+                    action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages
+                ):  # the executor refuses others
+                    orders[model_stages[action.virtual_stage]].append(action.chunk_id)
+        for model_stage, (order, after) in enumerate(pairwise(orders.values())):
+            if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
+                kind = "stages" if layout.virtual_stages == 1 else "model stages"
                 raise DataError(
-                    f"stages {stage} and {stage + 1} exchange {what} in different orders",
+                    f"{kind} {model_stage} and {model_stage + 1} exchange {what} in different orders",
                     where=f"step {step.step}, rank {dp_rank}",
                     hint="`chunkplan validate` names what is wrong with the plan; build it again",
                 )

@@ -27,6 +27,12 @@ class PageNeeds:
     gradients: Counter[int] = field(default_factory=Counter)
     largest: int = 0
 
+    def add(self, other: PageNeeds) -> None:
+        """Count as well those that others need at the same time."""
+        self.pages += other.pages
+        self.gradients += other.gradients
+        self.largest = max(self.largest, other.largest)
+
 
 def room(capacity: int) -> int:
     """How many tokens the memory of a page has room for: the next power of two, so that other pages can have it after.

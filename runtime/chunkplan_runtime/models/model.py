@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -27,7 +26,9 @@ from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
+from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.dropout import seed_layers
+from chunkplan_runtime.models.making import REFUSALS, how_to_make
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
 from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.recurrent import (
@@ -39,19 +40,6 @@ from chunkplan_runtime.models.recurrent import (
 )
 from chunkplan_runtime.models.selective_scan import continue_scans
 from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, forget_text_weights, is_text_weight
-
-#: What transformers raises for a config or a checkpoint that it cannot use.
-_REFUSALS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
 
 _CONFIG_HINT = "take the config.json that came with a model"
 
@@ -68,25 +56,39 @@ def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
 class CausalLM:
     """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
 
-    `model` may be one with adapters of peft around it. Where it is one stage of a pipeline, only the first embeds
-    tokens (`is_first`) and only the last has final hidden states and a head (`is_last`). `call` runs everything that
-    uses weights; where these are sharded it gathers them. `compute_dtype`: of weights when they are used, if not their
-    own. `current`: the chunk that it is at work on.
+    `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
+    itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
+    `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
     """
 
     model: Any
     kernels: Kernels = field(default_factory=Kernels)
-    is_first: bool = True
-    is_last: bool = True
+    cuts: tuple[Cut, ...] = (Cut(),)
     call: Callable[..., Any] = call_directly
     compute_dtype: torch.dtype | None = None
     current: Current = field(default_factory=Current)
 
     def __post_init__(self) -> None:
-        for module in self.model.modules():
-            module.chunkplan = self.current
-            watch_expansion(module)
+        for layers in (self.model, *(cut.layers for cut in self.cuts if cut.layers is not None)):
+            for module in layers.modules():
+                module.chunkplan = self.current
+                watch_expansion(module)
         continue_scans(self.model)
+
+    @cached_property
+    def parts(self) -> list[CausalLM]:
+        """It as each of its virtual stages: the same model, of which one runs."""
+        return [self] if len(self.cuts) == 1 else [replace(self, cuts=(cut,)) for cut in self.cuts]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embeddings, of the first model stage."""
+        return any(cut.is_first for cut in self.cuts)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has final hidden states and the head, of the last model stage."""
+        return any(cut.is_last for cut in self.cuts)
 
     @property
     def config(self) -> Any:
@@ -113,8 +115,9 @@ class CausalLM:
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
-        """The layers that are here, by their index in the whole model."""
-        layers = enumerate(layers_of(self.model))
+        """The layers that are here, or run as this part of it, by their index in the whole model."""
+        cut = self.cuts[0] if len(self.cuts) == 1 else Cut()
+        layers = enumerate(cut.layers or layers_of(self.model))
         return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
 
     @property
@@ -172,9 +175,12 @@ class CausalLM:
             tokens = {"inputs_embeds": inputs[None].detach().clone()}  # some models scale them in place
             self.current.inputs = inputs[None]
         kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
-        hidden: Tensor = decoder_of(self.model)(
-            **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
-        ).last_hidden_state
+        [cut] = self.cuts
+        decoder = decoder_of(self.model)
+        with cut.in_place(decoder):
+            hidden: Tensor = decoder(
+                **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
+            ).last_hidden_state
         self.current.inputs = None
         if not self.is_last:
             output, self.current.output = self.current.output, None
@@ -229,7 +235,7 @@ def read_config(path: Path, *, router_loss: bool = False) -> Any:
     check_known(document["model_type"], str(path))
     try:
         config = AutoConfig.for_model(**document)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise DataError(
             f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
         ) from error
@@ -249,7 +255,7 @@ def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise UsageError(
             f"cannot get model {name!r}: {_first_line(error)}",
             hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
@@ -277,8 +283,8 @@ def new_model(
     torch.manual_seed(seed)
     try:
         with torch.device(device):
-            model = AUTO_MODEL.from_config(copy.deepcopy(config), **_how(config, dtype))
-    except _REFUSALS as error:
+            model = AUTO_MODEL.from_config(copy.deepcopy(config), **how_to_make(dtype))
+    except REFUSALS as error:
         raise DataError(
             f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
         ) from error
@@ -304,9 +310,9 @@ def load_model(
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
             key_mapping=TEXT_WEIGHTS,
-            **_how(config, dtype),
+            **how_to_make(dtype),
         )
-    except (*_REFUSALS, SafetensorError) as error:
+    except (*REFUSALS, SafetensorError) as error:
         raise UsageError(
             f"cannot load model {name!r}: {_first_line(error)}",
             hint="give a saved model whose weights are whole and belong to its config.json",
@@ -323,21 +329,6 @@ def load_model(
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )
     return _checked(CausalLM(model.train(), kernels), runs_on)
-
-
-class _ModelArguments(TypedDict):
-    """How transformers is to make a model."""
-
-    dtype: torch.dtype
-    attn_implementation: str
-    experts_implementation: NotRequired[str]
-
-
-def _how(config: Any, dtype: torch.dtype) -> _ModelArguments:
-    arguments: _ModelArguments = {"dtype": dtype, "attn_implementation": ATTENTION}
-    if dtype == torch.float64:
-        arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
-    return arguments
 
 
 def _checked(model: CausalLM, device: torch.device | None) -> CausalLM:

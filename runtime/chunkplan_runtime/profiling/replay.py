@@ -93,9 +93,10 @@ def replay(
     """
     planned = _played_together({pipeline: work for pipeline, (work, _) in works.items()}, layout, num_ranks)
     timed = {
-        pipeline: _timed(work, [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)])
+        pipeline: _timed(work, [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)], layout)
         for pipeline, work in works.items()
     }
+    model_stages = np.array([layout.model_stages(stage) for stage in range(layout.pp)])  # [pp, virtual_stages]
     measured_of, with_times = {}, {}
     for pipeline, (starts, ends) in timed.items():
         work, _ = works[pipeline]
@@ -104,14 +105,16 @@ def replay(
             block = block_of(chunk).on_processes(num_ranks)
             if block.size > 1:  # until all are there, those who are wait
                 at = chunk.chunk_id
-                there = np.max([timed[each][0][:, :, at] for each in block.ranks], axis=0)  # [num_ops, pp]
+                # [num_ops, num_model_stages]
+                there = np.max([timed[each][0][:, :, at] for each in block.ranks], axis=0)
                 durations[:, :, at] = np.maximum(ends[:, :, at] - there, 0)
         # The first forward of a chunk that is recomputed did less than one that counts as useful.
         recomputed = durations[FORWARD] == 0
         durations[FORWARD][recomputed] = durations[RECOMPUTE][recomputed]
         times = work.times._replace(durations=durations, link=np.zeros_like(work.times.link))
         with_times[pipeline] = replace(work, title=f"{step}, pipeline {pipeline}, replayed", times=times)
-        measured_of[pipeline] = ends[work.actions.ops, work.stage_of, work.actions.chunk_ids]
+        places = model_stages[work.stage_of, work.actions.virtual_stages]
+        measured_of[pipeline] = ends[work.actions.ops, places, work.actions.chunk_ids]
     replayed = _played_together(with_times, layout, num_ranks)
     found = []
     for pipeline, each in replayed.items():
@@ -122,15 +125,16 @@ def replay(
     return found
 
 
-def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Array, Int64Array]:
-    """When each op of each chunk of a pipeline began, and when it ended: [num_ops, pp, num_chunks], 0 without it."""
+def _timed(work: _Work, times_by_stage: Sequence[StepTimeline], layout: RankLayout) -> tuple[Int64Array, Int64Array]:
+    """When each op of each chunk began and ended: [num_ops, num_model_stages, num_chunks], 0 where there is none."""
     simulation, first_chunks = work
     starts, ends = np.zeros_like(simulation.times.durations), np.zeros_like(simulation.times.durations)
     for stage, times in enumerate(times_by_stage):
         chunk_ids = [first_chunks[action.dp_rank] + action.chunk_id for action in times.actions]
         ops = [OPS.index(action.op) for action in times.actions]
-        starts[ops, stage, chunk_ids] = [action.start_ns for action in times.actions]
-        ends[ops, stage, chunk_ids] = [action.end_ns for action in times.actions]
+        model_stages = [layout.model_stages(stage)[action.virtual_stage] for action in times.actions]
+        starts[ops, model_stages, chunk_ids] = [action.start_ns for action in times.actions]
+        ends[ops, model_stages, chunk_ids] = [action.end_ns for action in times.actions]
     return starts, ends
 
 

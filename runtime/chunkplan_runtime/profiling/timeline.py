@@ -24,6 +24,7 @@ class TimedAction(NamedTuple):
     chunk_id: int
     start_ns: int
     end_ns: int
+    virtual_stage: int = 0
 
 
 class Spent(NamedTuple):
@@ -95,7 +96,14 @@ class ActionClock:
         """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
         actions = [
-            TimedAction(dp_rank, action.op, action.chunk_id, self._since_start(start), self._since_start(end))
+            TimedAction(
+                dp_rank,
+                action.op,
+                action.chunk_id,
+                self._since_start(start),
+                self._since_start(end),
+                action.virtual_stage,
+            )
             for dp_rank, action, start, end in self._actions
         ]
         reduced = sum(self._since_start(end) - self._since_start(start) for start, end in self._reductions)

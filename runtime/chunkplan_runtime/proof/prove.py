@@ -209,10 +209,9 @@ def _chunked(
     num_layers = len(model.own_layers)
     cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
     stages = []
-    for stage, layers in enumerate(cuts):
-        layout = RankLayout(pp=2, rank=stage)
+    for stage in range(2):
         copied = replace(model, model=deepcopy(model.model), current=Current())
-        stages.append(cut_stage(copied, layers, layout))
+        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, rank=stage)))
     losses: list[float] = [0.0, 0.0]
     failed: list[BaseException] = []
 

@@ -119,19 +119,19 @@ class ThreadLinks:
         """There is nothing to wait for at the end."""
         yield
 
-    def receive_input(self, _: int) -> Tensor:
+    def receive_input(self, *_: int) -> Tensor:
         """See `Links.receive_input`."""
         return self._take("inputs")
 
-    def receive_gradient(self, _: int) -> Tensor:
+    def receive_gradient(self, *_: int) -> Tensor:
         """See `Links.receive_gradient`."""
         return self._take("gradients")
 
-    def send_output(self, hidden: Tensor) -> None:
+    def send_output(self, _: int, chunk_id: int, hidden: Tensor) -> None:
         """See `Links.send_output`."""
         self._queues["inputs"].put(hidden)
 
-    def send_input_gradient(self, gradient: Tensor) -> None:
+    def send_input_gradient(self, _: int, chunk_id: int, gradient: Tensor) -> None:
         """See `Links.send_input_gradient`."""
         self._queues["gradients"].put(gradient)
 

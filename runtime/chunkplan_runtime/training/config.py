@@ -111,7 +111,7 @@ class TrainConfig(Options):
     )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),
-        "Layers of each pipeline stage, with commas.",
+        "Layers of each pipeline stage, or of each model stage, with commas.",
         group=MODEL,
         default=None,
         default_words="as even as it goes",

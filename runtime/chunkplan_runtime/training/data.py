@@ -79,7 +79,12 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             hint="build both plans with the same --dp",
         )
     if evaluation is not None:
-        choose_layout(evaluation, layout.world_size, layout.rank)
+        its_layout = choose_layout(evaluation, layout.world_size, layout.rank)
+        if its_layout != layout:
+            raise UsageError(
+                f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
+                hint="build both plans with the same --schedule and --virtual-stages",
+            )
     return TrainingData(plan, analysis, evaluation, model_config, config.device != "cpu", layout)
 
 

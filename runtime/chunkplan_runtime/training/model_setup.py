@@ -112,8 +112,8 @@ def own_stage(model: CausalLM, config: TrainConfig, plan: Plan, layout: RankLayo
     """
     if layout.pp > 1:
         given = config.stage_layers or plan.config.stage_layers
-        layers = split_layers(model.config.num_hidden_layers, layout.pp, given)
-        model = cut_stage(model, layers[layout.stage], layout)
+        layers = split_layers(model.config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
+        model = cut_stage(model, layers, layout)
     return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
 
 

@@ -84,4 +84,6 @@ def _devices(config: TrainConfig, layout: RankLayout) -> str:
     kind = config.device.partition(":")[0]
     replicas = f"{layout.dp} data parallel" if layout.dp > 1 else ""
     stages = f"{layout.pp} pipeline stages" if layout.pp > 1 else ""
+    if layout.virtual_stages > 1:
+        stages += f" of {layout.virtual_stages} virtual stages"
     return f"{layout.world_size} processes ({' x '.join(filter(None, (replicas, stages)))}), each on {kind},"

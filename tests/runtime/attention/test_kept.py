@@ -192,7 +192,7 @@ def most_bytes(model: CausalLM, work: RankWork) -> int:
 
     with patch.object(StateStore, "finish_backward", watched):
         executor.run(work, 10)
-    assert executor.store.is_empty
+    assert executor.stores[0].is_empty
     return max(held)
 
 

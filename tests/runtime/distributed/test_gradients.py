@@ -332,7 +332,7 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
     actions = Actions(
         np.array([OPS.index(action.op) for action in flat], np.int8),
         np.array([action.chunk_id for action in flat], np.int32),
-        np.zeros(len(flat), np.int32),
+        np.array([action.virtual_stage for action in flat], np.int32),
         np.cumsum([0, *map(len, stages)]),
     )
     chunks = chunks_of_rows(step.chunks[0])

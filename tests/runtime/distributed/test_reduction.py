@@ -56,6 +56,19 @@ def test_a_stage_in_the_middle_is_reduced_though_it_has_no_embeddings_and_no_hea
         assert len(gathers) == 2 + (not is_middle)
 
 
+@pytest.mark.parametrize("how", [{"lengths": [23, 5, 9, 3, 1, 30, 8]}, {"lengths": [41], "k": 1}], ids=["all", "none"])
+def test_a_virtual_stage_is_reduced_in_its_own_last_backward(pool: ProcessPool, made: Any, how: dict[str, Any]) -> None:
+    """Then others come; a process without a chunk reduces the same in the same order."""
+    model = {"model_type": "qwen2", "num_hidden_layers": 8}
+    for process in record(pool, made(model, dp=2, pp=2, schedule="interleaved", **how)):
+        assert process.reduces_early
+        *later, one, none, of_rest = layers_ahead(process)
+        assert (one, none, of_rest) == (1, 0, 0)
+        [two_before, one_before] = later
+        assert two_before == one_before + 1 and one_before >= 2  # layers of the other virtual stage
+        assert (one_before == 2) == (process.num_backwards < 2)
+
+
 @pytest.mark.parametrize(
     "machine_size, ranks",
     [(2, [[[0, 1], [2, 3]], []]), (4, [[], []]), (1, [[], []]), (3, [[], []])],

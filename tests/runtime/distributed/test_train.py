@@ -326,6 +326,10 @@ def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, 
 
 @pytest.mark.soak
 def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):
+    kill_and_go_on(made, tmp_path, pool)
+
+
+def kill_and_go_on(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
     """Under torchrun; the message names the process and its step."""
     how = ("--save-every", 2, "--max-steps", 40)
     arguments = options(made, tmp_path / "run", *how, plan="long")

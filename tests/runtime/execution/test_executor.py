@@ -53,12 +53,12 @@ def test_gradients_are_the_same_bits_whatever_k(run_step):
 
 def test_nothing_stays_in_the_store_after_a_step(run_step):
     seen = []
-    _, _, executor = run_step(k=2, watch=lambda executor: seen.append(executor.store.num_bytes()))
+    _, _, executor = run_step(k=2, watch=lambda executor: seen.append(executor.stores[0].num_bytes()))
     # KV of 23 tokens, 2 layers, 2 KV heads of 8; the gradients as much again.
     assert max(seen) == 2 * 23 * 2 * 2 * 8 * 4 * 2
     assert seen[-1] == 0  # the last chunk, standalone, runs after the group has given everything back
-    assert executor.store.num_bytes() == 0
-    assert executor.store.is_empty
+    assert executor.stores[0].num_bytes() == 0
+    assert executor.stores[0].is_empty
 
 
 def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step):

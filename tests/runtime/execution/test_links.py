@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,14 @@ from chunkplan.cost.rates import UNIT
 from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.search import search
+from chunkplan_runtime.layout import RankLayout
 from tests.support.link_cases import Pipeline, drive, random_chunks, random_order
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.schedule_checks import ALONE, make_rank, template
 from tests.support.wait_cases import drive_waiting
 
 PP = 4
+LAYOUT = RankLayout(pp=PP)
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +28,16 @@ def pool() -> Iterator[ProcessPool]:
         yield started
 
 
-def check(pool: ProcessPool, pipelines: list[Pipeline], hidden_size: int = 3) -> None:
-    for wrong, left in pool.run(PP, drive, pipelines=pipelines, hidden_size=hidden_size):
+def check(pool: ProcessPool, pipelines: list[Pipeline], hidden_size: int = 3, **how: Any) -> None:
+    for wrong, left in pool.run(how.pop("pp", PP), drive, pipelines=pipelines, hidden_size=hidden_size, **how):
         assert not wrong
         assert not left
 
 
-def random_pipeline(seed: int, most_units: int = 6) -> Pipeline:
+def random_pipeline(seed: int, most_units: int = 6, layout: RankLayout = LAYOUT) -> Pipeline:
     chance = random.Random(seed)
     num_tokens, groups, keeps = random_chunks(chance, most_units)
-    return Pipeline(num_tokens, groups, random_order(chance, groups, keeps, PP))
+    return Pipeline(num_tokens, groups, random_order(chance, groups, keeps, layout))
 
 
 def planned_pipeline(seed: int, schedule: str, most_units: int = 5) -> Pipeline:
@@ -44,14 +47,26 @@ def planned_pipeline(seed: int, schedule: str, most_units: int = 5) -> Pipeline:
     return Pipeline(num_tokens, groups, _stages(actions))
 
 
-def _stages(actions: Actions) -> list[list[tuple[str, int]]]:
-    pairs = [(OPS[op], int(chunk)) for op, chunk in zip(actions.ops, actions.chunk_ids, strict=True)]
+def _stages(actions: Actions) -> list[list[tuple[str, int, int]]]:
+    pairs = [(OPS[op], int(chunk), 0) for op, chunk in zip(actions.ops, actions.chunk_ids, strict=True)]
     return [pairs[start:stop] for start, stop in zip(actions.stages[:-1], actions.stages[1:], strict=True)]
 
 
 @pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 200), marks=pytest.mark.soak)])
 def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool, seeds: range) -> None:
     check(pool, [random_pipeline(seed, most_units=4) for seed in seeds])
+
+
+@pytest.mark.parametrize(("virtual_stages", "v_shaped"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 150), marks=pytest.mark.soak)])
+def test_random_orders_of_virtual_stages_bring_the_right_tensors_and_end(
+    pool: ProcessPool, seeds: range, virtual_stages: int, v_shaped: bool
+) -> None:
+    """Two stages of these have several links between them, and in a V one that no process group is for."""
+    for pp in (2, 3):
+        layout = RankLayout(1, pp, 0, virtual_stages, v_shaped)
+        pipelines = [random_pipeline(seed, most_units=3, layout=layout) for seed in seeds]
+        check(pool, pipelines, pp=pp, virtual_stages=virtual_stages, v_shaped=v_shaped)
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 25), marks=pytest.mark.soak)])
@@ -64,8 +79,8 @@ def test_schedules_of_the_planner_bring_the_right_tensors_and_end(
 
 def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
     num_chunks = 80
-    forwards = [("forward", chunk_id) for chunk_id in range(num_chunks)]
-    backwards = [("backward", chunk_id) for chunk_id in reversed(range(num_chunks))]
+    forwards = [("forward", chunk_id, 0) for chunk_id in range(num_chunks)]
+    backwards = [("backward", chunk_id, 0) for chunk_id in reversed(range(num_chunks))]
     all_first = [[*forwards, *backwards] for _ in range(PP)]
     check(pool, [Pipeline([2] * num_chunks, [None] * num_chunks, all_first)])
     check(pool, [random_pipeline(1000, most_units=60)])
@@ -73,8 +88,8 @@ def test_tens_of_chunks_in_flight_end(pool: ProcessPool) -> None:
 
 def test_stages_that_wait_for_their_devices_before_every_forward_end(pool: ProcessPool) -> None:
     """On a GPU a receive that is posted early would be waited for by what has to come before its tensor is sent."""
-    forwards, backwards = ([(op, chunk_id) for chunk_id in range(2)] for op in ("forward", "backward"))
-    one_by_one = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    forwards, backwards = ([(op, chunk_id, 0) for chunk_id in range(2)] for op in ("forward", "backward"))
+    one_by_one = [("forward", 0, 0), ("backward", 0, 0), ("forward", 1, 0), ("backward", 1, 0)]
     pipelines = [Pipeline([4, 4], [None, None], [[*forwards, *backwards], one_by_one])]
     assert pool.run(2, drive_waiting, pipelines=pipelines, hidden_size=8) == [([], [])] * 2
 
@@ -85,6 +100,23 @@ def test_tensors_larger_than_any_buffer_end(pool: ProcessPool) -> None:
     check(pool, pipelines, hidden_size=200_000)
 
 
-def test_what_the_plan_does_not_have_is_refused_by_its_name(pool: ProcessPool) -> None:
-    with pytest.raises(AssertionError, match=r"DataError: .*forward of chunk 7, which does not exist"):
-        pool.run(PP, drive, pipelines=[Pipeline([2], [None], [[("forward", 7)]] * PP)], hidden_size=3)
+@pytest.mark.parametrize(
+    "action, named", [(("forward", 7, 0), "chunk 7"), (("forward", 0, 1), "chunk 0 on virtual stage 1")]
+)
+def test_what_the_plan_does_not_have_is_refused_by_its_name(
+    pool: ProcessPool, action: tuple[str, int, int], named: str
+) -> None:
+    with pytest.raises(AssertionError, match=rf"DataError: .*forward of {named}, which does not exist"):
+        pool.run(PP, drive, pipelines=[Pipeline([2], [None], [[action]] * PP)], hidden_size=3)
+
+
+def test_a_chunk_that_a_stage_hands_to_itself_too_late_is_refused(pool: ProcessPool) -> None:
+    """The last stage of a V has two model stages that follow each other."""
+    layout = RankLayout(1, 2, 0, 2, v_shaped=True)
+    first, last = random_order(random.Random(0), [None], [True], layout)
+    assert last[:2] == [("forward", 0, 0), ("forward", 0, 1)]
+    how = {"hidden_size": 3, "virtual_stages": 2, "v_shaped": True}
+    check(pool, [Pipeline([2], [None], [first, last])], pp=2, **how)
+    wrong = [last[1], last[0], *last[2:]]
+    with pytest.raises(AssertionError, match="chunk 0 comes to a virtual stage before the one before it has done it"):
+        pool.run(2, drive, pipelines=[Pipeline([2], [None], [first, wrong])], **how)

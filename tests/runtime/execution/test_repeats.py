@@ -58,11 +58,11 @@ def run(model):
         executor, held = Executor(model), []
 
         def around(action):
-            held.append(executor.store.num_bytes())
+            held.append(executor.stores[0].num_bytes())
             return nullcontext()
 
         loss = executor.run(work.ranks[0], work.step.num_target_tokens, around).loss
-        assert executor.store.is_empty
+        assert executor.stores[0].is_empty
         gradients = {name: parameter.grad for name, parameter in model.model.named_parameters()}
         model.model.zero_grad(set_to_none=True)
         return loss, gradients, max(held)

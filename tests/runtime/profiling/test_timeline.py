@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -23,7 +24,7 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline, TimedAction, stage_rows
@@ -110,7 +111,7 @@ def test_a_clock_times_what_lies_between_start_and_stop() -> None:
         times = clock.stop()
         assert times.step == step
         assert [each[:3] for each in times.actions] == [(5, "forward", 0), (5, "backward", 1)]
-        moments = [moment for each in times.actions for moment in each[3:]]
+        moments = [moment for each in times.actions for moment in each[3:5]]
         assert moments == sorted(moments) and moments[0] >= 0
         assert 0 <= times.reduce_ns <= perf_counter_ns() - before - moments[-1]
 
@@ -237,6 +238,20 @@ def test_pipelines_that_share_sequences_are_replayed_as_they_were(
         assert np.array_equal(each.replayed.ends - each.replayed.starts, wanted.ends - wanted.starts)
 
 
+def test_actions_of_virtual_stages_are_replayed_each_with_its_own_times(analysis: Path, tmp_path: Path) -> None:
+    plan = build_plan(analysis, tmp_path / "plan", pp=2, schedule="interleaved", virtual_stages=2)
+    planned, times = simulate_plan(plan), []
+    for start, stop in pairwise(planned.actions.stages):
+        own = slice(start, stop)
+        columns = (planned.actions.ops[own], planned.actions.chunk_ids[own], planned.starts[own], planned.ends[own])
+        rows = zip(*(column.tolist() for column in (*columns, planned.actions.virtual_stages[own])), strict=True)
+        times.append(StepTimeline(0, [TimedAction(0, OPS[op], *rest) for op, *rest in rows], 0))
+    [found] = replay_step(plan, times, one_pipeline(plan))
+    assert np.array_equal(found.measured.ends, planned.ends)
+    assert np.array_equal(found.measured.starts, planned.starts)
+    assert np.array_equal(found.replayed.ends - found.replayed.starts, planned.ends - planned.starts)
+
+
 def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> None:
     def later(action: TimedAction) -> TimedAction:
         return action._replace(start_ns=action.start_ns + 999, end_ns=action.end_ns + 999)
@@ -291,7 +306,7 @@ def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[
     layout = choose_layout(opened, dist.get_world_size(), rank)
     model = new_model(read_config(config), torch.float32, seed=1)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
-    model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.pp)[layout.stage], layout)
+    model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.num_model_stages), layout)
     executor = Executor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
     work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
     clock = ActionClock(model.device)

@@ -119,10 +119,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
         copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
-        stages = [
-            cut_stage(own, cut, RankLayout(pp=2, rank=rank))
-            for rank, (own, cut) in enumerate(zip(copies, cuts, strict=True))
-        ]
+        stages = [cut_stage(own, cuts, RankLayout(pp=2, rank=rank)) for rank, own in enumerate(copies)]
     failed: list[BaseException] = []
 
     def run(stage: int) -> None:
