@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.attention.kept import Shapes, page_shapes
@@ -29,6 +30,7 @@ from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.recurrent import keeps_kv
 from chunkplan_runtime.models.router_loss import RouterLoss
+from chunkplan_runtime.models.weight_halves import WeightHalves
 from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
@@ -38,7 +40,12 @@ _BEFORE = {
     "forward_kv": (None,),
     "recompute": ("forward_kv",),
     "backward": ("forward", "recompute"),
+    "backward_input": ("forward", "recompute"),
+    "backward_weight": ("backward_input",),
 }
+
+#: What a chunk ends with.
+_LAST = ("backward", "backward_weight")
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
@@ -75,6 +82,7 @@ class Executor:
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
         self.store = StateStore(page_tokens=1)
+        self.halves = WeightHalves()
         self._doing = ""
         #: Of chunks in flight, by chunk_id: what came from the stage before [num_tokens, hidden_size], and where their
         #: backward begins.
@@ -110,7 +118,8 @@ class Executor:
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called in its last action, when all that is left to do is to go backward through the layers; not where nothing
-        in them is trained. Only the last stage knows losses; on others there are none.
+        in them is trained, nor where the last action is half a backward. Only the last stage knows losses; on others
+        there are none.
 
         Raises:
             UsageError: an op is not known here.
@@ -123,12 +132,17 @@ class Executor:
             for place, action in enumerate(work.actions, 1):
                 _check(action, done, where)
                 chunk_id = action.chunk_id
-                if action.op == "backward":
+                if action.op == "backward_weight":
+                    self.doing = f"{where}, in the backward_weight of chunk {chunk_id}"
+                    with around(action):
+                        self.halves.weight_half(chunk_id)
+                elif action.op in BACKWARDS:
                     self.doing = f"{where}, waiting for the gradient of chunk {chunk_id} from the stage behind"
                     gradient = None if self.model.is_last else self._connected.receive_gradient(chunk_id)
-                    self.doing = f"{where}, in the backward of chunk {chunk_id}"
+                    self.doing = f"{where}, in the {action.op} of chunk {chunk_id}"
                     before = before_last if place == len(work.actions) else None
-                    with around(action):
+                    half = self.halves.input_half(chunk_id) if action.op == "backward_input" else nullcontext()
+                    with around(action), half:
                         found = self._backward(work, chunk_id, gradient, 1 / max(num_target_tokens, 1), before)
                     if found is not None:
                         losses[chunk_id] = found
@@ -149,9 +163,11 @@ class Executor:
                 done[chunk_id] = action.op
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        left = [chunk_id for chunk_id, op in done.items() if op != "backward"]
+        left = [(chunk_id, op) for chunk_id, op in done.items() if op not in _LAST]
         if left:
-            raise _broken(f"no backward of chunk {left[0]}", where)
+            chunk_id, op = left[0]
+            missing = "backward_weight" if op == "backward_input" else "backward"
+            raise _broken(f"no {missing} of chunk {chunk_id}", where)
         if not self.store.is_empty:
             raise _broken("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
@@ -182,7 +198,7 @@ class Executor:
             DataError: as `evaluate`.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
+        forwards = [action for action in work.actions if action.op in FORWARDS]
         if {action.chunk_id for action in forwards} != work.chunks.keys():
             raise _broken("a chunk has no forward", where)
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
@@ -215,6 +231,7 @@ class Executor:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
         self.store = StateStore(page_tokens, self.memory, self._exchanges)
         self.inputs, self.in_flight = {}, {}
+        self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))
         self.model.current.router_loss = self._router_loss
         if self._router_loss is not None:
             self._router_loss.begin_run(with_gradients=with_gradients)
@@ -252,7 +269,7 @@ class Executor:
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            with self._router_loss.counting(is_first) if self._router_loss else nullcontext():
+            with self._router_loss.counting(is_first) if self._router_loss else nullcontext(), self.halves.splitting():
                 return self.model.hidden_states(tensors, self.store, self.inputs.get(chunk_id), seed)
 
     def _backward_from(self, hidden: Tensor) -> Tensor | GradientEdge | None:

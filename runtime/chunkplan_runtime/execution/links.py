@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.errors import DataError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.device_waits import no_device_waits
 
@@ -72,8 +73,8 @@ class Links:
         Of a chunk that is not in `num_tokens` nothing is received.
         """
         actions = [each for each in actions if each.chunk_id in num_tokens]
-        forwards = [each.chunk_id for each in actions if each.op in ("forward", "forward_kv")]
-        backwards = [each.chunk_id for each in actions if each.op == "backward"]
+        forwards = [each.chunk_id for each in actions if each.op in FORWARDS]
+        backwards = [each.chunk_id for each in actions if each.op in BACKWARDS]
         self._inputs.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in forwards])
         self._gradients.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in backwards])
         with no_device_waits():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
@@ -255,7 +256,6 @@ def check_runnable(plan: Plan) -> None:
     config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
     for found, what, hint in (
         (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
-        (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
         if found:
@@ -289,7 +289,7 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
 
 def _check_links(step: PlanStep, dp_rank: int, pp: int) -> None:
     """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
-    for ops, what in ((("forward", "forward_kv"), "activations"), (("backward",), "gradients")):
+    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
         stages = [step.actions.get((dp_rank, stage), []) for stage in range(pp)]
         orders = [[action.chunk_id for action in actions if action.op in ops] for actions in stages]
         for stage, (order, after) in enumerate(pairwise(orders)):

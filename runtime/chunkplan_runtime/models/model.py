@@ -28,8 +28,8 @@ from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
 from chunkplan_runtime.models.dropout import seed_layers
+from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
-from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,
