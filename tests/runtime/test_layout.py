@@ -100,7 +100,6 @@ def test_more_stages_than_layers_are_refused(given: tuple[int, ...] | None) -> N
     "settings, what",
     [
         ({"schedule": "interleaved", "pp": 2}, "interleaved stages"),
-        ({"schedule": "zero-bubble", "pp": 2}, "split backwards"),
         ({"cost": CostModel(tp=2)}, r"tensor parallelism \(tp 2\)"),
     ],
 )
