@@ -166,7 +166,7 @@ def _run(
 def _simulate(
     steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
-    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 3].
+    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 4].
 
     Groups of `cp` ranks share every micro-batch evenly: one rank of each is simulated.
     """

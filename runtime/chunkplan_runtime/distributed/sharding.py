@@ -124,7 +124,8 @@ class Shards:
                 yield
                 if action.op == "backward_weight":
                     for layer in self._layers:
-                        for weight in layer._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                        group: Any = layer._get_fsdp_state()._fsdp_param_group
+                        for weight in group.fsdp_params:
                             weight.accumulate_unsharded_grad_if_needed()
                             weight.to_accumulated_grad_if_needed()
 

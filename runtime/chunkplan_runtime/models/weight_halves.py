@@ -27,7 +27,7 @@ from chunkplan_runtime.models.modes import computing_in
 
 
 class WeightHalves:
-    """Of the chunks between the halves of their backward, by chunk_id, what gradients of weights are made of.
+    """What gradients of weights are made of: `kept`, by chunk_id, of the chunks between the halves of their backward.
 
     `splits`: whether any backward is split; else all is computed as ever.
     """
@@ -35,8 +35,8 @@ class WeightHalves:
     def __init__(self, *, splits: bool = False) -> None:
         self._splits = splits
         #: Of the chunk whose input half is at work; None in whole backwards.
-        self.keeping: list[_Factors] | None = None
-        self._of_chunks: dict[int, list[_Factors]] = {}
+        self.keeping: list[Factors] | None = None
+        self.kept: dict[int, list[Factors]] = {}
 
     def splitting(self) -> AbstractContextManager[object]:
         """Backwards of what runs forward in the block can be split."""
@@ -45,7 +45,7 @@ class WeightHalves:
     @contextmanager
     def input_half(self, chunk_id: int) -> Iterator[None]:
         """Backwards in the block leave gradients of weights for the `weight_half` of this chunk."""
-        self.keeping = self._of_chunks[chunk_id] = []
+        self.keeping = self.kept[chunk_id] = []
         try:
             yield
         finally:
@@ -53,17 +53,13 @@ class WeightHalves:
 
     def weight_half(self, chunk_id: int) -> None:
         """Add the gradients of weights that the chunk's input half has left."""
-        by_weight: dict[Tensor, list[_Factors]] = {}
-        for factors in self._of_chunks.pop(chunk_id):
+        by_weight: dict[Tensor, list[Factors]] = {}
+        for factors in self.kept.pop(chunk_id):
             by_weight.setdefault(factors.place.weight, []).append(factors)
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
             torch.autograd.backward(weight, _sum_of(by_weight.pop(weight)))
-
-    def tensors(self) -> list[Tensor]:
-        """All that is kept, of all chunks."""
-        return [each for kept in self._of_chunks.values() for factors in kept for each in (factors.x, factors.gradient)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Factors:
+class Factors:
     """What the gradient of a matrix [n, k] at `place` is the product of.
 
     `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
@@ -113,7 +109,7 @@ class _Factors:
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, place, halves)`: `x` times `matrix` [n, k] transposed, see `_Factors`."""
+    """`_Product.apply(x, matrix, bias, ends, place, halves)`: `x` times `matrix` [n, k] transposed, see `Factors`."""
 
     @staticmethod
     def forward(
@@ -140,7 +136,7 @@ class _Product(torch.autograd.Function):
             of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        factors = _Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
+        factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
         if ctx.halves.keeping is None:
             of_matrix = factors.product()
         else:
@@ -228,7 +224,7 @@ def _has_all_once(view: Tensor) -> bool:
     return True
 
 
-def _sum_of(products: list[_Factors]) -> Tensor:
+def _sum_of(products: list[Factors]) -> Tensor:
     """The gradient of one parameter; what it is made of is let go of."""
     is_whole = all(each.place.is_whole for each in products)
     total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].place.weight)

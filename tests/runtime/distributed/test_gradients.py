@@ -312,7 +312,7 @@ def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(
 
 
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+@pytest.mark.parametrize("schedule", ["1f1b", "search", "zero-bubble"])
 def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
     pool: ProcessPool, made: Any, schedule: str, k: int
 ) -> None:
@@ -320,7 +320,7 @@ def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
     found = pool.run(4, observe_memory, **plan)
     assert [stage.leaks for stage in found] == [[]] * 4
     step = next(load_plan(plan["plan"]).iter_steps())
-    retained, inputs, kv = predicted_tokens(step, 4)
+    retained, inputs, kv, _ = predicted_tokens(step, 4)
     assert [stage.retained for stage in found] == retained
     assert max(stage.retained for stage in found) == step.peak_retained_tokens
     assert [stage.inputs for stage in found] == inputs
@@ -328,7 +328,7 @@ def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
 
 
 def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
-    """By kind (activations, saved inputs, KV) and stage, the most tokens that the planner says are held at once."""
+    """By kind (activations, saved inputs, KV, pending) and stage, the most tokens that the planner says are held."""
     stages = [step.actions[0, stage] for stage in range(pp)]
     flat = [action for stage in stages for action in stage]
     actions = Actions(
@@ -339,7 +339,7 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
     )
     chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(chunks, actions, np.tile(np.eye(3)[kind], (pp, 1)))[0, :, kind].tolist() for kind in range(3)
+        fullest_moments(chunks, actions, np.tile(np.eye(4)[kind], (pp, 1)))[0, :, kind].tolist() for kind in range(4)
     ]
     assert by_kind[0] == peak_retained(chunks, actions).tolist()
     return by_kind
