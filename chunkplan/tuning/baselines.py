@@ -186,7 +186,7 @@ def _simulate(
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
-    moments = np.stack([retained, 0 * retained, 0 * retained], axis=1)
+    moments = np.stack([retained, *[0 * retained] * 3], axis=1)
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
 
 

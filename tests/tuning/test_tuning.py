@@ -70,15 +70,15 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
     for pp in (1, 2):
         found = tune(lengths, options_with(tp=1, dp=2, pp=pp, gpu_memory=400 * GIB, schedules=None))
         assert found.recommended is not None and found.best is found.recommended
-        assert {choice.plan_only for choice in found.choices} == ({None} if pp == 1 else {None, "split backwards"})
+        assert {choice.plan_only for choice in found.choices} == {None}
         runnable = [choice for choice in found.choices if choice.fits and choice.plan_only is None]
         assert found.recommended.step_ns <= 1.005 * runnable[0].step_ns
         assert all(found.choices[place].plan_only is None for place in found.pareto)
-    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "1f1b")
+    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "zero-bubble")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_backwards(
+def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage(
     schedule: str, lengths: Path, tmp_path: Path
 ) -> None:
     config = PlanConfig(
@@ -88,9 +88,7 @@ def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_b
     plan = chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config)
     actions = [action for step in plan.iter_steps() for of_stage in step.actions.values() for action in of_stage]
     is_interleaved = any(action.virtual_stage > 0 for action in actions)
-    is_split = any(action.op == "backward_input" for action in actions)
-    expected = "interleaved stages" if is_interleaved else "split backwards" if is_split else None
-    assert why_plan_only(config, CostModel()) == expected
+    assert why_plan_only(config, CostModel()) == ("interleaved stages" if is_interleaved else None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,8 @@ def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_b
         ("optimizer", {"cp": "auto"}, None),
         ("weights", {"cp": "auto", "equal_chunks": True}, None),
         ("gradients", {}, "sharded gradients"),
-        ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "split backwards and sharded gradients"),
+        ("optimizer", {"pp": 2, "schedule": "zero-bubble"}, None),
+        ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "sharded gradients"),
         ("weights", {"equal_chunks": True}, None),
         ("weights", {"cp": "off"}, "sharded weights with unequal chunk counts"),
         ("weights", {"equal_chunks": True, "k": 2}, "sharded weights with K above 1"),
