@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "four": {"dp": 4},
     "both": {"dp": 2, "pp": 2},
     "search": {"pp": 2, "schedule": "search"},
+    "split": {"dp": 2, "pp": 2, "schedule": "zero-bubble"},
     "long": {"pp": 2, "epochs": 40},
     "equal": {"dp": 2, "k": 1, "equal_chunks": True},
 }
@@ -126,6 +127,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool):
         (4, "four", ()),
         (2, "four", ("--checkpointing",)),
         (2, "search", ("--kv-offload",)),
+        (4, "split", ("--checkpointing",)),
         (2, "equal", ("--reshard",)),
     ):
         output = tmp_path / f"{plan}-{size}"
