@@ -118,9 +118,11 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    "name", [*SPLIT, *(pytest.param(name, marks=pytest.mark.soak) for name in MODELS if name not in SPLIT)]
+)
 def test_halves_add_up_to_whole_backwards_wherever_those_of_weights_are(model_of: Any, name: str) -> None:
-    model = model_of(SPLIT[name])
+    model = model_of({**MODELS, **SPLIT}[name])
     randoms = random.Random(0)
     for k in (1, 2):
         work = work_of(random_sequences(97), k)
