@@ -141,7 +141,13 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["llama with biases, tied", "gpt_oss, sinks", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama with biases, tied",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gpt_oss, sinks", "nemotron_h")),
+    ],
+)
 def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, checkpointing: bool) -> None:
     """Frozen weights have no half; what adapters drop out is the same in both."""
     model = add_lora(model_of(SPLIT[name]), LoraOptions(rank=3, alpha=6.0, dropout=0.3))
@@ -157,7 +163,9 @@ def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, 
         check_same(gradients_of(model, way(work), kv_offload=way is at_the_end), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "qwen3_next"))]
+)
 def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of: Any, name: str) -> None:
     model = model_of({**MODELS, **RECURRENT}[name])
     work = work_of(random_sequences(97), 1)
