@@ -47,7 +47,7 @@ def row(name: str, shape: ModelShape, data: Path) -> str:
     cost = CostModel(shape=shape, hardware=hardware)
     tokens = np.array(LENGTHS)
     times = work_ns(cost, tokens, whole_pairs(cost, tokens)) / tokens / 1e3
-    *_, kept = token_bytes(cost, shape.split([shape.num_layers]), CHUNK_SIZE)
+    _, _, kept, _ = token_bytes(cost, shape.split([shape.num_layers]), CHUNK_SIZE)
     chosen = chunkplan.tune(data, TuneOptions(shape=shape, hardware=hardware, dp=2, pp=4)).recommended
     assert chosen is not None
     layers = ",".join(map(str, chosen.config.layers(shape.num_layers)))

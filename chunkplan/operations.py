@@ -5,3 +5,8 @@ from __future__ import annotations
 #: What a stage does with a chunk. `forward` keeps activations; `forward_kv` leaves only keys, values and the stage's
 #: input behind; `backward_input` and `backward_weight` are the halves of a split backward.
 OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")
+
+#: What sends hidden states on to the next stage, and what sends their gradient back: a split backward by its first
+#: half.
+FORWARDS = ("forward", "forward_kv")
+BACKWARDS = ("backward", "backward_input")

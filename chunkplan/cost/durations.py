@@ -105,8 +105,9 @@ def durations(
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
-    of weights. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them reduces
-    them: both over one link, one after another.
+    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Where weights are
+    sharded, all but the latter fetches them; where gradients are, what makes them reduces them: both over one link, one
+    after another.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
@@ -122,8 +123,8 @@ def durations(
             "forward_kv": layer_forward,
             "recompute": layer_forward + head,
             "backward": backward,
-            "backward_input": backward - linear - head,
-            "backward_weight": linear + head,
+            "backward_input": backward - linear,
+            "backward_weight": linear,
         }
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
         for op, nanoseconds in by_op.items():

@@ -94,6 +94,25 @@ def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     return (norms + attention + mlp) / cost.tp
 
 
+def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+    """What a chunk holds for each token of a layer between the halves of its backward, on one GPU.
+
+    That are the inputs of its products with weights and the gradients of what these make, in the elements of
+    `activation_bytes_per_token`, whatever the activation checkpointing:
+
+        attention: h, its output; q + 2 kv of gradients, h                                 2 h + 2 q + 2 kv
+        MLP: h, the product that the last projection reads; 2 i of gradients, h            2 h + 3 i
+        of a mixture: each expert's input and the gradient of its output                   2 h an expert
+        of a recurrent layer, of latents and of gates: no more than `mixed_width`
+
+    A layer that has one of both, or both side by side, has one norm, and 2 h in place of 4 h.
+    """
+    hidden_size = cost.shape.hidden_size
+    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
+    mlp = (3 if layer.is_gated else 2) * layer.mlp_width + 2 * layer.experts_per_token * hidden_size
+    return (2 * min(layer.num_norms, 2) * hidden_size + widths + mlp) * cost.num_bytes / cost.tp
+
+
 def stage_memory(
     cost: CostModel,
     *,
@@ -146,7 +165,7 @@ def stage_memory(
             if pp == 1:
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
         kv_elements = held * _kv_elements_per_token(cost, on_stage)
-        retained_bytes, input_bytes, _ = token_bytes(cost, own, chunk_size)
+        retained_bytes, input_bytes, *_ = token_bytes(cost, own, chunk_size)
         working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
             StageMemory(
@@ -199,19 +218,28 @@ def exchange_bytes(
     return max(by_heads, by_pages)
 
 
-def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tuple[float, float, float]:
+def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tuple[float, float, float, float]:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
     that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded), and
-    of the states that recurrent layers keep for each ChunkSize."""
+    of the states that recurrent layers keep for each ChunkSize; and between the halves of a backward, by how much it
+    is more than activations."""
     activations = max(sum(count * activation_bytes_per_token(cost, layer) for layer, count in layers) for layers in own)
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
     on_stage = [each for layers in own for each in layers]
     kv = _kv_elements_per_token(cost, on_stage) * (cost.num_bytes + KV_GRADIENT_BYTES)
-    return activations, stage_input, (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
+    pending = max(
+        sum(
+            count * (pending_bytes_per_token(cost, layer) - activation_bytes_per_token(cost, layer))
+            for layer, count in layers
+        )
+        for layers in own
+    )
+    kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
+    return activations, stage_input, kept, max(pending, 0.0)
 
 
 def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 3]; `layers` of each model stage."""
+    """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` of each model stage."""
     split = cost.shape.split(layers)
     return np.array([token_bytes(cost, split[stage::pp], chunk_size) for stage in range(pp)])
 

@@ -54,7 +54,7 @@ class Dataset:
 class Planned:
     """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
 
-    `chunks`: those of the table. `moments` int64 [pp, 3]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    `chunks`: those of the table. `moments` int64 [pp, 4]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
     step x dp + rank.
     """
 
@@ -166,7 +166,7 @@ def predict_block(
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)  # [pp, 3]
+    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)  # [pp, 4]
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,

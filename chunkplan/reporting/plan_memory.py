@@ -81,7 +81,7 @@ def memory_at(
     *,
     gpu_bytes: int | None = None,
 ) -> PlanMemory:
-    """The memory of a plan whose stages hold `moments` int64 [pp, 3] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
+    """The memory of a plan whose stages hold `moments` int64 [pp, 4] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
 
     Unless `gpu_bytes` says otherwise, the GPU has what its profile says.
     """
@@ -103,7 +103,7 @@ def memory_at(
 def _fullest_moments(
     plan: Plan, chunks: Chunks, config: PlanConfig, token_bytes: Float64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 3], and step * dp + rank of
+    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 4], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
     moments = fullest_moments(chunks, actions, token_bytes)

@@ -1,4 +1,4 @@
-"""What a stage holds after each of its actions: activations, inputs of chunks, keys and values of split sequences.
+"""What a stage holds after each of its actions: activations, inputs of chunks, KV, what halves of backwards wait with.
 
 `CHANGES` says what every op adds and releases; peaks of memory and the counters of a trace are read off it.
 """
@@ -14,23 +14,25 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import Actions, end_of_unit
 
-#: What is held, in tokens: those whose activations are; those of saved inputs; those whose keys and values are.
-ACTIVATIONS, INPUTS, KV = range(3)
+#: What is held, in tokens: those whose activations are; those of saved inputs; those whose keys and values are; those
+#: between the halves of their backward. The latter have what their weight half needs in place of their activations, and
+#: count as tokens whose activations are held besides.
+ACTIVATIONS, INPUTS, KV, PENDING = range(4)
 
 #: When it changes.
 START, END = range(2)
 
 _CHANGES = {
-    # op: activations, inputs, KV, from the start of the action on; and from its end on
-    "forward": ((1, 0, 1), (0, 0, 0)),
-    "forward_kv": ((0, 1, 1), (0, 0, 0)),
-    "recompute": ((1, -1, 0), (0, 0, 0)),
-    "backward": ((0, 0, 0), (-1, 0, -1)),
-    "backward_input": ((0, 0, 0), (0, 0, -1)),
-    "backward_weight": ((0, 0, 0), (-1, 0, 0)),
+    # op: activations, inputs, KV, pending, from the start of the action on; and from its end on
+    "forward": ((1, 0, 1, 0), (0, 0, 0, 0)),
+    "forward_kv": ((0, 1, 1, 0), (0, 0, 0, 0)),
+    "recompute": ((1, -1, 0, 0), (0, 0, 0, 0)),
+    "backward": ((0, 0, 0, 0), (-1, 0, -1, 0)),
+    "backward_input": ((0, 0, 0, 1), (0, 0, -1, 0)),
+    "backward_weight": ((0, 0, 0, 0), (-1, 0, 0, -1)),
 }
 
-#: int64 [num_ops, 2, 3], by code of the op, `START` or `END`, and what is held: whether its chunk's tokens come (1) or
+#: int64 [num_ops, 2, 4], by code of the op, `START` or `END`, and what is held: whether its chunk's tokens come (1) or
 #: go (-1). Inputs are not saved on model stage 0, which needs but the token ids. Keys and values are counted for parts
 #: of split sequences alone, once whatever the virtual stages; those of a group go together, with the backward of its
 #: first chunk, which is the last to be done.
@@ -59,14 +61,14 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
 def stage_holdings(
     chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
 ) -> Int64Array:
-    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 3], see `CHANGES`.
+    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 4], see `CHANGES`.
 
     A chunk's activations and its input count for each virtual stage that holds them. `kv`: the `kv_tokens` of `chunks`.
     """
     row = rank * num_stages + stage
     start, stop = actions.stages[row], actions.stages[row + 1]
-    held = np.empty((stop - start, 2, 3), np.int64)  # [actions of the stage, 2, 3]
-    num_activations = num_inputs = num_kv = np.int64(0)
+    held = np.empty((stop - start, 2, 4), np.int64)  # [actions of the stage, 2, 4]
+    num_activations = num_inputs = num_kv = num_pending = np.int64(0)
     for action in range(start, stop):
         op, chunk = actions.ops[action], chunks.rank_chunks[rank] + actions.chunk_ids[action]
         virtual_stage, tokens = actions.virtual_stages[action], np.int64(chunks.num_tokens[chunk])
@@ -76,9 +78,11 @@ def stage_holdings(
                 num_inputs += CHANGES[op, when, INPUTS] * tokens
             if virtual_stage == 0:
                 num_kv += CHANGES[op, when, KV] * kv[when, chunk]
+            num_pending += CHANGES[op, when, PENDING] * tokens
             held[action - start, when, ACTIVATIONS] = num_activations
             held[action - start, when, INPUTS] = num_inputs
             held[action - start, when, KV] = num_kv
+            held[action - start, when, PENDING] = num_pending
     return held
 
 
@@ -97,13 +101,13 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 @compiled
 def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array) -> Int64Array:
-    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 3].
+    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 4].
 
-    `token_bytes` [pp, 3]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`) takes on each stage.
+    `token_bytes` [pp, 4]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`) takes on each stage.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, token_bytes.shape[0]
     kv = kv_tokens(chunks)
-    moments = np.zeros((num_ranks, pp, 3), np.int64)
+    moments = np.zeros((num_ranks, pp, 4), np.int64)
     for rank in range(num_ranks):
         for stage in range(pp):
             held = stage_holdings(chunks, kv, actions, rank, stage, pp)
@@ -113,6 +117,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array)
                     held[action, START, ACTIVATIONS] * token_bytes[stage, ACTIVATIONS]
                     + held[action, START, INPUTS] * token_bytes[stage, INPUTS]
                     + held[action, START, KV] * token_bytes[stage, KV]
+                    + held[action, START, PENDING] * token_bytes[stage, PENDING]
                 )
                 if num_bytes > most:
                     most = num_bytes
@@ -121,9 +126,9 @@ def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array)
 
 
 def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
-    """Of `moments` int64 [n, pp, 3], see `fullest_moments`, the one that takes most bytes on each stage.
+    """Of `moments` int64 [n, pp, 4], see `fullest_moments`, the one that takes most bytes on each stage.
 
-    Returns it, int64 [pp, 3], and which of the n it is, int64 [pp].
+    Returns it, int64 [pp, 4], and which of the n it is, int64 [pp].
     """
     most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
     return moments[most, np.arange(most.size)], most

@@ -15,7 +15,6 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
     reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
-    reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     if config.dp > 1 and cost.sharding == "gradients":
         reasons.append("sharded gradients")
     if config.dp > 1 and cost.sharding == "weights":

@@ -17,7 +17,7 @@ from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.holdings import fullest, fullest_moments
+from chunkplan.schedule.holdings import PENDING, fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -27,7 +27,7 @@ class Outcome:
 
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
-    step, over all stages. `moments` int64 [2, num_steps, pp, 3]: what each stage holds at its fullest moment on any
+    step, over all stages. `moments` int64 [2, num_steps, pp, 4]: what each stage holds at its fullest moment on any
     rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded.
     """
 
@@ -55,9 +55,9 @@ def _total(memory: StageMemory) -> int:
 
 
 def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
-    """Memory of each stage that holds `moments` int64 [pp, 3], see `fullest_moments`."""
-    retained, inputs, kv = moments.T.tolist()
-    return stage_memory(
+    """Memory of each stage that holds `moments` int64 [pp, 4], see `fullest_moments`."""
+    retained, inputs, kv, pending = moments.T.tolist()
+    stages = stage_memory(
         cost,
         dp=config.dp,
         pp=config.pp,
@@ -68,6 +68,8 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
     )
+    more = np.ceil(pending * _token_bytes(config, cost)[:, PENDING]).astype(np.int64).tolist()
+    return tuple(replace(each, activations=each.activations + own) for each, own in zip(stages, more, strict=True))
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
@@ -118,10 +120,10 @@ def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
 def _moments(
     chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
-    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 3]."""
+    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 4]."""
     token_bytes = _token_bytes(config, replace(cost, kv_offload=offloaded))
     moments = fullest_moments(chunked.chunks, scheduled.actions, token_bytes)
-    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 3)])
+    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 4)])
 
 
 def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:

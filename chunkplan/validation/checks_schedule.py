@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, run_starts
-from chunkplan.operations import OPS
-from chunkplan.validation.order import BACKWARDS, FORWARDS, ActionGraph, find_cycle, run_stages
+from chunkplan.operations import BACKWARDS, FORWARDS, OPS
+from chunkplan.validation.order import ActionGraph, find_cycle, run_stages
 from chunkplan.validation.schedule_columns import RankBlock
 
 

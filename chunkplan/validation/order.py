@@ -13,10 +13,6 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 
-FORWARDS = frozenset({"forward", "forward_kv"})
-#: A split backward sends its gradient on with the first half.
-BACKWARDS = frozenset({"backward", "backward_input"})
-
 
 class ActionGraph(NamedTuple):
     """What the actions of some stages wait for; int64.

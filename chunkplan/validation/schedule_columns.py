@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_starts
-from chunkplan.operations import OPS
+from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.validation.chunk_columns import ChunkColumns
-from chunkplan.validation.order import BACKWARDS, FORWARDS
 from chunkplan.validation.violation import Violation
 
 #: What ranks do together, by op: forward, recompute and backward.

@@ -44,14 +44,21 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
 
 
 def test_what_is_faster_but_plan_only_stands_beside_the_recommendation(data: Path) -> None:
-    options = ("--model-config", ".", "--pp", "4", "--global-batch", "8")
+    options = ("--model-config", ".", "--gpus", "8", "--gpu-memory", "16GiB", "--global-batch", "32")
     ran = run(data, "tune", "lengths.npy", *options, "--chunk-sizes", "8192", "--ks", "1,4", columns=120)
-    rows = [line for line in ran.stdout.splitlines() if re.search("(zero-bubble|1f1b) .* GiB", line)]
-    assert [("zero-bubble" in row, "plan only" in row) for row in rows] == [(True, True)] * 4 + [(False, False)] * 4
-    assert rows[4].startswith(">*")
+    rows = [line for line in ran.stdout.splitlines() if re.search("algorithm2 .* GiB", line)]
+    assert {("4x2x1" in row, "plan only" in row) for row in rows} == {(True, True), (False, False)}
+    assert "plan only" in rows[0] and ">" not in rows[0]
     shown = " ".join(ran.stdout.split())
     assert "Faster, plan only: " in shown
-    assert "The runtime cannot run split backwards yet." in shown
+    assert "The runtime cannot run tensor parallelism yet." in shown
+
+
+def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> None:
+    options = ("--model-config", ".", "--pp", "4", "--global-batch", "8", "--chunk-sizes", "8192", "--ks", "1,4")
+    ran = run(data, "tune", "lengths.npy", *options, columns=120)
+    assert "plan only" not in ran.stdout
+    assert re.search(r"Recommended: .*, zero-bubble", ran.stdout)
 
 
 def test_one_json_document_says_all_of_it(data: Path) -> None:

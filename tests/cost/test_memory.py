@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, stage_memory
+from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, pending_bytes_per_token, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.layers import split_layers
+from chunkplan.tuning.trial import memory_of_stages
 
 GIB = 1 << 30
 A100 = load_hardware("a100")
@@ -115,6 +117,21 @@ def test_checkpointing_needs_room_for_one_layer_of_a_chunk() -> None:
     assert with_it.activations - without.activations == pytest.approx(
         8192 * activation_bytes_per_token(none, LAYER), abs=2
     )
+
+
+def test_between_halves_of_a_backward_more_is_held_than_checkpoints_keep_and_no_more_than_activations() -> None:
+    config = PlanConfig(chunk_size=8192, k=1, pp=2, global_batch=8, schedule="zero-bubble")
+    whole, halves = (np.array([[1 << 16, 0, 0, pending]] * 2) for pending in (0, 8192))
+    for precision in ("bf16", "fp32"):
+        cost = CostModel(precision=precision)
+        assert memory_of_stages(config, cost, halves) == memory_of_stages(config, cost, whole)
+        full = replace(cost, checkpointing="full")
+        more = pending_bytes_per_token(full, LAYER) - activation_bytes_per_token(full, LAYER)
+        found = zip(*(memory_of_stages(config, full, held) for held in (halves, whole)), strict=True)
+        assert [split.activations - unsplit.activations for split, unsplit in found] == [
+            8192 * layers * more for layers in config.layers(cost.shape.num_layers)
+        ]
+        assert pending_bytes_per_token(full, LAYER) > 20 * activation_bytes_per_token(full, LAYER)
 
 
 def test_keys_and_values_of_a_token_of_qwen2_5_7b_take_56_kib_and_their_gradients_twice_that() -> None:

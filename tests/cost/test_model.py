@@ -159,6 +159,16 @@ def test_checkpointing_recomputes_layers_but_not_the_head() -> None:
     assert longer == pytest.approx(np.array([1, 1])[:, None] * times["none"][forward, 0], abs=2)
 
 
+def test_the_weight_half_of_a_backward_is_a_forward_of_products_with_layers_and_none_of_the_head() -> None:
+    tokens, rates = np.array([8192]), CostModel().rates
+    times = durations(tokens, attention_pairs_of(tokens, np.zeros_like(tokens)), rates, (14, 14))
+    backward, of_inputs, of_weights = (
+        times[OPS.index(op), :, 0] for op in ("backward", "backward_input", "backward_weight")
+    )
+    assert abs(of_inputs + of_weights - backward).max() <= 1
+    assert of_weights.tolist() == [round(14 * (rates.token * 8192 + rates.chunk))] * 2
+
+
 def test_smaller_chunks_are_less_efficient() -> None:
     """Time is affine: a chunk of 1K tokens loses a fifth or more to its fixed part, one of 32K next to nothing."""
     rates = CostModel(tp=4, hardware=load_hardware("a100")).rates

@@ -91,6 +91,8 @@ class StageProcess:
             paddings = paddings_of(self._by_process(work), "a step")[self.groups.layout.dp_rank]
             aligned = Aligned(paddings, self.shards.run_padding)
             around = aligned.around(around)
+        if self.shards:
+            around = self.shards.around(around)
         before = self.shards.reduce_in_backward if self.shards else None
         num_target_tokens = work.step.num_target_tokens
         loss = 0.0

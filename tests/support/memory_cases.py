@@ -80,12 +80,12 @@ class _Watch:
             self._refs.append((action, weakref.ref(self._executor.inputs[_place(action)])))
         yield
         self.observed.kv = max(self.observed.kv, self._executor.stores[0].num_tokens)
-        if action.op == "backward":
+        if action.op in ("backward", "backward_weight"):
             self._done.add(_place(action))
 
     def look(self, action: Action | None = None) -> None:
         """At what is held; `action` is about to be done."""
-        held = {*self._executor.in_flight}
+        held = self._executor.in_flight.keys() | self._executor.halves.kept.keys()
         if action is not None and action.op in ("forward", "recompute"):
             held.add(_place(action))
         seen, chunks = self.observed, self._work.chunks

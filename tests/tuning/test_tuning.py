@@ -26,6 +26,7 @@ from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
+from chunkplan_runtime.feed.stream import check_runnable
 from tests.support.places import ROOT
 from tests.support.published_models import MODELS
 from tests.support.tuning_cases import GIB, long_tail, options_with
@@ -70,23 +71,21 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
     for pp in (1, 2):
         found = tune(lengths, options_with(tp=1, dp=2, pp=pp, gpu_memory=400 * GIB, schedules=None))
         assert found.recommended is not None and found.best is found.recommended
-        assert {choice.plan_only for choice in found.choices} == ({None} if pp == 1 else {None, "split backwards"})
+        assert {choice.plan_only for choice in found.choices} == {None}
         runnable = [choice for choice in found.choices if choice.fits and choice.plan_only is None]
         assert found.recommended.step_ns <= 1.005 * runnable[0].step_ns
         assert all(found.choices[place].plan_only is None for place in found.pareto)
-    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "1f1b")
+    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "zero-bubble")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_plan_only_is_every_schedule_with_split_backwards(schedule: str, lengths: Path, tmp_path: Path) -> None:
+def test_every_schedule_can_be_run(schedule: str, lengths: Path, tmp_path: Path) -> None:
     config = PlanConfig(
         chunk_size=16384, k=1, global_batch=8, pp=1 if schedule == "algorithm2" else 2, schedule=schedule
     )
     np.save(tmp_path / "few.npy", np.load(lengths)[:8])
-    plan = chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config)
-    actions = [action for step in plan.iter_steps() for of_stage in step.actions.values() for action in of_stage]
-    is_split = any(action.op == "backward_input" for action in actions)
-    assert why_plan_only(config, CostModel()) == ("split backwards" if is_split else None)
+    check_runnable(chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config))
+    assert why_plan_only(config, CostModel()) is None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,8 @@ def test_plan_only_is_every_schedule_with_split_backwards(schedule: str, lengths
         ("optimizer", {"cp": "auto"}, None),
         ("weights", {"cp": "auto", "equal_chunks": True}, None),
         ("gradients", {}, "sharded gradients"),
-        ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "split backwards and sharded gradients"),
+        ("optimizer", {"pp": 2, "schedule": "zero-bubble"}, None),
+        ("gradients", {"pp": 2, "schedule": "zero-bubble"}, "sharded gradients"),
         ("weights", {"equal_chunks": True}, None),
         ("weights", {"cp": "off"}, "sharded weights with unequal chunk counts"),
         ("weights", {"equal_chunks": True, "k": 2}, "sharded weights with K above 1"),

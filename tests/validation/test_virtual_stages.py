@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, validate
-from chunkplan.validation.order import BACKWARDS, FORWARDS, ActionGraph, run_stages
+from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.validation.order import ActionGraph, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 #: (op, chunk_id, virtual_stage)

@@ -3,10 +3,11 @@
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
 narrower, and reduced once, however many chunks each process had: a layer's while the last backward of its virtual stage
 goes on to the layers before it (`feed.last_backward` says when it may), those of embeddings and head at the end. A
-process without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else.
-So every process takes part in the same reductions in the same order: virtual stages from last to first, of each the
-layers from last to first, of those whose input needs no gradient from first to last, then embeddings and head. The loss
-is divided by the step's target tokens already, so gradients are summed, not averaged.
+process without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else;
+so does one whose backwards are split. So every process takes part in the same reductions in the same order: virtual
+stages from last to first, of each the layers from last to first, of those whose input needs no gradient from first to
+last, then embeddings and head. The loss is divided by the step's target tokens already, so gradients are summed, not
+averaged.
 
 With `reshard_after_forward` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its
 gradients are reduced in every backward. All processes then have to run the same forwards and backwards, see
@@ -16,7 +17,8 @@ gradients are reduced in every backward. All processes then have to run the same
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
+from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.feed.stream import padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM, call_directly
@@ -120,6 +124,23 @@ class Shards:
         if not self.model.is_recurrent:
             self._reduced.add(virtual_stage)
             self._sync_layers(virtual_stage)
+
+    def around(self, inner: Around) -> Around:
+        """What `Executor.run` enters around an action: `inner`, and after the weight half of a backward, which FSDP2
+        does not see, gradients are summed as it sums them after every backward, in the dtype that it reduces."""
+
+        @contextmanager
+        def summed(action: Action) -> Iterator[None]:
+            with inner(action):
+                yield
+                if action.op == "backward_weight":
+                    for layer in itertools.chain.from_iterable(self._layers):
+                        group: Any = layer._get_fsdp_state()._fsdp_param_group
+                        for weight in group.fsdp_params:
+                            weight.accumulate_unsharded_grad_if_needed()
+                            weight.to_accumulated_grad_if_needed()
+
+        return summed
 
     def reduce_gradients(self) -> None:
         """Reduce what no backward has, wait for what is still on its way, and shard the weights again."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.exchange import Activity, Exchanges
@@ -28,6 +29,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss
+from chunkplan_runtime.models.weight_halves import Place, WeightHalves
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {
@@ -35,13 +37,15 @@ _BEFORE = {
     "forward_kv": (None,),
     "recompute": ("forward_kv",),
     "backward": ("forward", "recompute"),
+    "backward_input": ("forward", "recompute"),
+    "backward_weight": ("backward_input",),
 }
+
+#: What a chunk ends with.
+_LAST = ("backward", "backward_weight")
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
-
-#: Of a chunk on a stage: (virtual stage, chunk_id).
-Place = tuple[int, int]
 
 #: Entered around every action, to time it.
 Around = Callable[[Action], AbstractContextManager[object]]
@@ -79,6 +83,7 @@ class Executor:
         self.memory: PageMemory | None = None
         #: By virtual stage.
         self.stores = [StateStore(page_tokens=1) for _ in self._parts]
+        self.halves = WeightHalves()
         self._doing = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
         #: backward begins.
@@ -114,7 +119,8 @@ class Executor:
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
-        layers; not where nothing in them is trained. Only the last model stage knows losses; on others there are none.
+        layers; not where nothing in them is trained, nor where that action is half a backward. Only the last model
+        stage knows losses; on others there are none.
 
         Raises:
             UsageError: an op is not known here.
@@ -128,13 +134,18 @@ class Executor:
             for number, action in enumerate(work.actions):
                 place = _checked(action, done, where)
                 part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
-                if action.op == "backward":
+                if action.op == "backward_weight":
+                    self.doing = f"{at}, in the backward_weight of chunk {chunk_id}"
+                    with around(action):
+                        self.halves.weight_half(place)
+                elif action.op in BACKWARDS:
                     self.doing = f"{at}, waiting for the gradient of chunk {chunk_id} from the stage behind"
                     gradient = None if part.is_last else self._connected.receive_gradient(*place)
-                    self.doing = f"{at}, in the backward of chunk {chunk_id}"
+                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
                     is_last = number == last_of[action.virtual_stage]
                     before = partial(before_last, action.virtual_stage) if before_last and is_last else None
-                    with around(action):
+                    half = self.halves.input_half(place) if action.op == "backward_input" else nullcontext()
+                    with around(action), half:
                         found = self._backward(work, place, gradient, 1 / max(num_target_tokens, 1), before)
                     if found is not None:
                         losses[chunk_id] = found
@@ -155,9 +166,11 @@ class Executor:
                 done[place] = action.op
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        left = [place for place, op in done.items() if op != "backward"]
+        left = [(place, op) for place, op in done.items() if op not in _LAST]
         if left:
-            raise _broken(f"no backward of {_named(left[0])}", where)
+            place, op = left[0]
+            missing = "backward_weight" if op == "backward_input" else "backward"
+            raise _broken(f"no {missing} of {_named(place)}", where)
         if not all(store.is_empty for store in self.stores):
             raise _broken("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
@@ -188,7 +201,7 @@ class Executor:
             DataError: as `evaluate`.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        forwards = [action for action in work.actions if action.op in ("forward", "forward_kv")]
+        forwards = [action for action in work.actions if action.op in FORWARDS]
         if {(action.virtual_stage, action.chunk_id) for action in forwards} != {*self._places(work)}:
             raise _broken("a chunk has no forward", where)
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
@@ -229,6 +242,7 @@ class Executor:
             self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
         self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
         self.inputs, self.in_flight = {}, {}
+        self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))
         self.model.current.router_loss = self._router_loss
         if self._router_loss is not None:
             self._router_loss.begin_run(with_gradients=with_gradients)
@@ -248,7 +262,7 @@ class Executor:
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            with self._router_loss.counting(is_first) if self._router_loss else nullcontext():
+            with self._router_loss.counting(is_first) if self._router_loss else nullcontext(), self.halves.splitting():
                 return self._parts[virtual_stage].hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(

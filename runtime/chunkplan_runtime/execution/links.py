@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.errors import DataError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.device_waits import no_device_waits
 
@@ -89,7 +90,7 @@ class Links:
         Of a chunk that is not in `num_tokens` nothing is received.
         """
         actions = [each for each in actions if each.chunk_id in num_tokens]
-        for inboxes, ops in ((self._inputs, ("forward", "forward_kv")), (self._gradients, ("backward",))):
+        for inboxes, ops in ((self._inputs, FORWARDS), (self._gradients, BACKWARDS)):
             for virtual_stage, inbox in inboxes.items():
                 own = [each.chunk_id for each in actions if each.op in ops and each.virtual_stage == virtual_stage]
                 inbox.expect([(chunk_id, num_tokens[chunk_id]) for chunk_id in own])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
@@ -252,13 +253,13 @@ def check_runnable(plan: Plan) -> None:
     Raises:
         UsageError: naming it.
     """
-    config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
-    for found, what, hint in (
-        (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule auto`"),
-        (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
-    ):
-        if found:
-            raise UsageError(f"the plan is for {what}, which the runtime does not do", where=str(plan.path), hint=hint)
+    tp = plan.manifest["predictions"]["cost_model"]["tp"]
+    if tp > 1:
+        raise UsageError(
+            f"the plan is for tensor parallelism (tp {tp}), which the runtime does not do",
+            where=str(plan.path),
+            hint="build it with `--tp 1`, and more --dp or --pp",
+        )
 
 
 def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -> None:
@@ -288,7 +289,7 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
 
 def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
     """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
-    for ops, what in ((("forward", "forward_kv"), "activations"), (("backward",), "gradients")):
+    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
         orders: dict[int, list[int]] = {each: [] for each in range(layout.num_model_stages)}  # chunks by model stage
         for stage in range(layout.pp):
             model_stages = layout.model_stages(stage)

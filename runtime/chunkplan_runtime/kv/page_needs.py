@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from chunkplan.operations import BACKWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
@@ -86,7 +87,9 @@ def _do(
     with_gradients: bool,
 ) -> None:
     """Do with the part of a sequence what the executor and the attention do, on a store without memory."""
-    if action.op != "backward":
+    if action.op == "backward_weight":
+        return  # it is done with keys and values
+    if action.op not in BACKWARDS:
         store.start_forward(span, shared)
         store.write(span, 0, _NOTHING)
         if not with_gradients and span.stop == span.length:

@@ -29,8 +29,8 @@ from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_sh
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.making import REFUSALS, how_to_make
+from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
-from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,

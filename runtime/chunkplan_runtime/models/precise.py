@@ -9,17 +9,15 @@ chunking does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-#: Whether this thread computes in float64 already: `is_on`.
-_here = local()
+from chunkplan_runtime.models.modes import computing_in, modes_here
 
 
 @contextmanager
@@ -40,20 +38,11 @@ def evaluate_in_float64(model: nn.Module) -> Iterator[None]:
                 module.forward = forward
 
 
-def as_now() -> Callable[[], AbstractContextManager[object]]:
-    """What makes blocks later compute as is done here and now: for what a checkpoint runs again in a backward."""
-    return _Float64 if getattr(_here, "is_on", False) else nullcontext
-
-
 def _in_float64(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    if getattr(_here, "is_on", False):
+    if any(isinstance(mode, _Float64) for mode in modes_here()):
         return forward(*arguments, **keywords)
-    _here.is_on = True
-    try:
-        with _Float64():
-            return forward(*arguments, **keywords)
-    finally:
-        _here.is_on = False
+    with computing_in(_Float64()):
+        return forward(*arguments, **keywords)
 
 
 class _Float64(TorchFunctionMode):

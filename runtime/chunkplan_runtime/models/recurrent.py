@@ -31,8 +31,8 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
+from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
-from chunkplan_runtime.models.precise import as_now
 from chunkplan_runtime.models.selective_scan import begin_scan_with
 from chunkplan_runtime.spans import Span
 

@@ -18,7 +18,15 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
-from chunkplan.schedule.actions import FORWARD, RECOMPUTE, Actions, join_actions
+from chunkplan.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    Actions,
+    join_actions,
+)
 from chunkplan.schedule.meetings import StepRanks, simulate_steps
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import write_trace
@@ -111,6 +119,7 @@ def replay(
         # The first forward of a chunk that is recomputed did less than one that counts as useful.
         recomputed = durations[FORWARD] == 0
         durations[FORWARD][recomputed] = durations[RECOMPUTE][recomputed]
+        durations[BACKWARD] += durations[BACKWARD_INPUT] + durations[BACKWARD_WEIGHT]  # of a chunk it is whole or split
         times = work.times._replace(durations=durations, link=np.zeros_like(work.times.link))
         with_times[pipeline] = replace(work, title=f"{step}, pipeline {pipeline}, replayed", times=times)
         places = model_stages[work.stage_of, work.actions.virtual_stages]

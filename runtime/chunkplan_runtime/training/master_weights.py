@@ -41,7 +41,8 @@ class TrainedWeights:
 
 
 def _move_gradient(master: Tensor, parameter: Tensor) -> None:
-    assert parameter.grad is not None
+    if parameter.grad is None:  # the input half of a backward leaves it to the weight half
+        return
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:

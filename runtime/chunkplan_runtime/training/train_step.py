@@ -116,11 +116,12 @@ class TrainStep:
                 count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
                 self.router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
             aligned = Aligned(self._paddings(work), self._run_padding)
+            summed = self._shards.around if self._shards else lambda inner: inner
             rank_losses = [
                 self.executor.run(
                     rank,
                     work.step.num_target_tokens,
-                    aligned.around(clock.around(rank.dp_rank)),
+                    summed(aligned.around(clock.around(rank.dp_rank))),
                     self._shards.reduce_in_backward if self._shards and rank is work.last else None,
                 )
                 for rank in work.ranks

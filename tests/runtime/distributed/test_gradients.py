@@ -182,6 +182,29 @@ def test_a_plan_of_more_ranks_than_processes_is_exact(pool: ProcessPool, made: A
         assert {len(ranks) for ranks in chunks} == {8 // world_size}
 
 
+@pytest.mark.parametrize(
+    "name, dp, k, how",
+    [
+        ("llama with biases, tied", 2, 1, []),
+        ("qwen3_moe", 1, 2, []),
+        ("gemma3_text", 1, 1, ["lora", "kv_offload", "checkpointing"]),
+        pytest.param("qwen3_moe", 2, 1, ["checkpointing"], marks=pytest.mark.soak),
+        pytest.param("deepseek_v3, latents", 2, 2, ["kv_offload"], marks=pytest.mark.soak),
+        pytest.param("llama with biases, tied", 2, 2, ["lora"], marks=pytest.mark.soak),
+    ],
+)
+def test_split_backwards_are_exact(pool: ProcessPool, made: Any, name: str, dp: int, k: int, how: list[str]) -> None:
+    """Also in the steps after one that has left nothing of its halves."""
+    plan = made(MODELS[name], dp=dp, pp=2, k=k, schedule="zero-bubble", global_batch=4)
+    assert any(action.op == "backward_weight" for action in next(load_plan(plan["plan"]).iter_steps()).actions[0, 0])
+    check(pool, 2 * dp, plan, steps=(0, 1), **dict.fromkeys(how, True))
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_states_of_recurrent_layers_go_on_where_backwards_are_split(pool: ProcessPool, made: Any, pp: int) -> None:
+    check(pool, 4, made(RECURRENT, dp=4 // pp, pp=pp, k=1, schedule="zero-bubble", tail_sharing=True))
+
+
 @pytest.mark.parametrize("dp, pp", [(4, 1), (2, 2)])
 def test_ranks_of_unequal_work_or_none_are_exact(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
     model = MODELS["llama with biases, tied"]
@@ -212,11 +235,18 @@ def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool: ProcessPool, ma
     check(pool, 4, made(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
 
 
-@pytest.mark.parametrize("dp, pp", [pytest.param(1, 2, marks=pytest.mark.soak), (2, 2)])
-def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: Any, dp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    "dp, schedule",
+    [
+        (2, "1f1b"),
+        (2, "zero-bubble"),
+        *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("1f1b", "zero-bubble")),
+    ],
+)
+def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: Any, dp: int, schedule: str) -> None:
     """Chunks give the same bits as on one process, and their sum differs by its order alone."""
     model = MODELS["llama with biases, tied"]
-    found = pool.run(dp * pp, compare_master_weights, **made(model, chunk_size=3, dp=dp, pp=pp))
+    found = pool.run(2 * dp, compare_master_weights, **made(model, chunk_size=3, dp=dp, pp=2, schedule=schedule))
     assert max(error for error, _ in found) < 1e-6
 
 
@@ -308,7 +338,11 @@ def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(
     [
         ("1f1b", 1),
         ("search", 3),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("1f1b", 3), ("search", 1))),
+        ("zero-bubble", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("1f1b", 3), ("search", 1), ("zero-bubble", 1), ("auto", 1), ("auto", 3))
+        ),
     ],
 )
 def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
@@ -318,7 +352,7 @@ def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
     found = pool.run(4, observe_memory, **plan)
     assert [stage.leaks for stage in found] == [[]] * 4
     step = next(load_plan(plan["plan"]).iter_steps())
-    retained, inputs, kv = predicted_tokens(step, 4)
+    retained, inputs, kv, _ = predicted_tokens(step, 4)
     assert [stage.retained for stage in found] == retained
     assert max(stage.retained for stage in found) == step.peak_retained_tokens
     assert [stage.inputs for stage in found] == inputs
@@ -326,7 +360,7 @@ def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(
 
 
 def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
-    """By kind (activations, saved inputs, KV) and stage, the most tokens that the planner says are held at once."""
+    """By kind (activations, saved inputs, KV, pending) and stage, the most tokens that the planner says are held."""
     stages = [step.actions[0, stage] for stage in range(pp)]
     flat = [action for stage in stages for action in stage]
     actions = Actions(
@@ -337,7 +371,7 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
     )
     chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(chunks, actions, np.tile(np.eye(3)[kind], (pp, 1)))[0, :, kind].tolist() for kind in range(3)
+        fullest_moments(chunks, actions, np.tile(np.eye(4)[kind], (pp, 1)))[0, :, kind].tolist() for kind in range(4)
     ]
     assert by_kind[0] == peak_retained(chunks, actions).tolist()
     return by_kind

@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "four": {"dp": 4},
     "both": {"dp": 2, "pp": 2},
     "search": {"pp": 2, "schedule": "search"},
+    "split": {"dp": 2, "pp": 2, "schedule": "zero-bubble"},
     "long": {"pp": 2, "epochs": 40},
     "equal": {"dp": 2, "k": 1, "equal_chunks": True},
 }
@@ -120,11 +121,16 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
     [
         [
             (4, "both", ("--stage-layers", "1,2")),
-            (2, "search", ("--kv-offload",)),
+            (4, "split", ("--checkpointing",)),
             (2, "equal", ("--reshard",)),
         ],
         pytest.param(
-            [(4, "uneven", ()), (4, "four", ()), (2, "four", ("--checkpointing",))],
+            [
+                (4, "uneven", ()),
+                (4, "four", ()),
+                (2, "four", ("--checkpointing",)),
+                (2, "search", ("--kv-offload",)),
+            ],
             marks=pytest.mark.soak,
         ),
     ],

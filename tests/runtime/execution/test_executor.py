@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
@@ -98,11 +98,6 @@ def test_actions_that_would_not_be_exact_are_refused(run_step, actions, message)
     with pytest.raises(DataError, match=message) as raised:
         run_step(k=4, actions=actions)
     assert "chunkplan validate" in raised.value.hint
-
-
-def test_a_split_backward_is_refused_by_name(run_step):
-    with pytest.raises(UsageError, match="backward_input is not supported"):
-        run_step(k=4, actions=[*GROUP, ("backward_input", 3)])
 
 
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from chunkplan import PlanConfig, build, load_plan, simulate_plan
-from chunkplan.operations import OPS
+from chunkplan.operations import BACKWARDS, OPS
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -68,7 +68,7 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
             for stage in range(layout.pp):
                 slowness = 1 + (layout.rank_of(stage, pipeline) == slow_rank)
                 for action in step.actions[dp_rank, stage]:
-                    op = ["forward", "forward_kv", "recompute", "backward"].index(action.op)
+                    op = OPS.index(action.op)
                     ns = slowness * int(durations[op, stage, action.chunk_id])
                     work.append((stage, dp_rank, action.op, action.chunk_id, ns))
         times.append(played_through(work, layout.pp))
@@ -84,14 +84,15 @@ def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[
         for stage, queue in enumerate(queues):
             while queue:
                 _, dp_rank, op, chunk_id, ns = queue[0]
-                backward, neighbour = op == "backward", stage + (1 if op == "backward" else -1)
-                needs = op != "recompute" and 0 <= neighbour < pp
+                backward, neighbour = op in BACKWARDS, stage + (1 if op in BACKWARDS else -1)
+                is_alone = op in ("recompute", "backward_weight")
+                needs = not is_alone and 0 <= neighbour < pp
                 if needs and (neighbour, dp_rank, backward, chunk_id) not in done:
                     break
                 ready = done[neighbour, dp_rank, backward, chunk_id] if needs else 0
                 start = max(clock[stage], ready)
                 clock[stage] = start + ns
-                if op != "recompute":
+                if not is_alone:
                     done[stage, dp_rank, backward, chunk_id] = clock[stage]
                 actions[stage].append(TimedAction(dp_rank, op, chunk_id, start, clock[stage]))
                 queue.pop(0)
@@ -137,8 +138,11 @@ def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting(
     assert json.loads(json.dumps(rows)) == rows
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(plan: Plan, dp: int) -> None:
+@pytest.mark.parametrize(("dp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (1, "zero-bubble")])
+def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(
+    analysis: Path, tmp_path: Path, dp: int, schedule: str
+) -> None:
+    plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=4, schedule=schedule)
     layout = RankLayout(dp=dp, pp=4)
     times = planned_times(plan, layout)
     replays = replay_step(plan, times, layout)
