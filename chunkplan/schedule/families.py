@@ -10,6 +10,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
+from chunkplan.layers import V_SHAPED
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import Actions, empty_actions, join_actions, times_of_rank
 from chunkplan.schedule.holdings import peak_retained
@@ -23,6 +24,7 @@ _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "inter
 #: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
 _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
     "zero-bubble": lambda chunks, times, pp, memory_tokens: (_zero_bubble(chunks, times, pp), 0),
+    "zero-bubble-v": lambda chunks, times, pp, memory_tokens: (_zero_bubble_v(chunks, times, pp), 0),
     "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
 }
 
@@ -97,7 +99,7 @@ def _one_by_one(
         except UsageError as error:
             raise UsageError(error.message, where=place(rank), hint=error.hint) from error
         found.append(actions)
-        ends.append(simulate(actions, rank_times))
+        ends.append(simulate(actions, rank_times, schedule in V_SHAPED))
         retained.append(peak_retained(rank_chunks, actions))
     return join_actions(found), np.concatenate(ends), np.concatenate(retained), lower_bound
 
@@ -107,6 +109,14 @@ def _zero_bubble(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
 
     actions = empty_actions(chunks.keeps_activations, pp, pp, True)
     zero_bubble(chunks, times, pp, actions)
+    return actions
+
+
+def _zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
+    from chunkplan.schedule.zero_bubble_v import zero_bubble_v
+
+    actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
+    zero_bubble_v(chunks, times, pp, actions)
     return actions
 
 

@@ -35,7 +35,7 @@ WHOLE = -1
 _NEVER = 2**62
 
 #: Whether a chunk's activations come (1) or go (-1) with each op, int64 [num_ops].
-_ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
+ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
 
 #: What a stage can do next; of two that can start at the same time, the first one goes first.
 _BACKWARD, _FORWARD, _WEIGHT = range(3)
@@ -70,7 +70,7 @@ def list_schedule(
     n, pp = chunks.num_tokens.size, limits.memory.size
     keeps, num_tokens, durations, link = chunks.keeps_activations, chunks.num_tokens, times.durations, times.link
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
-    head, num_kept = _units(chunks)  # [n]
+    head, num_kept = units(chunks)  # [n]
     clock, idle, retained = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
     forwarded, backwarded, weighted = np.zeros(pp, np.int64), np.zeros(pp, np.int64), np.zeros(pp, np.int64)
     start, kind, weight = np.empty(pp, np.int64), np.empty(pp, np.int64), np.empty(pp, np.int64)
@@ -96,7 +96,7 @@ def list_schedule(
                 if ready >= 0 and max(now, ready) < start[stage] + limits.forward_first[stage]:
                     start[stage], kind[stage] = max(now, ready), _FORWARD
             if start[stage] > now and weighted[stage] < backwarded[stage] and overrun != WHOLE:
-                place = _next_weight(is_weighted[stage], weighted[stage], backwards, head, must_release)
+                place = next_weight(is_weighted[stage], weighted[stage], backwards, head, must_release)
                 duration = durations[BACKWARD_WEIGHT, stage, backwards[place]]
                 if start[stage] == _NEVER or 100 * (now + duration - start[stage]) <= overrun * duration:
                     start[stage], kind[stage], weight[stage] = now, _WEIGHT, place
@@ -119,15 +119,15 @@ def list_schedule(
         else:
             chunk, op = backwards[weight[stage]], BACKWARD_WEIGHT
             is_weighted[stage, weight[stage]] = True
-            weighted[stage] = _next_weight(is_weighted[stage], weighted[stage], backwards, head, -1)
+            weighted[stage] = next_weight(is_weighted[stage], weighted[stage], backwards, head, -1)
         is_recomputed = kind[stage] == _BACKWARD and not keeps[chunk]
         for done in range(1 - is_recomputed, 2):
             done_op = op if done else RECOMPUTE
             ops[action[stage]], chunk_ids[action[stage]] = done_op, chunk
             action[stage] += 1
             clock[stage] += durations[done_op, stage, chunk]
-            retained[stage] += _ADDED[done_op] * num_tokens[chunk]
-            holders[stage, head[chunk]] += _ADDED[done_op]
+            retained[stage] += ADDED[done_op] * num_tokens[chunk]
+            holders[stage, head[chunk]] += ADDED[done_op]
         if kind[stage] == _FORWARD and stage + 1 < pp:
             forward_ready[stage + 1, chunk] = clock[stage] + link[chunk]
         elif kind[stage] == _FORWARD:
@@ -160,7 +160,7 @@ def _soonest(start: Int64Array, kind: Int64Array) -> int:
 
 
 @compiled
-def _next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
+def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
     """The first weight half from `place` on, in the order of backwards [n], that is not done; of `unit` unless -1."""
     while place < is_weighted.size and (is_weighted[place] or (unit >= 0 and head[backwards[place]] != unit)):
         place += 1
@@ -168,7 +168,7 @@ def _next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head
 
 
 @compiled
-def _units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
+def units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
     n = chunks.keeps_activations.size
     head, num_kept = np.empty(n, np.int64), np.zeros(n, np.int64)

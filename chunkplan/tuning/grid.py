@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import VIRTUAL, PlanConfig
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
@@ -177,7 +177,7 @@ def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_s
         for (schedule, cp), stage_layers, chunk_size in product(
             options.ways_of(layout), splits, sensible_sizes(chunk_sizes, sample, layout)
         )
-        if schedule != "interleaved" or stage_layers is None
+        if schedule not in VIRTUAL or stage_layers is None
     ]
 
 

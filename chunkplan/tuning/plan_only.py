@@ -15,7 +15,8 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
     reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
-    reasons += ["interleaved stages"] if config.virtual_stages != 1 else []
+    if config.virtual_stages != 1:
+        reasons.append("V-shaped virtual stages" if config.v_shaped else "interleaved stages")
     reasons += ["split backwards"] if config.schedule == "zero-bubble" else []
     if config.dp > 1 and cost.sharding == "gradients":
         reasons.append("sharded gradients")

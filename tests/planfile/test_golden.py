@@ -44,6 +44,10 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 3, "schedule": "zero-bubble"},
         "1db7ebd41bbb85d705fefa7785eff834798be9196ddb4be53320d7ff5444e225",
     ),
+    "zero-bubble-v": (
+        {"pp": 3, "schedule": "zero-bubble-v"},
+        "e41a7b29fe38f0734caef56062354cbb4808cc67cacd0b827b333e30bd2ed18e",
+    ),
     "search": ({"pp": 2, "schedule": "search"}, "b3a20e1845b4d5c4aa07b7b34c7bcce28620a99e556450a62cac63dbdcc3ade8"),
     "memory": ({"pp": 2, "memory_tokens": 256}, "6207a5ec12e76f0acc9ef38a7a2b4db261366433360417107d53005e0d4be0f5"),
     "K by length": (

@@ -101,6 +101,7 @@ def test_more_stages_than_layers_are_refused(given: tuple[int, ...] | None) -> N
     [
         ({"schedule": "interleaved", "pp": 2}, "interleaved stages"),
         ({"schedule": "zero-bubble", "pp": 2}, "split backwards"),
+        ({"schedule": "zero-bubble-v", "pp": 2}, "V-shaped virtual stages"),
         ({"cost": CostModel(tp=2)}, r"tensor parallelism \(tp 2\)"),
     ],
 )

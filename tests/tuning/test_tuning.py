@@ -70,11 +70,13 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
     for pp in (1, 2):
         found = tune(lengths, options_with(tp=1, dp=2, pp=pp, gpu_memory=400 * GIB, schedules=None))
         assert found.recommended is not None and found.best is found.recommended
-        assert {choice.plan_only for choice in found.choices} == ({None} if pp == 1 else {None, "split backwards"})
+        assert {choice.plan_only for choice in found.choices} == (
+            {None} if pp == 1 else {None, "split backwards", "V-shaped virtual stages"}
+        )
         runnable = [choice for choice in found.choices if choice.fits and choice.plan_only is None]
         assert found.recommended.step_ns <= 1.005 * runnable[0].step_ns
         assert all(found.choices[place].plan_only is None for place in found.pareto)
-    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "1f1b")
+    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble-v", "1f1b")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -87,9 +89,10 @@ def test_plan_only_is_every_schedule_with_more_than_one_virtual_stage_or_split_b
     np.save(tmp_path / "few.npy", np.load(lengths)[:8])
     plan = chunkplan.build(tmp_path / "few.npy", tmp_path / "plan", config)
     actions = [action for step in plan.iter_steps() for of_stage in step.actions.values() for action in of_stage]
-    is_interleaved = any(action.virtual_stage > 0 for action in actions)
+    has_virtual_stages = any(action.virtual_stage > 0 for action in actions)
     is_split = any(action.op == "backward_input" for action in actions)
-    expected = "interleaved stages" if is_interleaved else "split backwards" if is_split else None
+    virtual = "V-shaped virtual stages" if is_split else "interleaved stages"
+    expected = virtual if has_virtual_stages else "split backwards" if is_split else None
     assert why_plan_only(config, CostModel()) == expected
 
 

@@ -255,6 +255,7 @@ def check_runnable(plan: Plan) -> None:
     config, cost = plan.config, plan.manifest["predictions"]["cost_model"]
     for found, what, hint in (
         (config.schedule == "interleaved", "interleaved stages", "build it with `--schedule 1f1b` or `search`"),
+        (config.v_shaped, "V-shaped virtual stages", "build it with `--schedule 1f1b` or `search`"),
         (config.schedule == "zero-bubble", "split backwards", "build it with `--schedule 1f1b` or `search`"),
         (cost["tp"] > 1, f"tensor parallelism (tp {cost['tp']})", "build it with `--tp 1`, and more --dp or --pp"),
     ):
