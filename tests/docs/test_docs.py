@@ -56,6 +56,7 @@ COMMANDS = {
     "tuning.md": ("tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
     "export.md": ("export", "build"),
+    "torch-pipelining.md": ("export", "build"),
     "concepts.md": ("build", "train"),
     "guide.md": PROGRAMS,
     "tutorial.md": PROGRAMS,
