@@ -109,7 +109,6 @@ def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
     memory = stage_memory(
         cost,
         dp=1,
-        pp=PP,
         layers=layers,
         retained_tokens=no_tokens,
         stage_input_tokens=held,

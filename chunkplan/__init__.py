@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chunkplan.cost.model import CostModel
     from chunkplan.cost.model_config import read_model_config
     from chunkplan.exporting.export import export
+    from chunkplan.exporting.torch_pipelining import export_order
     from chunkplan.intake.analyze import analyze
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.shard import merge, write_shard
@@ -50,6 +51,7 @@ __all__ = [
     "compare_schedules",
     "diff",
     "export",
+    "export_order",
     "length_report",
     "load_analysis",
     "load_hardware",
@@ -84,6 +86,7 @@ HOMES = {
     "compare_schedules": "chunkplan.simulation",
     "diff": "chunkplan.reporting.difference",
     "export": "chunkplan.exporting.export",
+    "export_order": "chunkplan.exporting.torch_pipelining",
     "length_report": "chunkplan.lengths",
     "load_analysis": "chunkplan.planfile.load",
     "load_hardware": "chunkplan.cost.hardware",

@@ -207,7 +207,8 @@ def _build_one(
         },
     )
     most, blocks_of = fullest(
-        np.stack(moments), stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)
+        np.stack(moments),
+        stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped),
     )
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 

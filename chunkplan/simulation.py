@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
-from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
 from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT
@@ -90,7 +90,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
         chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
         times = _times(chunks, plan.cost, config)
-        ends = _checked_ends(simulate(actions, times), title)
+        ends = _checked_ends(simulate(actions, times, config.v_shaped), title)
         found[rank] = Simulation(
             title,
             config.schedule,
@@ -246,7 +246,7 @@ def reschedule(
         dp=simulation.dp,
         pp=simulation.pp,
         schedule=schedule,
-        stage_layers=None if schedule == "interleaved" else simulation.stage_layers,
+        stage_layers=simulation.stage_layers if simulation.virtual_stages == 1 and schedule not in VIRTUAL else None,
         **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
     if simulation.step is None:

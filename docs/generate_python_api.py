@@ -63,7 +63,7 @@ FUNCTIONS = {
     "validate": ["chunkplan.validate"],
     "parity": ["chunkplan_runtime.parity.parity"],
     "calibrate": ["chunkplan_runtime.calibration.calibrate.calibrate"],
-    "export": ["chunkplan.export"],
+    "export": ["chunkplan.export", "chunkplan.export_order"],
 }
 
 RESULTS = """## What they give back
@@ -94,6 +94,7 @@ NAMED = {
     "chunkplan.reporting.record_view": ["RecordView"],
     "chunkplan.reporting.difference": ["Difference"],
     "chunkplan.exporting.export": ["Export"],
+    "chunkplan.exporting.torch_pipelining": ["OrderExport"],
     "chunkplan.intake.tokenizer": ["RecordTokenizer"],
     "chunkplan_runtime.parity": ["ParityReport"],
     "chunkplan_runtime.calibration.measure": ["Probe"],

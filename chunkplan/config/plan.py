@@ -20,7 +20,7 @@ from chunkplan.config.plan_domains import (
 )
 from chunkplan.domains import FLAG, MOST, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.layers import split_layers
+from chunkplan.layers import V_SHAPED, split_layers
 from chunkplan.options import Options, option
 
 Split = Literal["full", "even", "cost", "none"]
@@ -32,11 +32,14 @@ Part = Literal["train", "eval"]
 MAX_WEIGHT = 1_000_000
 
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
-SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "search")
+SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
 #: Schedules in which ranks that share chunks meet in one order.
 ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
+
+#: Schedules of several virtual stages.
+VIRTUAL = ("interleaved", *V_SHAPED)
 
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 
@@ -82,21 +85,21 @@ class PlanConfig(Options):
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         one_of(*SCHEDULES),
-        "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, or search (slow).",
+        "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, zero-bubble-v, or search (slow).",
         group=_ORDER,
         depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
         default_words="auto",
     )
     virtual_stages: int = option(
         whole(1, MAX_VIRTUAL),
-        "Virtual stages of each stage, for interleaved.",
+        "Virtual stages of each stage, for interleaved; zero-bubble-v has 2.",
         group=_ORDER,
-        depends=lambda config: 2 if config.schedule == "interleaved" else 1,
+        depends=lambda config: 2 if config.schedule in VIRTUAL else 1,
         default_words="2",
     )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1, MAX_LAYERS), example="4,4,4,2"),
-        "Layers of each stage, first to last; of interleaved ones, of each model stage.",
+        "Layers of each stage, first to last; with virtual stages, of each model stage.",
         group=_ORDER,
         default=None,
         default_words="as even as they come",
@@ -166,7 +169,12 @@ class PlanConfig(Options):
                 f"pp is {self.pp}",
                 hint="leave schedule out, or set pp",
             )
-        if self.virtual_stages != 1 and self.schedule != "interleaved":
+        if self.schedule in V_SHAPED and self.virtual_stages != 2:
+            raise UsageError(
+                f"schedule {self.schedule} has two virtual stages, virtual-stages is {self.virtual_stages}",
+                hint="leave virtual-stages out, or use schedule interleaved",
+            )
+        if self.virtual_stages != 1 and self.schedule not in VIRTUAL:
             raise UsageError(
                 f"schedule {self.schedule} has one virtual stage, virtual-stages is {self.virtual_stages}",
                 hint="virtual stages are for schedule interleaved",
@@ -255,6 +263,11 @@ class PlanConfig(Options):
     def from_entries(cls, entries: dict[str, Any]) -> PlanConfig:
         """See `Options.from_entries`: the configuration that `entries` gave, or that of an older plan."""
         return super().from_entries(_NOTHING | entries)
+
+    @property
+    def v_shaped(self) -> bool:
+        """Whether the second virtual stages lie on the stages in descending order, see `model_stage_of`."""
+        return self.schedule in V_SHAPED
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of each model stage: those of `stage_layers`, or as even as they come."""

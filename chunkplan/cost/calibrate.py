@@ -165,7 +165,6 @@ def layers_that_fit(
         [memory] = stage_memory(
             CostModel(shape=shape.first(num_layers), hardware=base, precision=precision),
             dp=1,
-            pp=1,
             layers=(num_layers,),
             retained_tokens=(chunk_size,),
             stage_input_tokens=(0,),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.layers import stage_parts
 
 #: No sequence is longer: tokens are counted in 32 bits.
 _MOST_TOKENS = 2**31 - 1
@@ -31,6 +32,7 @@ def longest_sequences(
     k: int,
     activations: int,
     gpu_bytes: int,
+    v_shaped: bool = False,
 ) -> tuple[LongestSequence, ...]:
     """The longest sequence that fits `gpu_bytes` on every stage, for groups of 1, 2, 4 and so on of `dp` ranks.
 
@@ -46,15 +48,16 @@ def longest_sequences(
         stages = stage_memory(
             cost,
             dp=dp,
-            pp=pp,
             layers=layers,
             retained_tokens=[kept] * pp,
             stage_input_tokens=[
-                max(own - kept, 0) * sum(place > 0 for place in range(stage, len(layers), pp)) for stage in range(pp)
+                max(own - kept, 0) * sum(model_stage > 0 for model_stage in of_stage)
+                for of_stage in stage_parts(range(len(layers)), pp, v_shaped)
             ],
             kv_tokens=[own] * pp,
             chunk_size=chunk_size,
             shared_by=num_ranks,
+            v_shaped=v_shaped,
         )
         return max(each.total + max(activations - each.activations, 0) for each in stages) <= gpu_bytes
 

@@ -16,6 +16,7 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import GRADIENT_BYTES, CostModel, Sharding
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.shape import Layer
+from chunkplan.layers import last_stage, stage_parts
 
 #: Of a weight: Adam's two moments.
 _MOMENT_BYTES = 8
@@ -117,7 +118,6 @@ def stage_memory(
     cost: CostModel,
     *,
     dp: int,
-    pp: int,
     layers: Sequence[int],
     retained_tokens: Sequence[int],
     stage_input_tokens: Sequence[int],
@@ -125,13 +125,14 @@ def stage_memory(
     chunk_size: int,
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
+    v_shaped: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """What a GPU of each of the `pp` stages holds at most, by the layers that are on it.
+    """What a GPU of each stage holds at most, by the layers that are on it.
 
     Args:
         layers: of each model stage, see `stage_parameters`.
         retained_tokens: of each stage, the most tokens whose activations are held at once, counted once for each
-            virtual stage that holds them.
+            virtual stage that holds them. There are as many stages as it has entries.
         stage_input_tokens: of each stage, the most tokens at once of chunks whose KV and input alone are held, counted
             likewise.
         kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
@@ -139,13 +140,14 @@ def stage_memory(
             and a recurrent one a state for each ChunkSize of them, which is offloaded too on one stage only.
         shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
+        v_shaped: where model stages lie, see `model_stage_of`.
     """
     shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
-    stages = []
-    split = shape.split(layers)
-    for stage, (of_layers, of_ends) in enumerate(stage_parameters(cost, pp, layers)):
-        own = split[stage::pp]
+    stages, pp = [], len(retained_tokens)
+    split = stage_parts(shape.split(layers), pp, v_shaped)
+    for stage, (of_layers, of_ends) in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
+        own = split[stage]
         on_stage = [each for of_model_stage in own for each in of_model_stage]
         kinds = [layer for layer, _ in on_stage]
         parameters = of_layers + of_ends
@@ -178,7 +180,7 @@ def stage_memory(
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
                 exchanged=ceil(exchanged),
                 logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
-                if stage == pp - 1
+                if stage == last_stage(pp, v_shaped)
                 else 0,
                 reserved=cost.hardware.reserved_bytes,
             )
@@ -238,10 +240,12 @@ def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tupl
     return activations, stage_input, kept, max(pending, 0.0)
 
 
-def stage_token_bytes(cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` of each model stage."""
-    split = cost.shape.split(layers)
-    return np.array([token_bytes(cost, split[stage::pp], chunk_size) for stage in range(pp)])
+def stage_token_bytes(
+    cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
+) -> Float64Array:
+    """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
+    split = stage_parts(cost.shape.split(layers), pp, v_shaped)
+    return np.array([token_bytes(cost, own, chunk_size) for own in split])
 
 
 def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.hashing import combine_hashes
@@ -23,14 +25,23 @@ def read_chunks(plan: Plan, analysis: Analysis) -> ChunkColumns:
         DataError: a file is damaged or was changed.
     """
     tables = {"steps": plan.steps(), "chunks": plan.chunks()}
-    stated = plan.manifest["content_hashes"]
-    changed = [name for name, found in hash_plan(tables, plan.manifest["config"]).items() if found != stated[name]]
-    if changed or combine_hashes(stated) != plan.content_hash:
-        raise _refusal(plan, Violation("content-hash", _not_as_written(*changed[:1])))
+    check_plan(plan, tables)
     columns = ChunkColumns.of(plan, analysis, **tables)
     if found := check_chunk_ids(columns) or check_chunk_size(columns):
         raise _refusal(plan, found)
     return columns
+
+
+def check_plan(plan: Plan, tables: dict[str, pa.Table]) -> None:
+    """See that these tables of a plan are those that it was built with.
+
+    Raises:
+        DataError: one was changed.
+    """
+    stated = plan.manifest["content_hashes"]
+    changed = [name for name, found in hash_plan(tables, plan.manifest["config"]).items() if found != stated[name]]
+    if changed or combine_hashes(stated) != plan.content_hash:
+        raise _refusal(plan, Violation("content-hash", _not_as_written(*changed[:1])))
 
 
 def check_source(analysis: Analysis) -> None:

@@ -93,7 +93,10 @@ def export(
     """
     output = Path(output)
     if to not in FORMATS:
-        raise UsageError(f"there is no format {to!r}", hint=f"known are {', '.join(FORMATS)}")
+        raise UsageError(
+            f"there is no format {to!r}",
+            hint=f"known are {', '.join(FORMATS)}; `chunkplan.export_order` writes torch-pipelining",
+        )
     if whole_only and allow_split:
         raise UsageError("--whole-only and --allow-split exclude each other", hint="leave one of them out")
     refuse_other_content(output, "export")

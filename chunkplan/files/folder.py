@@ -30,7 +30,8 @@ _CONTENTS = {
     "plan": r"manifest\.json|(steps|chunks|schedule)\.parquet",
     "shard": r"manifest\.json|pieces/(\w+/((lengths|tokens)\.arrow|digests\.bin|rejected\.jsonl)?)?",
     # `datasets` caches what it makes of a dataset beside it.
-    "export": r"export\.json|data-\d+-of-\d+\.(arrow|jsonl|idx\.parquet)|(state|dataset_info)\.json|cache-.+\.arrow",
+    "export": r"export\.json|data-\d+-of-\d+\.(arrow|jsonl|idx\.parquet)|(state|dataset_info)\.json|cache-.+\.arrow"
+    r"|step-\d+-rank-\d+\.csv|microbatches\.jsonl",
 }
 
 #: What is in the file that says of which kind a folder is, whatever else of it is damaged or of another version:

@@ -39,7 +39,12 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
     config, cost = config_of(manifest), _cost_of(manifest)
     if cost is None:
         return None
-    return reduction_ns(cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers)) / 1e3
+    return (
+        reduction_ns(
+            cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), v_shaped=config.v_shaped
+        )
+        / 1e3
+    )
 
 
 def sights_of(manifest: Mapping[str, Any]) -> tuple[Sight, ...]:

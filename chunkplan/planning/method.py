@@ -166,7 +166,9 @@ def predict_block(
         chunk_ns=cost.passes * cost.chunk_overhead_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)  # [pp, 4]
+    token_bytes = stage_token_bytes(
+        cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped
+    )  # [pp, 4]
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,

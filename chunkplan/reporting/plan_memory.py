@@ -68,7 +68,9 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
     except DataError:
         return None
     config = plan.config
-    token_bytes = stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)
+    token_bytes = stage_token_bytes(
+        cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped
+    )
     moments, ranks = _fullest_moments(plan, chunks, config, token_bytes)
     return memory_at(moments, ranks, config, cost)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 
@@ -22,6 +23,9 @@ Int8Array = npt.NDArray[np.int8]
 FORWARD, FORWARD_KV, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
     OPS.index(op) for op in ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")
 )
+
+#: For compiled loops.
+model_stage_at = compiled(model_stage_of)
 
 
 class Actions(NamedTuple):
@@ -57,6 +61,15 @@ def backward_order(group_id: Int32Array) -> Int64Array:
             order[chunk] = start + stop - 1 - chunk
         start = stop
     return order
+
+
+def model_stages_of(actions: Actions, pp: int, v_shaped: bool) -> Int64Array:
+    """The model stage that each action is of, see `model_stage_of`; int64 [num_actions]."""
+    stage = np.repeat(np.arange(actions.stages.size - 1) % pp, np.diff(actions.stages))
+    if v_shaped:
+        stage = np.where(actions.virtual_stages % 2, pp - 1 - stage, stage)
+    model_stages: Int64Array = actions.virtual_stages.astype(np.int64) * pp + stage
+    return model_stages
 
 
 @compiled

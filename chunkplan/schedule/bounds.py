@@ -1,4 +1,4 @@
-"""What no schedule of a rank's chunks with whole backwards can do better than: in time, and in memory."""
+"""What no schedule of a rank's chunks can do better than: in time, and in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, end_of_unit
+from chunkplan.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FORWARD_KV,
+    RECOMPUTE,
+    end_of_unit,
+)
 
 
 class Jobs(NamedTuple):
@@ -109,6 +117,19 @@ def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -
         shared = int(_retained(chunks, times, jobs, stage) / memory * (1 - 2.0**-40))
         bound = max(bound, int(np.min(before) + np.min(after)) + shared)
     return bound
+
+
+def unit_bound(chunks: Chunks, times: ChunkTimes) -> int:
+    """No schedule of a V of virtual stages, with backwards split, is done before the unit that takes longest alone.
+
+    It is played through as if each model stage were a stage of its own. Where the V turns there is no link.
+    """
+    durations = times.durations.copy()
+    durations[BACKWARD] = durations[BACKWARD_INPUT]
+    n, num_model_stages = chunks.num_tokens.size, durations.shape[1]
+    jobs = jobs_of(chunks, ChunkTimes(durations, times.link), num_model_stages)
+    ends = jobs.before[:, n:] + jobs.work[:, n:] + durations[BACKWARD_WEIGHT]
+    return int(ends.max() - 2 * times.link.max())
 
 
 @compiled

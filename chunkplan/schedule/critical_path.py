@@ -7,20 +7,25 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions, model_stages_of
 
 
-def start_times(chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int) -> Int64Array:
-    """When each action of all stages of some ranks starts, int64 [num_actions]; `ends` is when it ends."""
+def start_times(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, v_shaped: bool = False
+) -> Int64Array:
+    """When each action of all stages of some ranks starts, int64 [num_actions]; `ends` is when it ends.
+
+    `v_shaped`: where model stages lie, see `model_stage_of`.
+    """
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = actions.virtual_stages * pp + row % pp
+    model_stage = model_stages_of(actions, pp, v_shaped)
     chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
     starts: Int64Array = ends - times.durations[actions.ops, model_stage, chunk]
     return starts
 
 
 def arrival_times(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, v_shaped: bool = False
 ) -> tuple[Int64Array, Int64Array]:
     """When each action is there, int64 [num_actions]: its stage is free and what it waits for has arrived.
 
@@ -29,7 +34,7 @@ def arrival_times(
     """
     num_model_stages = times.durations.shape[1]
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = actions.virtual_stages * pp + row % pp
+    model_stage = model_stages_of(actions, pp, v_shaped)
     chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
     is_forward = actions.ops <= FORWARD_KV
     is_backward = (actions.ops == BACKWARD) | (actions.ops == BACKWARD_INPUT)
@@ -40,7 +45,9 @@ def arrival_times(
         sender[way, model_stage[places] + 1, chunk[places]] = places
     sent_by = np.where(is_forward, sender[0, model_stage, chunk], sender[1, model_stage + 2, chunk])
     sent_by[~is_forward & ~is_backward] = -1
-    link = times.link[chunk] if pp > 1 else 0
+    link = times.link[chunk] if pp > 1 else np.zeros_like(ends)
+    if v_shaped:  # no link lies between the two model stages where the V turns
+        link = np.where(model_stage == np.where(is_forward, pp, pp - 1), 0, link)
     sent = np.where(sent_by < 0, 0, ends[sent_by] + link)
 
     before = np.arange(ends.size) - 1
@@ -50,7 +57,13 @@ def arrival_times(
 
 
 def critical_path(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, last: int
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    ends: Int64Array,
+    pp: int,
+    last: int,
+    v_shaped: bool = False,
 ) -> list[int]:
     """The places in `actions` of those on the critical path to the one at `last`, in order of time.
 
@@ -64,9 +77,10 @@ def critical_path(
         chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
         ends: int64 [num_actions], see `simulate` and `simulate_steps`.
         pp: stages of a rank.
+        v_shaped: see `model_stage_of`.
     """
-    starts = start_times(chunks, actions, times, ends, pp)
-    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp)
+    starts = start_times(chunks, actions, times, ends, pp, v_shaped)
+    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp, v_shaped)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
     action = last
     path = [action]

@@ -12,10 +12,12 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
+from chunkplan.layers import V_SHAPED
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
     actions_of_rank,
+    empty_actions,
     join_actions,
     times_of_rank,
     times_of_ranks,
@@ -29,6 +31,7 @@ _TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "inter
 
 #: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
 _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
+    "zero-bubble-v": lambda chunks, times, pp, memory_tokens: (_zero_bubble_v(chunks, times, pp), 0),
     "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
 }
 
@@ -98,7 +101,7 @@ def schedule_ranks(
                     actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
-        ends, retained = simulate_ranks(chunks, actions, times, pp)
+        ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
     if np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
@@ -154,6 +157,14 @@ def _of_step(
         found[rank], end = auto(*own[rank], pp, memory, enough, splits)
         enough = max(enough, end)
     return [found[rank] for rank in range(len(ranks))]
+
+
+def _zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
+    from chunkplan.schedule.zero_bubble_v import zero_bubble_v
+
+    actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
+    zero_bubble_v(chunks, times, pp, actions)
+    return actions
 
 
 def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:

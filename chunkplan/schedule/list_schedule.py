@@ -38,7 +38,7 @@ WHOLE = -1
 _NEVER = 2**62
 
 #: Whether a chunk's activations come (1) or go (-1) with each op, int64 [num_ops].
-_ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
+ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
 
 #: What a stage can do next; of two that can start at the same time, the first one goes first.
 _BACKWARD, _FORWARD, _WEIGHT = range(3)
@@ -68,7 +68,7 @@ class _State(NamedTuple):
     `weighted` (before it all weight halves are done), that are next; what is chosen, `start`, `kind` and, of a weight
     half, `weight`. int64 [pp, n]: `forward_ready`, `backward_ready`, when each could start, -1 where that is not known;
     `holders`, how many chunks of each unit are held, at the place of its first one. `is_weighted` bool [pp, n]: whether
-    each weight half is done, in the order of backwards. Int64 [n]: `head`, `num_kept`, see `_units`.
+    each weight half is done, in the order of backwards. Int64 [n]: `head`, `num_kept`, see `units`.
     """
 
     clock: Int64Array
@@ -150,15 +150,15 @@ def list_schedule(
             else:
                 chunk, op = backwards[weight[row]], BACKWARD_WEIGHT
                 state.is_weighted[stage, weight[row]] = True
-                weighted[row] = _next_weight(state.is_weighted[stage], weighted[row], backwards, state.head, -1)
+                weighted[row] = next_weight(state.is_weighted[stage], weighted[row], backwards, state.head, -1)
             is_recomputed = done_kind == _BACKWARD and not keeps[chunk]
             for done in range(1 - is_recomputed, 2):
                 done_op = op if done else RECOMPUTE
                 ops[action[row]], chunk_ids[action[row]] = done_op, chunk - bases[rank]
                 action[row] += 1
                 clock[row] += times.durations[done_op, stage, chunk]
-                state.retained[row] += _ADDED[done_op] * chunks.num_tokens[chunk]
-                state.holders[stage, state.head[chunk]] += _ADDED[done_op]
+                state.retained[row] += ADDED[done_op] * chunks.num_tokens[chunk]
+                state.holders[stage, state.head[chunk]] += ADDED[done_op]
             if done_kind == _FORWARD and stage + 1 < pp:
                 state.forward_ready[stage + 1, chunk] = clock[row] + times.link[chunk]
             elif done_kind == _FORWARD:
@@ -234,7 +234,7 @@ def _choose(
                 start[row], kind[row] = forward_at, _FORWARD
         if overrun != WHOLE and start[row] > state.clock[row] and state.weighted[row] < state.backward[row]:
             is_done, place = state.is_weighted[stage], state.weighted[row]
-            place = _next_weight(is_done, place, order.backwards, state.head, state.release[row])
+            place = next_weight(is_done, place, order.backwards, state.head, state.release[row])
             duration = times.durations[BACKWARD_WEIGHT, stage, order.backwards[place]]
             late = state.clock[row] + duration - start[row]
             if start[row] == _NEVER or 100 * late <= overrun * duration:
@@ -286,7 +286,7 @@ def _nothing_done(chunks: Chunks, pp: int) -> _State:
     n, bases = chunks.num_tokens.size, chunks.rank_chunks
     rows = (bases.size - 1) * pp
     place = np.repeat(bases[:-1], pp)
-    head, num_kept = _units(chunks)
+    head, num_kept = units(chunks)
     state = _State(
         clock=np.zeros(rows, np.int64),
         idle=np.zeros(rows, np.int64),
@@ -322,7 +322,7 @@ def _soonest(start: Int64Array, kind: Int64Array) -> int:
 
 
 @compiled
-def _next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
+def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
     """The first weight half from `place` on, in the order of backwards [n], that is not done; of `unit` unless -1."""
     while place < is_weighted.size and (is_weighted[place] or (unit >= 0 and head[backwards[place]] != unit)):
         place += 1
@@ -330,7 +330,7 @@ def _next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head
 
 
 @compiled
-def _units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
+def units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
     n = chunks.keeps_activations.size
     head, num_kept = np.empty(n, np.int64), np.zeros(n, np.int64)

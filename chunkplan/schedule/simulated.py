@@ -12,12 +12,12 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
-from chunkplan.layers import split_layers
+from chunkplan.layers import V_SHAPED, split_layers, stage_parts
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
-from chunkplan.schedule.bounds import jobs_of, makespan_bound
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions, model_stages_of
+from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.critical_path import arrival_times, critical_path, start_times
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
 from chunkplan.schedule.meetings import StepRanks
@@ -117,17 +117,24 @@ class Simulation:
         if self.cost is None:
             return 0
         layers = self.stage_layers or split_layers(self.cost.shape.num_layers, self.pp * self.virtual_stages)
-        return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers))
+        return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers, v_shaped=self.v_shaped))
+
+    @property
+    def v_shaped(self) -> bool:
+        """Where model stages lie, see `model_stage_of`."""
+        return self.schedule in V_SHAPED
 
     @property
     def lower_bound(self) -> float:
         """No order of the same chunks, with backwards split or whole as here, is done sooner."""
-        jobs = jobs_of(self.table, self.times, self.pp)  # of interleaved stages, on the first of their virtual stages
+        jobs = jobs_of(self.table, self.times, self.pp)  # of virtual stages, on the first ones
         if self.virtual_stages == 1 and BACKWARD_INPUT not in self.actions.ops and self.table.num_tokens.size <= _FEW:
             bound = makespan_bound(self.table, self.times, jobs, _NO_LIMIT)
         else:
             after = 0 if BACKWARD_INPUT in self.actions.ops else jobs.after.min(axis=1)  # a weight half can be the last
             bound = int(np.max(jobs.before.min(axis=1) + self._busy + after))
+        if self.v_shaped:
+            bound = max(bound, unit_bound(self.table, self.times))
         return self.in_unit(max(bound, self.proved_ticks))
 
     @property
@@ -228,28 +235,32 @@ class Simulation:
     @cached_property
     def starts(self) -> Int64Array:
         """When each action starts, int64 [num_actions]."""
-        return start_times(self.table, self.actions, self.times, self.ends, self.pp)
+        return start_times(self.table, self.actions, self.times, self.ends, self.pp, self.v_shaped)
 
     @cached_property
     def waits(self) -> Int64Array:
         """How long each action waits for other ranks that share its chunk, in ticks, int64 [num_actions]."""
         if self.step is None:
             return np.zeros_like(self.ends)
-        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp)[0]
+        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp, self.v_shaped)[0]
 
     @cached_property
     def exchange_of_actions(self) -> Int64Array:
         """What of each action is exchange with other ranks, in ticks, int64 [num_actions]."""
         if self.exchange is None:
             return np.zeros_like(self.ends)
-        model_stage = self.actions.virtual_stages * self.pp + self.stage_of
-        exchange: Int64Array = self.exchange[self.actions.ops, model_stage, self.actions.chunk_ids]
+        exchange: Int64Array = self.exchange[self.actions.ops, self.model_stages, self.actions.chunk_ids]
         return exchange
 
     @cached_property
     def stage_of(self) -> Int64Array:
         """The stage of each action, int64 [num_actions]."""
         return np.repeat(np.arange(self.pp), np.diff(self.actions.stages))
+
+    @cached_property
+    def model_stages(self) -> Int64Array:
+        """The model stage of each action, int64 [num_actions]."""
+        return model_stages_of(self.actions, self.pp, self.v_shaped)
 
     @cached_property
     def held(self) -> list[list[tuple[int, int, int]]]:
@@ -293,7 +304,7 @@ class Simulation:
         """The critical path, as places among the actions of all ranks that it is simulated with."""
         step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
         last = self._places[0] + int(np.argmax(self.ends))
-        return critical_path(step.chunks, step.actions, step.times, step.ends, self.pp, last)
+        return critical_path(step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped)
 
     @cached_property
     def _for_ranks(self) -> Int64Array:
@@ -308,5 +319,4 @@ class Simulation:
     @cached_property
     def _useful(self) -> Int64Array:
         both = (self.times.durations[FORWARD] + self.times.durations[BACKWARD]).sum(axis=1)
-        useful: Int64Array = both.reshape(self.virtual_stages, self.pp).sum(axis=0)
-        return useful
+        return np.array([sum(own) for own in stage_parts(both.tolist(), self.pp, self.v_shaped)], np.int64)

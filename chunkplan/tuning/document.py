@@ -123,6 +123,8 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         entry["cp"] = config.cp
     if config.stage_layers is not None:
         entry["stage_layers"] = config.stage_layers
+    if config.split != "full":
+        entry["split"] = config.split
     return entry
 
 
@@ -200,6 +202,7 @@ def read_tuning(path: Path) -> Tuned:
             equal_chunks=chosen["equal_chunks"],
             cp=chosen.get("cp", "off"),
             stage_layers=None if "stage_layers" not in chosen else tuple(chosen["stage_layers"]),
+            split=chosen.get("split", "full"),
             global_batch=options["global_batch"],
             seed=options["seed"],
         )

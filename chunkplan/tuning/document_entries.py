@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NotRequired, TypedDict, final
 
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import PlanConfig, Split
 from chunkplan.cost.model import SHARDINGS, Sharding
 from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, Expected, one_of, or_null, whole
 from chunkplan.options import entries_of
@@ -32,6 +32,7 @@ class PlanEntries(TypedDict):
     equal_chunks: bool
     cp: NotRequired[str | int]  # missing where no sequence may be shared
     stage_layers: NotRequired[Sequence[int]]  # missing where they are as even as they come
+    split: NotRequired[Split]  # missing where long sequences are cut at ChunkSize ("full")
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
@@ -174,7 +175,7 @@ _OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": w
 _CHOICE = {
     **_OUTCOME,
     **{
-        f"{name}?" if name in ("cp", "stage_layers") else name: expected
+        f"{name}?" if name in ("cp", "stage_layers", "split") else name: expected
         for name, expected in entries_of(PlanConfig).items()
         if name in PLAN_ENTRIES
     },

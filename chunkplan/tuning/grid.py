@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import VIRTUAL, PlanConfig
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
@@ -22,7 +22,7 @@ from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, try_out
 
-#: Winners of the integer program that are simulated.
+#: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4
 
 #: Called after every configuration that was tried.
@@ -77,7 +77,8 @@ class Choice:
 def try_grid(
     sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> list[Choice]:
-    """Try one choice for each ChunkSize, K, schedule and `cp`; and winners of the integer program, which mix Ks.
+    """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; and, on a
+    pipeline, the fastest of all with sequences cut into parts of equal time.
 
     A choice is of the first rung of the ladder that fits; where none does, of the last. Where data-parallel ranks may
     share more than one thing, each that spares recomputing, or fits what otherwise does not, makes a choice of its own.
@@ -118,7 +119,7 @@ def try_grid(
                 ]
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed(sample, options, list(rungs.values()))
-    return choices
+    return choices + _cut_by_cost(sample, options, choices)
 
 
 def _rungs(plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout) -> dict[Way, Ladder]:
@@ -177,7 +178,7 @@ def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_s
         for (schedule, cp), stage_layers, chunk_size in product(
             options.ways_of(layout), splits, sensible_sizes(chunk_sizes, sample, layout)
         )
-        if schedule != "interleaved" or stage_layers is None
+        if schedule not in VIRTUAL or stage_layers is None
     ]
 
 
@@ -249,6 +250,25 @@ def _mixed(sample: Sample, options: TuneOptions, families: list[Ladder]) -> list
         outcome = try_out(sample, config, outcomes[0].cost)
         choices.append(_choice(outcome, memory, options, sample))
     return choices
+
+
+def _cut_by_cost(sample: Sample, options: TuneOptions, choices: list[Choice]) -> list[Choice]:
+    """Try the fastest choices on a pipeline, and the fastest that the runtime can run, with parts of equal time: return
+    what is faster so.
+
+    Parts of equal length take longer the more is before them, and stages wait for each other between them. On one stage
+    nothing waits.
+    """
+    longest = int(sample.num_tokens.max())
+    splitting = [each for each in choices if each.fits and each.config.pp > 1 and longest > each.config.chunk_size]
+    splitting.sort(key=lambda choice: choice.step_ns)
+    runnable = [choice for choice in splitting if choice.plan_only is None]
+    found = []
+    for choice in {id(each): each for each in (*splitting[:_WINNERS], *runnable[:_WINNERS])}.values():
+        outcome = try_out(sample, replace(choice.config, split="cost"), choice.cost)
+        memory = MemorySaving(choice.cost.checkpointing, choice.cost.kv_offload)
+        found += [each for each in [_choice(outcome, memory, options, sample)] if each.step_ns < choice.step_ns]
+    return found
 
 
 def _candidate(family: int, memory: MemorySaving, outcomes: list[Outcome], sample: Sample) -> Candidate:

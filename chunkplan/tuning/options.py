@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULES, PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULES, VIRTUAL, PlanConfig
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, Checkpointing, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
@@ -17,7 +17,7 @@ CHUNK_SIZES = tuple(
     factor << 10 for factor in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 )
 KS = (1, 2, 4, 8, 16, 32)
-_ON_A_PIPELINE = ("auto", "zero-bubble")
+_ON_A_PIPELINE = ("auto", "zero-bubble", "zero-bubble-v")
 
 #: Tensor parallelism beyond the GPUs of a node does not pay, nor do more stages than this where layouts are chosen.
 _MOST_STAGES = 16
@@ -60,7 +60,8 @@ class TuneOptions(Options):
     """What to tune for; the help of each option is in its field.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`. Tried are
-    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, "auto" and "zero-bubble" on more), and
+    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and, where
+    stages have two layers, "zero-bubble-v"), and
     where ranks may share sequences (`cp`), that too where a schedule allows it. `sharding` "auto" shares gradients and
     weights where that makes room for what is faster.
 
@@ -165,7 +166,10 @@ class TuneOptions(Options):
         """Return the schedules to try on a layout."""
         if layout.pp == 1:
             return ("algorithm2",)
-        return self.schedules or _ON_A_PIPELINE
+        if self.schedules:
+            return self.schedules
+        has_halves = 2 * layout.pp <= self.shape.num_layers
+        return tuple(name for name in _ON_A_PIPELINE if has_halves or name not in VIRTUAL)
 
     def ways_of(self, layout: GpuLayout) -> list[tuple[str, str | int]]:
         """Return the schedules to try on a layout, each without groups of ranks, and with `cp` where that can be."""

@@ -60,13 +60,13 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
     stages = stage_memory(
         cost,
         dp=config.dp,
-        pp=config.pp,
         layers=config.layers(cost.shape.num_layers),
         retained_tokens=retained,
         stage_input_tokens=inputs,
         kv_tokens=kv,
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
+        v_shaped=config.v_shaped,
     )
     more = np.ceil(pending * _token_bytes(config, cost)[:, PENDING]).astype(np.int64).tolist()
     return tuple(replace(each, activations=each.activations + own) for each, own in zip(stages, more, strict=True))
@@ -83,6 +83,7 @@ def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_byt
         k=[config.k, *(k for _, k in config.k_by_length or ())][-1],
         activations=memory.activations,
         gpu_bytes=gpu_bytes,
+        v_shaped=config.v_shaped,
     )
 
 
@@ -104,7 +105,9 @@ def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
         sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=sample.sizes.size)
         for values in (chunked.cost_ns, chunked.recompute_ns)
     )
-    reduction = reduction_ns(cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers))
+    reduction = reduction_ns(
+        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), v_shaped=config.v_shaped
+    )
     occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
     return Outcome(
         config=config,
@@ -127,7 +130,7 @@ def _moments(
 
 
 def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
-    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size)
+    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped)
 
 
 def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:

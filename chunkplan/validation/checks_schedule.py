@@ -67,8 +67,7 @@ def check_actions(block: RankBlock) -> Complaint | None:
         model_stage, chunk_id = divmod(int(slots[0] - block.slot_offsets[rank]), int(block.num_chunks[rank]))
         if not absentees.size or model_stage < block.model_stage[absentees[0]]:
             ops = [block.schedule.ops[op] for op in block.op[actions][block.slot[actions] == slots[0]]]
-            where = f"({model_stage % block.pp}, {model_stage // block.pp})"
-            message = f"model stage {where} does {ops}, expected one forward, then one backward"
+            message = f"model stage {block.place_of(model_stage)} does {ops}, expected one forward, then one backward"
             return Complaint(message, chunk_id, rank, bad)
     action = absentees[0]
     message = f"stage {block.stage[action]} does `{_op(block, action)}` with a chunk that is not there"
@@ -176,7 +175,7 @@ def check_links(block: RankBlock) -> Complaint | None:
         for slot in crossed[:1].tolist():
             start, size = int(block.slot_offsets[slot_rank[slot]]), int(num_chunks[slot])
             model_stage = (slot - start) // size
-            stages = f"stages {model_stage % block.pp} and {(model_stage + 1) % block.pp}"
+            stages = f"stages {block.place_of(model_stage)[0]} and {block.place_of(model_stage + 1)[0]}"
             found.append((start + model_stage * size, int(ids[slot]), f"{stages} exchange {what} in different orders"))
     if not found:
         return None

@@ -1,6 +1,6 @@
 """The action graph over the stages of ranks: an order in which all find what they wait for, or where it stalls.
 
-A model stage (virtual_stage x pp + stage) forwards a chunk after the model stage before it did, and backwards it after
+A model stage forwards a chunk after the model stage before it did, and backwards it after
 the one behind it did. Within a stage actions run in the order they are written. What ranks do with a chunk that they
 share they do together: that is one node of the graph, a *meeting*.
 """

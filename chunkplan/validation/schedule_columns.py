@@ -120,8 +120,9 @@ def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks 
 class RankBlock:
     """Some ranks, each with its chunks in chunk_id order and the actions of its stages one after another.
 
-    A *model stage* is virtual_stage x pp + stage; a *slot* is a chunk on a model stage, numbered by rank, then model
-    stage, then chunk. What is derived is computed once, when it is asked for.
+    A *model stage* is virtual_stage x pp + stage, or, of the second virtual stages of a V, 2 pp - 1 - stage; a *slot*
+    is a chunk on a model stage, numbered by rank, then model stage, then chunk. What is derived is computed once, when
+    it is asked for.
     """
 
     columns: ChunkColumns
@@ -227,8 +228,17 @@ class RankBlock:
     @cached_property
     def model_stage(self) -> Int64Array:
         """The model stage of each action, int64 [num_actions]."""
-        model_stage: Int64Array = self.virtual_stage.astype(np.int64) * self.pp + self.stage
+        virtual_stage = self.virtual_stage.astype(np.int64)
+        is_mirrored = (self.columns.config.schedule == "zero-bubble-v") & (virtual_stage == 1)
+        place = np.where(is_mirrored, self.pp - 1 - self.stage, self.stage)
+        model_stage: Int64Array = virtual_stage * self.pp + place
         return model_stage
+
+    def place_of(self, model_stage: int) -> tuple[int, int]:
+        """The stage and the virtual stage of a model stage."""
+        virtual_stage, place = divmod(model_stage, self.pp)
+        is_mirrored = self.columns.config.schedule == "zero-bubble-v" and virtual_stage == 1
+        return self.pp - 1 - place if is_mirrored else place, virtual_stage
 
     # slots
 

@@ -58,6 +58,7 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
     words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]
     words += [] if found.config.cp == "off" else [f"cp {found.config.cp}"]
+    words += [] if found.config.split == "full" or "split" in values else [f"split {found.config.split}"]
     words += ["full checkpointing"] if found.cost.checkpointing == "full" else []
     words += ["KV offload"] if found.cost.kv_offload else []
     words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from chunkplan.config.plan import PACKERS
 from chunkplan.domains import one_of, tokens
+from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
 from chunkplan.quantities import percent
 from chunkplan.visible import one_line
@@ -24,6 +25,7 @@ from chunkplan_cli.terminal import note, print_json, stdout
 if TYPE_CHECKING:
     from chunkplan.exporting.export import Export
     from chunkplan.exporting.rows import SplitSequences, WholeSequences
+    from chunkplan.exporting.torch_pipelining import OrderExport
 
 
 _OF_ANALYSIS = "Of an ANALYSIS"
@@ -49,6 +51,7 @@ class Format(StrEnum):
     HF = "hf"
     MEGATRON_BRIDGE = "megatron-bridge"
     JSONL = "jsonl"
+    TORCH_PIPELINING = "torch-pipelining"
 
 
 @takes(rows=ExportOptions)
@@ -58,7 +61,7 @@ def export(
         typer.Option(
             metavar="FORMAT",
             help="hf: a dataset of Hugging Face, as SFTTrainer of TRL takes it. megatron-bridge: packed Parquet. "
-            "jsonl: a JSON object a row.",
+            "jsonl: a JSON object a row. torch-pipelining: the order of a PLAN, for pipelines of torch.",
             show_default=False,
         ),
     ],
@@ -84,6 +87,8 @@ def export(
 ) -> None:
     """Write packed rows for another trainer: the chunks of a plan in its order, or a whole analysis packed.
 
+    Or, for the pipelines of torch, what each stage does with the chunks of a plan, in which order.
+
     Other trainers carry no keys and values from row to row. Where sequences are in several rows, say what becomes of
     them: --whole-only or --allow-split. `build` makes the plans, which our own trainer takes as they are.
 
@@ -95,6 +100,10 @@ def export(
     place = Workspace.find(workspace)
     source = find_plan(path, place, "a PLAN or an ANALYSIS")
     target = output or place.root / f"export-{to}"
+    if to is Format.TORCH_PIPELINING:
+        _refuse_options_of_rows(whole_only=whole_only, allow_split=allow_split, analysis=analysis, **rows)
+        _export_order(source, target, as_json)
+        return
     with note_compilation(), progress("exporting", "M tokens", 1_000_000) as report_progress:
         written = run(
             source,
@@ -113,10 +122,52 @@ def export(
     note(f"export in {target}")
 
 
+def _refuse_options_of_rows(**given: object) -> None:
+    """Raise UsageError where an option of rows was given for an order, which has no tokens."""
+    if names := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise UsageError(
+            f"torch-pipelining is an order and takes no {' or '.join(names)}",
+            hint="leave that out: all chunks of the plan are in the order, as they are",
+        )
+
+
+def _export_order(source: Path, target: Path, as_json: bool) -> None:
+    from chunkplan.exporting.torch_pipelining import export_order
+    from chunkplan.planfile.load import is_analysis
+
+    if is_analysis(source):
+        raise UsageError(
+            "torch-pipelining is the order of a plan, this is an analysis",
+            where=str(source),
+            hint="`chunkplan build` makes a plan; give it, or leave the path out",
+        )
+    written = export_order(source, target)
+    if as_json:
+        print_json(written.to_dict())
+    else:
+        stdout().print(_report_order(written))
+    note(f"export in {target}")
+
+
+def _report_order(written: OrderExport) -> Table:
+    microbatches = f"{written.num_microbatches:,} of up to {written.chunk_size:,} tokens"
+    rows = [
+        ("source", one_line(f"plan {written.source}")),
+        ("order", f"{written.schedule} on {written.num_stages} stages of {written.pp} ranks"),
+        ("steps", f"{written.num_steps:,}, each on {written.dp:,} data-parallel ranks"),
+        ("micro-batches", microbatches),
+    ]
+    if written.num_recomputed:
+        rows.append(("to recompute", f"{written.num_recomputed:,}: give these activation checkpointing"))
+    if written.num_parts:
+        rows.append(("parts", f"{written.num_parts:,} of split sequences: stages have to carry keys and values"))
+    if written.num_shared:
+        rows.append(("shared", f"{written.num_shared:,} slices: ranks have to exchange keys and values"))
+    rows.append(("files", f"one a step and rank, named by {written.microbatches}"))
+    return _grid(rows)
+
+
 def _report(written: Export) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
     rows = [
         ("source", one_line(f"{written.source_kind} {written.source}")),
         ("rows", f"{written.num_rows:,} of up to {written.chunk_size:,} tokens, {percent(written.token_fill)} full"),
@@ -128,6 +179,13 @@ def _report(written: Export) -> Table:
     if written.cut:
         rows.append(("cut", _cut(written.cut)))
     rows.append(("files", f"{len(written.files):,}: {written.files[0]}" + (" ..." if len(written.files) > 1 else "")))
+    return _grid(rows)
+
+
+def _grid(rows: list[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in rows:
         grid.add_row(Text(name, style="dim"), Text(value))
     return grid

@@ -59,7 +59,7 @@ class SimulateOptions(Options):
     schedule: str = same(
         PlanConfig,
         "schedule",
-        help="algorithm2 (one stage), auto, 1f1b, interleaved, zero-bubble or search.",
+        help="algorithm2 (one stage), auto, 1f1b, interleaved, zero-bubble, zero-bubble-v or search.",
         group=_ORDER,
         default_words="the plan's; for lengths algorithm2 or auto",
     )

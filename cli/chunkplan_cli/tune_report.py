@@ -11,6 +11,7 @@ from rich.text import Text
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.tuning.grid import Choice
     from chunkplan.tuning.tune import Tuning
 
@@ -99,6 +100,7 @@ def _choices(tuning: Tuning, gap: int) -> Table:
         notes += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
         layers = choice.config.stage_layers
         notes += [] if layers is None else [f"layers {','.join(map(str, layers))}"]
+        notes += split_words(choice.config)
         notes += ["plan only"] if place in others else []
         notes += memory_words(choice)
         table.add_row(
@@ -168,6 +170,7 @@ def _words(choice: Choice, tuning: Tuning) -> str:
         f"K {k_words(choice.config.k, choice.config.k_by_length)}",
         str(choice.config.schedule),
         *([] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]),
+        *split_words(choice.config),
         *memory_words(choice),
     ]
     words += [_layout_words(choice)] if tuning.layouts else []
@@ -189,6 +192,11 @@ def print_headline(console: Console, tuning: Tuning) -> None:
         f"prediction: a step takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with "
         f"K {choice.config.k}{gain}."
     )
+
+
+def split_words(config: PlanConfig) -> list[str]:
+    """Say where long sequences are cut, if not at ChunkSize."""
+    return [] if config.split == "full" else [f"split {config.split}"]
 
 
 def memory_words(choice: Choice) -> list[str]:

@@ -76,7 +76,6 @@ def test_ranks_that_share_sequences_have_room_for_the_pages_of_a_layer_with_thei
         [found] = stage_memory(
             CostModel(),
             dp=8,
-            pp=1,
             layers=(28,),
             retained_tokens=(4096,),
             stage_input_tokens=(0,),

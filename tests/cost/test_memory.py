@@ -13,6 +13,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, pending_bytes_per_token, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
+from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.layers import split_layers
 from chunkplan.tuning.trial import memory_of_stages
@@ -24,10 +25,9 @@ A100 = load_hardware("a100")
 
 def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
     """Of one stage and one rank that holds nothing but a chunk of 8K tokens, unless `options` say more."""
-    pp = options.get("pp", 1)
+    pp = options.pop("pp", 1)
     defaults: dict[str, Any] = {
         "dp": 1,
-        "pp": pp,
         "layers": split_layers(cost.shape.num_layers, pp),
         "retained_tokens": [8192] * pp,
         "stage_input_tokens": [0] * pp,
@@ -183,3 +183,22 @@ def test_table_5_predicted_without_a_fit_has_the_base_and_part_of_the_slope() ->
     our_slope, our_base = np.polyfit(SIZES, np.array(totals) / GIB, 1)
     assert our_base == pytest.approx(base, rel=0.05)
     assert 0.45 < our_slope / slope < 0.6
+
+
+def test_in_a_v_of_virtual_stages_the_first_stage_has_embeddings_head_and_logits() -> None:
+    """28 layers on six model stages, of which the third and the fourth are both on the last stage."""
+    layers = (5, 5, 5, 5, 4, 4)
+    cost = CostModel()
+    parameters = stage_parameters(cost, 3, layers, v_shaped=True)
+    of_layer = parameters[0][0] / 9
+    assert [round(of_layers / of_layer) for of_layers, _ in parameters] == [9, 9, 10]
+    assert [of_ends / cost.shape.embedding_parameters for _, of_ends in parameters] == [2, 0, 0]
+    tied = replace(cost, shape=replace(cost.shape, tied_embeddings=True))
+    assert stage_parameters(tied, 3, layers, v_shaped=True)[0][1] == tied.shape.embedding_parameters
+    stages = memory_of(cost, pp=3, layers=layers, v_shaped=True)
+    assert [stage.logits > 0 for stage in stages] == [True, False, False]
+    assert stages[2].weights < stages[0].weights
+    straight = memory_of(cost, pp=3, layers=layers)
+    assert [stage.logits > 0 for stage in straight] == [False, False, True]
+    ways = [reduction_ns(cost, dp=8, pp=3, layers=layers, v_shaped=v_shaped) for v_shaped in (True, False)]
+    assert ways[0] > ways[1]

@@ -311,7 +311,6 @@ def test_the_mean_of_layers_that_are_alike_is_one_of_them() -> None:
 def memory_of(cost: CostModel, pp: int, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "dp": 1,
-        "pp": pp,
         "layers": split_layers(cost.shape.num_layers, pp),
         "retained_tokens": [0] * pp,
         "stage_input_tokens": [0] * pp,

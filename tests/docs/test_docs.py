@@ -56,6 +56,7 @@ COMMANDS = {
     "tuning.md": ("tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
     "export.md": ("export", "build"),
+    "torch-pipelining.md": ("export", "build"),
     "concepts.md": ("build", "train"),
     "guide.md": PROGRAMS,
     "tutorial.md": PROGRAMS,
@@ -294,7 +295,6 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
             [memory] = stage_memory(
                 cost,
                 dp=1,
-                pp=1,
                 layers=(28,),
                 retained_tokens=[chunk_size],
                 stage_input_tokens=[0],

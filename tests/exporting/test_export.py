@@ -24,6 +24,7 @@ from chunkplan.exporting.batches import read_batches
 from chunkplan.exporting.export import FORMATS
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.shards import write_shards
+from chunkplan.exporting.torch_pipelining import TORCH_PIPELINING
 from chunkplan.planfile.analysis import Analysis
 from chunkplan_cli.export import Format
 from tests.support.analyses import LENGTHS, write_analysis
@@ -101,7 +102,7 @@ def rows_of_plan(folder: Path, *, whole_only: bool) -> list[Row]:
 
 
 def test_every_format_has_a_reader_here_and_a_name_on_the_command_line() -> None:
-    assert READERS.keys() == FORMATS.keys() == {to.value for to in Format}
+    assert READERS.keys() == FORMATS.keys() == {to.value for to in Format} - {TORCH_PIPELINING}
 
 
 @pytest.mark.parametrize("to", READERS)

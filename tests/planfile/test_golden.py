@@ -44,6 +44,10 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 3, "schedule": "zero-bubble"},
         "1659dafee2b6f08a13482e95cdc7644e4082bdb9c98db08ac98f3593024701ee",
     ),
+    "zero-bubble-v": (
+        {"pp": 3, "schedule": "zero-bubble-v"},
+        "e41a7b29fe38f0734caef56062354cbb4808cc67cacd0b827b333e30bd2ed18e",
+    ),
     "search": ({"pp": 2, "schedule": "search"}, "b3a20e1845b4d5c4aa07b7b34c7bcce28620a99e556450a62cac63dbdcc3ade8"),
     "memory": (
         {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},

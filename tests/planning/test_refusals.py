@@ -16,10 +16,15 @@ from tests.support.planned_steps import first_step, save, write_analysis
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "fastest"}, "expected algorithm2 or auto or 1f1b or interleaved or zero-bubble or search"),
+        (
+            {"schedule": "fastest"},
+            "expected algorithm2 or auto or 1f1b or interleaved or zero-bubble or zero-bubble-v or search",
+        ),
         ({"schedule": "1f1b"}, "for two stages or more, pp is 1"),
         ({"schedule": "algorithm2", "pp": 2}, "for one stage, pp is 2"),
         ({"virtual_stages": 2, "pp": 2}, "auto has one virtual stage"),
+        ({"virtual_stages": 1, "pp": 2, "schedule": "zero-bubble-v"}, "zero-bubble-v has two virtual stages"),
+        ({"virtual_stages": 4, "pp": 2, "schedule": "zero-bubble-v"}, "has two virtual stages, virtual-stages is 4"),
         ({"schedule": "interleaved", "pp": 2, "virtual_stages": 0}, "virtual-stages is 0"),
         ({"memory_tokens": 0}, "memory-tokens is 0"),
         ({"k_by_length": ((5, 1), (5, 2))}, "tokens ascending"),
@@ -61,7 +66,7 @@ def test_groups_that_cannot_be_are_refused_with_what_can(changes: dict[str, Any]
     assert (refused.value.message, refused.value.hint) == (message, hint)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "search"])
+@pytest.mark.parametrize("schedule", ["interleaved", "search", "zero-bubble-v"])
 def test_schedules_in_which_groups_could_wait_for_ever_are_refused(schedule: str) -> None:
     with pytest.raises(UsageError, match=f"schedule {schedule} orders every rank by itself"):
         PlanConfig(chunk_size=8, k=1, dp=2, pp=2, cp="auto", schedule=schedule)

@@ -31,7 +31,6 @@ def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) 
     [expected] = stage_memory(
         cost,
         dp=1,
-        pp=1,
         layers=split_layers(cost.shape.num_layers, 1),
         retained_tokens=[64],
         stage_input_tokens=[0],
@@ -69,12 +68,12 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
         yield stage_memory(
             cost,
             dp=plan.config.dp,
-            pp=pp,
             layers=split_layers(cost.shape.num_layers, pp * num_virtual),
             retained_tokens=[held["retained"]] * pp,
             stage_input_tokens=[held["inputs"]] * pp,
             kv_tokens=[held["kv"]] * pp,
             chunk_size=64,
+            v_shaped=plan.config.v_shaped,
         )[stage].total
         held["retained"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
         if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:

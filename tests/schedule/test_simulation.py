@@ -47,6 +47,7 @@ def drawn(simulation: Simulation, unit: int) -> str:
         ("interleaved", "interleaved", 2, 4, 512),
         ("auto", "auto", 2, 4, 1024),
         ("zero-bubble", "auto", 2, 4, 1024),
+        ("zero-bubble-v", "zero_bubble_v", 2, 4, 512),
         ("search", "search", 2, 4, 1024),
     ],
 )
@@ -94,7 +95,7 @@ def test_whole_sequences_come_longest_first_and_unpacked() -> None:
 
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
-PIPELINES = [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1), ("search", 1), ("auto", 1)]
+PIPELINES = [("auto", 1), ("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble-v", 2), ("search", 1)]
 
 
 @given(LENGTHS, st.integers(300, 2000), st.integers(1, 4), st.integers(2, 5), st.sampled_from(PIPELINES), st.booleans())
@@ -158,7 +159,14 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"pp": 3}, {"pp": 2, "schedule": "interleaved"}, {"pp": 2, "schedule": "zero-bubble"}]
+    "options",
+    [
+        {},
+        {"pp": 3},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "schedule": "zero-bubble"},
+        {"pp": 3, "schedule": "zero-bubble-v"},
+    ],
 )
 def test_a_step_of_a_plan_takes_the_time_that_the_plan_predicts(
     lengths: Path, tmp_path: Path, options: dict[str, Any]

@@ -64,7 +64,6 @@ def ranks(draw: st.DrawFn, most_units: int) -> tuple[Rank, int]:
 
 def look(rank: Rank, pp: int, actions: Actions) -> tuple[int, list[int]]:
     """When a schedule is done, and the most tokens each stage retains; every invariant is asserted."""
-    n = rank.chunks.num_tokens.size
     stages = [
         [
             (OPS[op], int(chunk))
@@ -75,25 +74,31 @@ def look(rank: Rank, pp: int, actions: Actions) -> tuple[int, list[int]]:
     assert not actions.virtual_stages.any() and len(stages) == pp
     orders, peaks = set(), []
     for stage, done in enumerate(stages):
-        for chunk in range(n):
-            own = [op for op, other in done if other == chunk]
-            first = ["forward"] if rank.chunks.keeps_activations[chunk] else ["forward_kv", "recompute"]
-            assert own in ([*first, "backward"], [*first, "backward_input", "backward_weight"])
-        for (op, chunk), then in zip(done, [*done[1:], ("", -1)], strict=True):
-            assert op != "recompute" or (then[1] == chunk and then[0] in ("backward", "backward_input"))
-        forwards = [chunk for op, chunk in done if op in ("forward", "forward_kv")]
-        backwards = [chunk for op, chunk in done if op in ("backward", "backward_input")]
-        for group in set(rank.chunks.group_id.tolist()) - {ALONE}:
-            parts = np.flatnonzero(rank.chunks.group_id == group).tolist()
-            assert [chunk for chunk in forwards if chunk in parts] == parts
-            assert [chunk for chunk in backwards if chunk in parts] == parts[::-1]
-        orders.add((tuple(forwards), tuple(backwards)))
+        orders.add(orders_of(rank, done))
         peaks.append(_peak(rank, done))
         work = sum(int(rank.times.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
         ends = simulate(actions, rank.times)[actions.stages[stage] : actions.stages[stage + 1]]
         assert work <= ends[-1], "a deadlock, or a stage that does two things at once"
     assert len(orders) == 1, "links take chunks in different orders"
     return int(simulate(actions, rank.times).max()), peaks
+
+
+def orders_of(rank: Rank, done: list[tuple[str, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The orders of forwards and of backwards of what is `done` on a model stage, of which all invariants hold."""
+    n = rank.chunks.num_tokens.size
+    for chunk in range(n):
+        own = [op for op, other in done if other == chunk]
+        first = ["forward"] if rank.chunks.keeps_activations[chunk] else ["forward_kv", "recompute"]
+        assert own in ([*first, "backward"], [*first, "backward_input", "backward_weight"])
+    for (op, chunk), then in zip(done, [*done[1:], ("", -1)], strict=True):
+        assert op != "recompute" or (then[1] == chunk and then[0] in ("backward", "backward_input"))
+    forwards = [chunk for op, chunk in done if op in ("forward", "forward_kv")]
+    backwards = [chunk for op, chunk in done if op in ("backward", "backward_input")]
+    for group in set(rank.chunks.group_id.tolist()) - {ALONE}:
+        parts = np.flatnonzero(rank.chunks.group_id == group).tolist()
+        assert [chunk for chunk in forwards if chunk in parts] == parts
+        assert [chunk for chunk in backwards if chunk in parts] == parts[::-1]
+    return tuple(forwards), tuple(backwards)
 
 
 def _peak(rank: Rank, done: list[tuple[str, int]]) -> int:

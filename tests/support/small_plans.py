@@ -19,6 +19,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "equal counts": {"k": 1, "dp": 3, "equal_chunks": True},
     "more ranks than sequences": {"k": 1, "dp": 8, "global_batch": 3},
     "interleaved": {"k": 2, "pp": 2, "schedule": "interleaved", "dp": 2},
+    "a V": {"k": 1, "pp": 3, "schedule": "zero-bubble-v"},
 }
 
 

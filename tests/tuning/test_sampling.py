@@ -46,7 +46,7 @@ def test_a_sample_of_all_steps_takes_what_the_plan_is_predicted_to_take(lengths:
     """The same planner, the same schedule, the same simulation: nothing of its own that could differ."""
     few = tmp_path / "few.npy"
     np.save(few, np.load(lengths)[:2000])
-    for pp, schedule in ((1, "algorithm2"), (2, "1f1b"), (2, "zero-bubble"), (2, "interleaved")):
+    for pp, schedule in ((1, "algorithm2"), (2, "1f1b"), (2, "zero-bubble"), (2, "interleaved"), (2, "zero-bubble-v")):
         config = PlanConfig(chunk_size=4096, k=2, global_batch=64, dp=2, pp=pp, schedule=schedule, seed=3)
         sample = sample_steps(np.load(few), config, CostModel(), 10**6)
         outcome = try_out(sample, config, CostModel())

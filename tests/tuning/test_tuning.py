@@ -20,7 +20,7 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.schedule.families import SCHEDULES
 from chunkplan.tuning.baselines import baselines
-from chunkplan.tuning.document import tuned, tuning_document
+from chunkplan.tuning.document import tuned, tuning_document, write_tuning
 from chunkplan.tuning.options import LADDER, GpuLayout
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import sample_steps
@@ -75,7 +75,40 @@ def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Pa
         runnable = [choice for choice in found.choices if choice.fits and choice.plan_only is None]
         assert found.recommended.step_ns <= 1.005 * runnable[0].step_ns
         assert all(found.choices[place].plan_only is None for place in found.pareto)
-    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble", "zero-bubble")
+    assert (found.chosen.config.schedule, found.best.config.schedule) == ("zero-bubble-v", "zero-bubble-v")
+
+
+def test_a_long_sequence_on_a_pipeline_is_cut_into_parts_of_equal_time(tmp_path: Path, command: Any) -> None:
+    """It is faster so, is written, and is what `build --auto` builds unless it is told otherwise."""
+    np.save(tmp_path / "long.npy", np.array([400_000] * 4))
+    found = tune(
+        tmp_path / "long.npy",
+        options_with(tp=1, pp=8, global_batch=1, ks=(1,), chunk_sizes=(16384,), gpu_memory=400 * GIB, cp="off"),
+    )
+    by_split = {choice.config.split: choice for choice in reversed(found.choices) if choice.config.schedule == "auto"}
+    assert by_split["cost"].step_ns < 0.97 * by_split["full"].step_ns
+    assert found.best.config.split == "cost"
+    write_tuning(found, tmp_path / "tune.json")
+    for given, split in (((), "cost"), (("--split", "even"), "even")):
+        place = tmp_path / split
+        ran = command(
+            "build", tmp_path / "long.npy", "--auto", "--from", tmp_path / "tune.json", "--output", place, *given
+        )
+        assert ran.code == 0 and ("split cost" in ran.err) == (split == "cost")
+        plan = chunkplan.load_plan(place)
+        assert plan.config.split == split
+    assert found.best.step_ns / 1e3 == pytest.approx(
+        chunkplan.load_plan(tmp_path / "cost").steps().column("predicted_us").to_numpy().mean(), rel=1e-3
+    )
+
+
+def test_on_one_stage_parts_of_equal_time_are_not_tried(tmp_path: Path) -> None:
+    np.save(tmp_path / "long.npy", np.array([400_000] * 4))
+    found = tune(
+        tmp_path / "long.npy",
+        options_with(tp=1, pp=1, schedules=None, global_batch=1, ks=(1,), chunk_sizes=(16384,), gpu_memory=400 * GIB),
+    )
+    assert {choice.config.split for choice in found.choices} == {"full"}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

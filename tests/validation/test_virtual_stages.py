@@ -149,6 +149,61 @@ def test_a_broken_schedule_of_virtual_stages_is_named(interleaved: Path, case: s
     assert words in violation.message
 
 
+@pytest.fixture
+def v_shaped(tmp_path: Path, analysis: Path) -> Path:
+    """Two steps on two stages, whose second virtual stages are in descending order."""
+    config = PlanConfig(chunk_size=16, k=2, global_batch=10, pp=2, schedule="zero-bubble-v")
+    return build(analysis, tmp_path / "v", config).path
+
+
+def last_model_stage_missing_a_backward(rows: Rows) -> None:
+    """The last model stage is on stage 0."""
+    actions = rows["schedule"][-2]["actions"]
+    del actions[of_virtual_stage(actions, 1, "backward_input")[0]]
+
+
+def gradients_crossed_where_the_v_turns(rows: Rows) -> None:
+    """Stage 1 takes two standalone chunks on its second virtual stage in the other order than on its first."""
+    last = rows["schedule"][-1]
+    standalone = {row["chunk_id"] for row in rows["chunks"] if row["step"] == 1 and row["group_id"] is None}
+    one, other = sorted(standalone)[:2]
+    for action in last["actions"]:
+        if action["virtual_stage"] == 1 and action["chunk_id"] in (one, other):
+            action["chunk_id"] = one + other - action["chunk_id"]
+
+
+def last_backward_before_the_turn(rows: Rows) -> None:
+    """Stage 1 backwards a chunk on its first virtual stage before it does so on its second one, which is behind."""
+    actions = rows["schedule"][-1]["actions"]
+    behind = of_virtual_stage(actions, 1, "backward_input")[0]
+    chunk_id = actions[behind]["chunk_id"]
+    own = next(i for i in of_virtual_stage(actions, 0, "backward_input") if actions[i]["chunk_id"] == chunk_id)
+    actions.insert(behind, actions.pop(own))
+
+
+V_SHAPED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
+    "a backward missing": ("actions", last_model_stage_missing_a_backward, "model stage (0, 1)"),
+    "chunks in different orders": ("links", gradients_crossed_where_the_v_turns, "stages 1 and 1"),
+    "a deadlock": ("acyclic", last_backward_before_the_turn, "stage 1 waits for ever"),
+}
+
+
+@pytest.mark.parametrize("case", V_SHAPED)
+def test_a_broken_v_of_virtual_stages_is_named(v_shaped: Path, case: str) -> None:
+    assert validate(v_shaped).ok
+    invariant, change, words = V_SHAPED[case]
+    tamper(v_shaped, change)
+    [violation] = validate(v_shaped).violations
+    assert (violation.invariant, violation.dp_rank) == (invariant, 0)
+    assert words in violation.message
+
+
+def test_a_v_is_not_what_interleaved_stages_do(v_shaped: Path) -> None:
+    """The same actions under the name of another schedule wait for each other for ever."""
+    tamper(v_shaped, lambda rows: None, schedule="interleaved")
+    assert {violation.invariant for violation in validate(v_shaped).violations} == {"acyclic"}
+
+
 def test_all_model_stages_on_one_stage_are_valid(plan: Path) -> None:
     tamper(plan, lambda rows: interleave(rows, 1), pp=1, virtual_stages=2)
     assert validate(plan).ok

@@ -130,7 +130,6 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
         _SHARED if chunk.cp_size > 1 else _PART if chunk.group_id is not None else _WHOLE for chunk in simulation.chunks
     ]
     actions = simulation.actions
-    model_stage = actions.virtual_stages * simulation.pp + simulation.stage_of
     scale = simulation.ticks * _US_A_SECOND
     return _Actions(
         first_row + simulation.stage_of,
@@ -142,7 +141,7 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
         np.column_stack(
             [
                 np.array(chunks, np.int64)[actions.chunk_ids],
-                model_stage,
+                simulation.model_stages,
                 np.array(shares, np.int64)[actions.chunk_ids],
                 simulation.exchange_of_actions,
             ]

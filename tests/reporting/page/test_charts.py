@@ -54,7 +54,7 @@ def test_the_bars_of_a_step_end_when_the_plan_says(plan: Plan) -> None:
             np.testing.assert_allclose(ends, said, rtol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"])
 def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: str) -> None:
     plan = build_plan(tmp_path, schedule=schedule)
     for each in drawn_all(plan):
@@ -64,7 +64,7 @@ def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: s
             chunk for _, chunk in done
         )
         assert {bars.legendgroup for bars in figure.data} == {op for op, _ in done}
-        assert ("model stage" in figure.data[0].hovertemplate) == (schedule == "interleaved")
+        assert ("model stage" in figure.data[0].hovertemplate) == (schedule in ("interleaved", "zero-bubble-v"))
         end = max(float((bars.base + bars.x).max()) for bars in figure.data)
         assert end == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
 
