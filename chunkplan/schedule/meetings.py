@@ -10,7 +10,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions
+from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions, model_stage_at
 from chunkplan.schedule.simulate import arrival
 
 
@@ -24,7 +24,9 @@ class StepRanks(NamedTuple):
 
 
 @compiled
-def simulate_steps(chunks: Chunks, actions: Actions, times: ChunkTimes, dp: int, pp: int) -> Int64Array:
+def simulate_steps(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, dp: int, pp: int, v_shaped: bool = False
+) -> Int64Array:
     """When each action of all stages of all ranks ends, int64 [num_actions], in the unit of `times`.
 
     The `dp` ranks of a step follow one another. As `simulate`, and besides: what the ranks of a block do with a chunk
@@ -33,17 +35,18 @@ def simulate_steps(chunks: Chunks, actions: Actions, times: ChunkTimes, dp: int,
     """
     ends = np.full(actions.ops.size, -1, np.int64)  # [num_actions]
     for step in range((chunks.rank_chunks.size - 1) // dp):
-        _simulate_step(chunks, actions, times, step, dp, pp, ends)
+        _simulate_step(chunks, actions, times, step, dp, pp, v_shaped, ends)
     return ends
 
 
 @compiled
 def _simulate_step(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, step: int, dp: int, pp: int, ends: Int64Array
+    chunks: Chunks, actions: Actions, times: ChunkTimes, step: int, dp: int, pp: int, v_shaped: bool, ends: Int64Array
 ) -> None:
     first = chunks.rank_chunks[step * dp]
     n = chunks.rank_chunks[(step + 1) * dp] - first
     num_ops, num_model_stages = times.durations.shape[0], times.durations.shape[1]
+    turn = pp if v_shaped else -1  # the model stage on the same stage as the one before it
     forward_end = np.full((num_model_stages, n), -1, np.int64)
     backward_end = np.full((num_model_stages, n), -1, np.int64)
     there = np.zeros((num_ops, num_model_stages, n), np.int64)  # by the chunk's number on the first rank that shares it
@@ -61,14 +64,14 @@ def _simulate_step(
                 action = position[row]
                 op = actions.ops[action]
                 chunk = base + actions.chunk_ids[action]
-                model_stage = actions.virtual_stages[action] * pp + stage
+                model_stage = model_stage_at(stage, actions.virtual_stages[action], pp, v_shaped)
                 place, link = chunk - first, times.link[chunk]
                 ready = 0
                 if op <= FORWARD_KV:
                     if model_stage > 0:
-                        ready = arrival(forward_end[model_stage - 1, place], link, pp)
+                        ready = arrival(forward_end[model_stage - 1, place], link * (model_stage != turn), pp)
                 elif op != RECOMPUTE and op != BACKWARD_WEIGHT and model_stage + 1 < num_model_stages:
-                    ready = arrival(backward_end[model_stage + 1, place], link, pp)
+                    ready = arrival(backward_end[model_stage + 1, place], link * (model_stage + 1 != turn), pp)
                 if ready < 0:
                     break
                 start = max(clock[row], ready)

@@ -49,6 +49,22 @@ def test_interleaved_stages_are_exact(
     check(pool, 2 * dp, plan, **dict.fromkeys(how, True))
 
 
+@pytest.mark.parametrize(
+    "dp, k, model, how",
+    [
+        (1, 2, MODELS[TIED], ["evaluates", "kv_offload"]),
+        (2, 1, {"model_type": "qwen2", "num_hidden_layers": 5}, ["lora", "checkpointing"]),
+        pytest.param(2, 2, MODELS["qwen3_moe"], ["checkpointing"], marks=pytest.mark.soak),
+        pytest.param(1, 1, RECURRENT, ["checkpointing"], marks=pytest.mark.soak),
+    ],
+)
+def test_split_backwards_of_stages_in_a_v_are_exact(
+    pool: ProcessPool, made: Any, dp: int, k: int, model: dict[str, Any], how: list[str]
+) -> None:
+    plan = made(model, dp=dp, pp=2, k=k, schedule="zero-bubble-v")
+    check(pool, 2 * dp, plan, **dict.fromkeys(how, True))
+
+
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 170), marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "dp, pp, v_shaped",
