@@ -93,7 +93,7 @@ class _Stage:
             self._model = cut_stage(whole, split_layers(config.num_hidden_layers, layout.pp), layout)
 
     def __call__(self, job: Job) -> Ran:
-        work = _work_of(job, self._layout.stage)
+        work = work_of(job, self._layout.stage)
         model: Any = self._model or Sleeper.of(job.step.times.durations, job.scale, work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
         executor = Executor(model, links=self._groups.links(wire))
@@ -211,14 +211,14 @@ _LAYER: Any = nn.Identity()
 _LAYER.layer_idx = 0
 
 
-def _work_of(job: Job, stage: int) -> RankWork:
+def work_of(job: Job, stage: int) -> RankWork:
     """Turn a simulated step into the work of one stage; all tokens are targets."""
     chunks = {each.chunk_id: replace(each, num_target_tokens=each.num_tokens) for each in job.step.chunks}
     actions = job.step.actions
     own = slice(*actions.stages[stage : stage + 2])
-    done = zip(actions.ops[own].tolist(), actions.chunk_ids[own].tolist(), strict=True)
+    done = zip(*(column[own].tolist() for column in actions[:3]), strict=True)
     tensors = {chunk_id: _tensors(chunk, job.sequences) for chunk_id, chunk in chunks.items()}
-    return RankWork(0, 0, [Action(OPS[op], chunk_id, 0) for op, chunk_id in done], chunks, tensors)
+    return RankWork(0, 0, [Action(OPS[op], *of_chunk) for op, *of_chunk in done], chunks, tensors)
 
 
 def _tensors(chunk: Chunk, sequences: Sequence[npt.NDArray[np.int32]]) -> ChunkTensors:
