@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chunkplan.schedule.zero_bubble import zero_bubble
 from hypothesis import given, settings
 
 import chunkplan
@@ -15,6 +14,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, empty_actions
+from chunkplan.schedule.auto import AS_TEMPLATE, auto
 from chunkplan.schedule.bounds import unit_bound
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
@@ -125,9 +125,7 @@ def test_on_the_published_example_it_is_faster_than_zero_bubble_on_the_same_memo
     rank = make_rank(*EXAMPLES[name], [1] * 8, UNIT)
     assert look_at_v(rank, 4, scheduled(rank, 4))[0] == halves
     whole = make_rank(*EXAMPLES[name], [2] * 4, UNIT)
-    actions = empty_actions(whole.chunks.keeps_activations, 4, 4, True)
-    zero_bubble(*whole, 4, actions)
-    assert halves < simulate(actions, whole.times).max()
+    assert halves < auto(*whole, 4, AS_TEMPLATE, 0, True)[1]
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
