@@ -281,10 +281,11 @@ class PlanConfig(Options):
                 hint="leave it out, or name the model with --model-config",
             )
         if self.pp * self.virtual_stages > num_layers:
-            stages = f"{self.pp} stages"
+            stages, lower = f"{self.pp} stages", "pp"
             if self.virtual_stages > 1:
                 stages += f" of {self.virtual_stages} virtual stages"
+                lower += " or virtual-stages" if self.schedule == "interleaved" else ", or choose another schedule"
             raise UsageError(
                 f"{name} has {num_layers} layers, too few for {stages}",
-                hint="lower pp, or name the model with --model-config",
+                hint=f"lower {lower}; --model-config names the model",
             )

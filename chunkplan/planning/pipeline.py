@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
@@ -20,6 +21,19 @@ from chunkplan.planning.method import Dataset, Planned, plan_block
 
 #: Blocks that each worker may be ahead of whoever takes the rows.
 _AHEAD = 2
+
+#: Seconds after which a thread that waits looks whether it was interrupted: where a library has put a signal handler of
+#: its own around Python's (polars does), a wait goes on as if nothing had come.
+_LOOK_SECONDS = 0.2
+
+Result = TypeVar("Result")
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Wait for what a thread makes, and raise what it raised; unlike `Future.result`, an interrupt ends it soon."""
+    while not wait((future,), _LOOK_SECONDS).done:
+        pass
+    return future.result()
 
 
 def plan_steps(
@@ -37,9 +51,9 @@ def plan_steps(
             for block in step_blocks(copies, config):
                 waiting.append(pool.submit(plan_block, block, dataset, config, cost, cancelled.is_set))
                 if len(waiting) > _AHEAD * workers:
-                    yield waiting.popleft().result()
+                    yield result_of(waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
+                yield result_of(waiting.popleft())
         finally:
             cancelled.set()
             pool.shutdown(cancel_futures=True)

@@ -65,6 +65,9 @@ AS_TEMPLATE = -1
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 20_000
 
+#: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
+_FIRST_ACTIONS = 60_000
+
 #: By how much of its own time, in per cent, a weight half may delay what comes next: what is tried.
 OVERRUNS = np.array([50, 100])
 
@@ -112,7 +115,7 @@ def auto(
     for direction in (0, -1, 1):
         for warm_ups in (n, 2):
             for index in range(OVERRUNS.size if splits_backward else 1):
-                if best <= good:
+                if best <= good or (num_tried > 1 and num_tried * actions.ops.size > _FIRST_ACTIONS):
                     return actions, best
                 ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
                 new = Answer(_orders(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))

@@ -183,5 +183,6 @@ def _refuse_too_large(
             f"{schedule} holds activations of {retained[over[0]]:,} tokens on stage {over[0] % pp}, "
             f"memory-tokens allows {memory_tokens:,}",
             where=place(int(over[0]) // pp),
-            hint="schedule auto looks for an order that fits; a smaller k or chunk-size holds less",
+            hint=("schedule auto looks for an order that fits; " if pp > 1 else "")
+            + "a smaller k or chunk-size holds less",
         )

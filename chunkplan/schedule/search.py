@@ -81,5 +81,5 @@ def refuse_too_little(chunks: Chunks, memory_tokens: int | None) -> None:
     if memory_tokens is not None and memory_tokens < least:
         raise UsageError(
             f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory_tokens:,}",
-            hint=f"--memory-tokens {least} is the least; a smaller --k or --chunk-size holds less",
+            hint=f"--memory-tokens {least} is the least for this rank; a smaller --k or --chunk-size holds less",
         )

@@ -65,6 +65,10 @@ class _Needs(NamedTuple):
     released: Int64Array
 
 
+#: Of ranks with thousands of chunks fewer rules are tried, for as many actions, but two at least.
+_MOST_ACTIONS = 60_000
+
+
 @compiled
 def zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
     """Write the actions of all stages: the fastest of some list schedules, which take units in different orders.
@@ -81,12 +85,15 @@ def zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) 
         np.empty_like(actions.virtual_stages),
         actions.stages,
     )
-    fastest = _NEVER
+    fastest, num_tried = _NEVER, 0
     for direction in (0, 1, -1):
         order = units_by_work(chunks, times, direction)
         # Of many rules that were tried on random chunks, those that together come nearest to the best of all.
         for rule in (_Rule(n, 0, 100), _Rule(n, 0, 50), _Rule(2, 1, 75), _Rule(n, 1, 0), _Rule(n, 1, 50)):
+            if num_tried > 1 and num_tried * actions.ops.size > _MOST_ACTIONS:
+                return
             end = _list_schedule(chunks, times, order, rule, memory, trial)
+            num_tried += 1
             if end < fastest:
                 fastest = end
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids

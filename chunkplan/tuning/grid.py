@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -16,6 +18,7 @@ from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
+from chunkplan.planning.pipeline import result_of
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
@@ -86,17 +89,21 @@ def try_grid(
     ways = ways_to_try(sample, options, layout, chunk_sizes)
     first, *others = options.shardings_of(layout)
     choices: list[Choice] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(os.cpu_count()) as pool, _cancelling(pool, cancelled):
 
         def tries(memory: MemorySaving, wanted: Wanted, sharding: Sharding) -> Tried:
             cost = options.cost(layout, memory, sharding)
             started = {
-                way: [pool.submit(try_out, sample, way.config(options, layout, k, sharding), cost) for k in of_way]
+                way: [
+                    pool.submit(try_out, sample, way.config(options, layout, k, sharding), cost, cancelled.is_set)
+                    for k in of_way
+                ]
                 for way, of_way in wanted.items()
             }
             outcomes = {}
             for way, futures in started.items():
-                outcomes[way] = [future.result() for future in futures]
+                outcomes[way] = [result_of(future) for future in futures]
                 tick()
             return outcomes
 
@@ -120,6 +127,17 @@ def try_grid(
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed(sample, options, list(rungs.values()))
     return choices + _cut_by_cost(sample, options, choices)
+
+
+@contextmanager
+def _cancelling(pool: ThreadPoolExecutor, cancelled: threading.Event) -> Iterator[None]:
+    """Where the block raises, as by an interrupt, the threads of `pool` are not waited for to do all they have."""
+    try:
+        yield
+    except BaseException:
+        cancelled.set()
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
 def _rungs(plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout) -> dict[Way, Ladder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,17 +88,20 @@ def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_byt
     )
 
 
-def try_out(sample: Sample, config: PlanConfig, cost: CostModel) -> Outcome:
+def try_out(
+    sample: Sample, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool] = lambda: False
+) -> Outcome:
     """Plan, schedule and simulate the steps of `sample`.
 
     Raises:
+        CancelledError: `is_cancelled()` was true while there was still much to do.
         UsageError: no schedule fits `config.memory_tokens`.
     """
     n = sample.num_tokens.size
     block = StepBlock(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
     dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
-    chunked = chunk_block(block, dataset, config, cost)
-    scheduled = schedule_block(block, chunked, config)
+    chunked = chunk_block(block, dataset, config, cost, is_cancelled)
+    scheduled = schedule_block(block, chunked, config, is_cancelled)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)
     step_of_chunk = np.repeat(step_of_rank, np.diff(chunked.chunks.rank_chunks))

@@ -60,6 +60,12 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
         )
     console.print(table)
     console.print()
+    cut = {each.stage_layers for each in simulations}
+    if len(cut) > 1:
+        [layers] = cut - {None}
+        even = ", ".join(each.schedule for each in simulations if each.stage_layers is None)
+        given = ",".join(map(str, layers or ()))
+        console.print(Text(f"layers {given}, but as even as they come in {even}, which has other stages", style="dim"))
     console.print(Text("* fastest  activations held: of tokens at once, on the stage that holds most", style="dim"))
     _print_unit(console, first)
 

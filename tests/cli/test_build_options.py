@@ -130,6 +130,7 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     "options",
     [
         ("--packing", "exact", "--global-batch", "16"),
+        ("--schedule", "search", "--pp", "8", "--global-batch", "32"),
         pytest.param(
             ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"), marks=pytest.mark.soak
         ),
@@ -138,7 +139,7 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     ],
 )
 def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """SIGINT in the middle of a refinement by solvers: exit code 130, soon, and no half-written plan.
+    """SIGINT in the middle of a refinement by solvers, or a search: exit code 130, soon, and no half-written plan.
 
     Of larger global batches a single refinement takes long, and is not interrupted.
     """

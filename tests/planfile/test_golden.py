@@ -42,11 +42,11 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "1659dafee2b6f08a13482e95cdc7644e4082bdb9c98db08ac98f3593024701ee",
+        "dd5bf58c8cf7f97e17e02eda01c1809e85858e00c816384663bb27456d8b01ff",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},
-        "e41a7b29fe38f0734caef56062354cbb4808cc67cacd0b827b333e30bd2ed18e",
+        "31f8b4bc2e2c0442a5df2db9657dcdeee656a8b132419059f27068cd730437bd",
     ),
     "search": ({"pp": 2, "schedule": "search"}, "b3a20e1845b4d5c4aa07b7b34c7bcce28620a99e556450a62cac63dbdcc3ade8"),
     "memory": (
