@@ -323,3 +323,12 @@ def test_the_python_of_the_document_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines[0].startswith("42.0 0.428")
     assert [line.split()[0] for line in lines[1:]] == ["1f1b", "interleaved", "zero-bubble"]
     check_trace(tmp_path / "trace.json")
+
+
+def test_a_comparison_says_where_layers_are_others(run: Run) -> None:
+    """Those of a plan are of its own model stages."""
+    np.save("some.npy", np.random.default_rng(0).integers(100, 9000, 30))
+    run("build", "some.npy", "--chunk-size", 2048, "--k", 2, "--pp", 2, "--stage-layers", "13,15")
+    shown = run("simulate", "--compare", "auto,zero-bubble-v").out
+    assert "layers 13,15, but as even as they come in zero-bubble-v, which has other stages" in shown
+    assert "layers" not in run("simulate", "--compare", "auto,zero-bubble").out
