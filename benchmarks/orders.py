@@ -24,7 +24,7 @@ from machine import machine
 from planning import print_table
 
 from chunkplan.arrays import Int64Array
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import VIRTUAL, PlanConfig
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
@@ -56,11 +56,14 @@ def measure(name: str, lengths: Int64Array, config: PlanConfig, schedules: list[
     cost = CostModel()
     dataset = Dataset(lengths.astype(np.int32), np.maximum(lengths - 1, 0).astype(np.int32), None)
     blocks = list(step_blocks(lambda _: np.ones(lengths.size, np.int32), config))
-    chunked = [chunk_block(block, dataset, config, cost) for block in blocks]
-    proved = sum(proved_ns(each.chunks, each.times, config) for each in chunked)
+    proved = sum(
+        proved_ns(each.chunks, each.times, config)
+        for each in (chunk_block(block, dataset, config, cost) for block in blocks)
+    )
     rows = []
     for schedule in schedules:
-        of_schedule = replace(config, schedule=schedule)
+        of_schedule = replace(config, schedule=schedule, virtual_stages=2 if schedule in VIRTUAL else 1)
+        chunked = [chunk_block(block, dataset, of_schedule, cost) for block in blocks]
         schedule_block(blocks[0], chunked[0], of_schedule)  # compiles
         started = time.perf_counter()
         scheduled = [schedule_block(*each, of_schedule) for each in zip(blocks, chunked, strict=True)]
@@ -102,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--schedules", default="1f1b,zero-bubble,search,auto")
+    parser.add_argument("--schedules", default="1f1b,auto,interleaved,zero-bubble,zero-bubble-v,search")
     options = parser.parse_args()
     rows = []
     for name, (lengths, config) in cases(options.lengths, options.steps).items():

@@ -135,7 +135,7 @@ def test_the_command_says_what_torch_does_not_do(tmp_path: Path, command: Callab
     plan = built(tmp_path, pp=2)
     ran = command("export", plan.path, "--to", "torch-pipelining", "--output", tmp_path / "out")
     assert ran.code == 0
-    for words in ("1f1b on 2 stages of 2 ranks", "activation checkpointing", "have to carry keys and values"):
+    for words in ("auto on 2 stages of 2 ranks", "activation checkpointing", "have to carry keys and values"):
         assert words in ran.out
     document = json.loads(
         command("export", plan.path, "--to", "torch-pipelining", "--output", tmp_path / "out", "--json").out

@@ -221,7 +221,7 @@ def test_the_slices_of_a_rank_are_decoded(command: Run, tmp_path: Path) -> None:
 
 def test_a_step_with_too_long_a_sequence_hints_at_sharing_where_that_is_possible(command: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", [9000, 30, 40, 7])
-    ways = {"--dp 2": True, "--dp 2 --pp 2": True, "--dp 2 --pp 2 --schedule zero-bubble": False}
+    ways = {"--dp 2": True, "--dp 2 --pp 2": True, "--dp 2 --pp 2 --schedule search": False}
     for number, (words, hints) in enumerate(ways.items()):
         options = [
             "--chunk-size",

@@ -268,7 +268,7 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
-        process: f"step 0, pipeline 0, {what}: 1f1b" for process, what in enumerate(("measured", "replayed", "planned"))
+        process: f"step 0, pipeline 0, {what}: auto" for process, what in enumerate(("measured", "replayed", "planned"))
     }
     done = [[(each["name"], each["tid"]) for each in events if each["ph"] == "X" and each["pid"] == at] for at in names]
     assert sorted(done[0]) == sorted(done[1]) == sorted(done[2])
