@@ -109,7 +109,7 @@ def pool() -> Iterator[ProcessPool]:
         yield started
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "search"])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "zero-bubble", "search"])
 def test_torch_runs_an_order_and_its_gradients_are_those_of_the_whole_model(
     schedule: str, tmp_path: Path, pool: ProcessPool
 ) -> None:
