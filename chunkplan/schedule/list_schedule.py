@@ -106,12 +106,8 @@ def list_schedule(
     `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
-    pp, num_rows, keeps, bases = (
-        times.durations.shape[1],
-        limits.memory.size,
-        chunks.keeps_activations,
-        chunks.rank_chunks,
-    )
+    pp, num_rows = times.durations.shape[1], limits.memory.size
+    keeps, bases = chunks.keeps_activations, chunks.rank_chunks
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
     is_shared = np.any(chunks.cp_size > 1)
     state = _nothing_done(chunks, pp)
@@ -120,7 +116,7 @@ def list_schedule(
     action = actions.stages[:-1].copy()
     changed = range(num_rows)
     while True:
-        _look(chunks, times, order, limits, overrun, state, changed)
+        _look(chunks, times, order, limits, state, changed)
         if is_shared:
             _choose(chunks, times, order, limits, overrun, state, range(num_rows))
         else:
@@ -172,9 +168,7 @@ def list_schedule(
 
 
 @inlined
-def _look(
-    chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, state: _State, rows: range
-) -> None:
+def _look(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state: _State, rows: range) -> None:
     """Say when each of some rows could do its next forward and its next backward, were it alone."""
     pp, bases, keeps, num_tokens = (
         times.durations.shape[1],

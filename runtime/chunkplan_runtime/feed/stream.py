@@ -294,9 +294,8 @@ def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
         for stage in range(layout.pp):
             model_stages = layout.model_stages(stage)
             for action in step.actions.get((dp_rank, stage), []):
-                if (
-                    action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages
-                ):  # the executor refuses others
+                # The executor refuses other virtual stages.
+                if action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages:
                     orders[model_stages[action.virtual_stage]].append(action.chunk_id)
         for model_stage, (order, after) in enumerate(pairwise(orders.values())):
             if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
