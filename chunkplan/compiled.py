@@ -20,10 +20,22 @@ def compiled(function: Function) -> Function:
     results are the same on every machine. Call it with int64 arrays where there is a choice: each combination of types
     is compiled for itself.
     """
+    return _compiled(function)
+
+
+def compiled_in_place(function: Function) -> Function:
+    """As `compiled`, of a function that makes no arrays, only views, and so need not count who refers to them.
+
+    Counting takes most of the time of a loop that has many arrays and does little with each.
+    """
+    return _compiled(function, _nrt=False)
+
+
+def _compiled(function: Function, **options: Any) -> Function:
     try:
-        dispatcher = numba.njit(cache=True, nogil=True)(function)
+        dispatcher = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # nowhere to keep it: neither the installation nor the user's cache folder can be written
-        dispatcher = numba.njit(nogil=True)(function)
+        dispatcher = numba.njit(nogil=True, **options)(function)
     if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
         _dispatchers.append(dispatcher)
     return cast(Function, dispatcher)

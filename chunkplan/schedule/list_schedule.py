@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled, inlined
+from chunkplan.compiled import compiled, compiled_in_place, inlined
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -105,15 +105,31 @@ def list_schedule(
 
     `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """
-    # A name for every array, and few calls: handing them on would take several times longer than the work itself.
+    state = _nothing_done(chunks, times.durations.shape[1])
+    is_shared = bool(np.any(chunks.cp_size > 1))
+    action = actions.stages[:-1].copy()
+    is_done = _run(chunks, times, order, limits, overrun, actions, state, action, is_shared)
+    return int(np.max(state.clock)) if is_done else -1
+
+
+@compiled_in_place
+def _run(
+    chunks: Chunks,
+    times: ChunkTimes,
+    order: Order,
+    limits: Limits,
+    overrun: int,
+    actions: Actions,
+    state: _State,
+    action: Int64Array,
+    is_shared: bool,
+) -> bool:
+    """Do one thing after another, and say whether that kept the limits; `action` [rows]: where in `actions` each is."""
     pp, num_rows = times.durations.shape[1], limits.memory.size
     keeps, bases = chunks.keeps_activations, chunks.rank_chunks
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
-    is_shared = np.any(chunks.cp_size > 1)
-    state = _nothing_done(chunks, pp)
     clock, idle, start, kind = state.clock, state.idle, state.start, state.kind
     forward, backward, weighted, weight = state.forward, state.backward, state.weighted, state.weight
-    action = actions.stages[:-1].copy()
     changed = range(num_rows)
     while True:
         _look(chunks, times, order, limits, state, changed)
@@ -123,7 +139,7 @@ def list_schedule(
             _choose(chunks, times, order, limits, overrun, state, changed)
         first = _soonest(start, kind)
         if start[first] == _NEVER:
-            return int(np.max(clock))
+            return True
         own_rank, stage = divmod(first, pp)
         done_kind, begin, ranks = kind[first], start[first], range(own_rank, own_rank + 1)
         if is_shared and done_kind != _WEIGHT:
@@ -134,7 +150,7 @@ def list_schedule(
             row = rank * pp + stage
             idle[row], clock[row] = idle[row] + begin - clock[row], begin
             if idle[row] > limits.idle[row]:
-                return -1
+                return False
             if done_kind == _FORWARD:
                 chunk = forwards[forward[row]]
                 op = FORWARD if keeps[chunk] else FORWARD_KV
@@ -170,12 +186,8 @@ def list_schedule(
 @inlined
 def _look(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state: _State, rows: range) -> None:
     """Say when each of some rows could do its next forward and its next backward, were it alone."""
-    pp, bases, keeps, num_tokens = (
-        times.durations.shape[1],
-        chunks.rank_chunks,
-        chunks.keeps_activations,
-        chunks.num_tokens,
-    )
+    pp, bases = times.durations.shape[1], chunks.rank_chunks
+    keeps, num_tokens = chunks.keeps_activations, chunks.num_tokens
     for row in rows:
         rank, stage = divmod(row, pp)
         now, room, end = state.clock[row], limits.memory[row] - state.retained[row], bases[rank + 1]
@@ -247,7 +259,7 @@ def _together(first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: I
     return int(latest)
 
 
-@compiled
+@inlined
 def _is_first(
     limits: Limits,
     times: ChunkTimes,
