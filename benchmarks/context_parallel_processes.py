@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_stages import Sleeper
+from pipeline_stages import Sleeper, weight_halves
 
 from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
@@ -110,7 +110,10 @@ class _Run:
         clock = ActionClock(_CPU)
         dist.barrier()
         clock.start(0)
-        executor.run(self._work, self._num_targets, clock.around(self._work.dp_rank))
+        around = clock.around(self._work.dp_rank)
+        if self._model is None:
+            around = weight_halves(around, self._durations, self._scale * scale, self._layout)
+        executor.run(self._work, self._num_targets, around)
         times = clock.stop()
         if self._model is not None:
             self._model.model.zero_grad(set_to_none=False)

@@ -1,159 +1,165 @@
-"""Measures orders on processes: every schedule on 4 and 8 of them, with actions that sleep for as long as is predicted.
+"""Measures orders on processes: every schedule, beside what is predicted of it, and beside plain state-aware 1F1B.
 
-    python benchmarks/orders_processes.py       # 3 minutes on 2 cores
+    python benchmarks/orders_processes.py                    # 6 minutes on 2 cores
+    python benchmarks/orders_processes.py --only computing   # one part of it
 
-Executor, links and processes are the trainer's; in place of the model each action sleeps, all times scaled alike, so
-that few cores are enough. A step is of long-tail lengths, as one data-parallel rank has them. The measured time is from
-a barrier until the last process is done, the median of some repeats.
+Executor, links, exchanges and processes are the trainer's. Few machines that this runs on can compute eight stages at
+once, so most processes sleep for as long as the cost model predicts of each action (Qwen2.5-7B on H100s), all times
+scaled alike:
+
+- stages of one data-parallel rank, 4 and 8 of them;
+- ranks that share sequences, on the stages of pipelines, by the schedules that can have such;
+- a small model that computes, on two stages of one thread each, with all lengths and the ChunkSize divided by 8. The
+  prediction is that of a profile which `chunkplan calibrate` measures first, on two processes at a time.
+
+Schedules take turns, after one round that does not count. Seconds are those until the last process has done its last
+action, medians of all repeats; gradients are not reduced.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
+from context_parallel import calibrate
+from context_parallel_processes import PlannedStep, run_plans
 from lengths import lengths
 from machine import machine
-from pipeline_stages import Job, work_of
-from planning import print_table
-from torch import Tensor, nn
+from pipeline_stages import Job, Ran, run_stages
+from planning import Row, measure_all
+from runtime_batch import qwen2, write_analysis
 
-from chunkplan.layers import V_SHAPED
-from chunkplan.operations import OPS
-from chunkplan.planfile.plan import Action
-from chunkplan.simulation import simulate_lengths
-from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.execution.executor import Executor
-from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.feed.stream import ChunkTensors
-from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import RankLayout
+from chunkplan import PlanConfig, build
+from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.simulation import simulate_lengths, simulate_ranks
 
 SCHEDULES = ("1f1b", "auto", "interleaved", "zero-bubble", "zero-bubble-v", "search")
-_CPU = torch.device("cpu")
-_TIMEOUT = timedelta(seconds=120)
-_CHUNK_SIZE, _K, _NUM_SEQUENCES, _CUT = 8192, 4, 64, 98_304
+CHUNK_SIZE, K, NUM_SEQUENCES, CUT = 8192, 4, 64, 98_304
+SMALLER = 8
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class PassedOn:
-    """What the executor needs of a model: its hidden states are one number a token, as they came."""
-
-    is_first: bool
-    is_last: bool
-    parts: list[Any]
-    head: nn.Module = field(default_factory=lambda: nn.Linear(1, 2))
-    vocab_size: int = 2
-    device: torch.device = _CPU
-    dtype: torch.dtype = torch.float32
-    current: Current = field(default_factory=Current)
-
-    @classmethod
-    def of(cls, layout: RankLayout) -> PassedOn:
-        """The parts of a model that a process of `layout` has."""
-        current = Current()
-        last = layout.num_model_stages - 1
-        parts = [cls(each == 0, each == last, [], current=current) for each in layout.model_stages()]
-        return cls(layout.is_first, layout.is_last, parts, current=current)
-
-    def hidden_states(
-        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
-    ) -> Tensor:
-        """Those that came, [num_tokens, 1]."""
-        hidden = torch.zeros(len(tensors.labels), 1, requires_grad=True) if inputs is None else inputs
-        return hidden.clone()
+#: Those of ranks that share sequences, and dp, pp of such.
+OF_GROUPS = ("1f1b", "auto", "zero-bubble")
+SHARED = ((2, 2), (2, 4), (4, 2))
 
 
-def measure(pp: int, seconds: float, repeats: int) -> list[Row]:
-    """Run a step on `pp` processes by every schedule; that of plain 1F1B is predicted to take `seconds`."""
+def step_of(num_sequences: int) -> list[int]:
+    """Long-tail lengths, one of them as long as any."""
     tokens = lengths("long-tail", 100_000, None)
-    longest = int(np.argmax(tokens.clip(max=_CUT)))
-    step = [*tokens[: _NUM_SEQUENCES - 1].tolist(), int(tokens[longest].clip(max=_CUT))]
-    jobs = []
-    for schedule in SCHEDULES:
-        found = simulate_lengths(step, chunk_size=_CHUNK_SIZE, k=_K, pp=pp, schedule=schedule)
-        scale = seconds / jobs[0].step.makespan * 1e6 if jobs else seconds / found.makespan * 1e6
-        jobs.append(Job(found, [np.zeros(length, np.int32) for length in step], scale))
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_work, args=(pp, Path(folder), jobs, repeats), nprocs=pp)
-        ends = np.max([pickle.loads((Path(folder) / str(stage)).read_bytes()) for stage in range(pp)], axis=0)
-    rows: list[Row] = []
-    for job, found_ends in zip(jobs, np.median(ends, axis=0), strict=True):
-        predicted = job.step.makespan / 1e6 * job.scale
-        first = rows[0] if rows else None
-        rows.append(
-            {
-                "stages": pp,
-                "schedule": job.step.schedule,
-                "predicted s": round(predicted, 3),
-                "measured s": round(float(found_ends), 3),
-                "measured over predicted": round(float(found_ends) / predicted, 3),
-                "times 1f1b, predicted": 1.0 if first is None else round(first["predicted s"] / predicted, 3),
-                "measured": 1.0 if first is None else round(first["measured s"] / float(found_ends), 3),
-            }
-        )
+    return [*tokens[: num_sequences - 1].tolist(), min(int(tokens.max()), CUT)]
+
+
+def measure_stages(seconds: float, repeats: int) -> list[Row]:
+    """Measure the stages of one rank, which sleep; plain 1F1B is predicted to take `seconds`."""
+    step, rows = step_of(NUM_SEQUENCES), []
+    for pp in (4, 8):
+        found = [simulate_lengths(step, chunk_size=CHUNK_SIZE, k=K, pp=pp, schedule=each) for each in SCHEDULES]
+        scale = seconds / found[0].makespan * 1e6
+        jobs = [Job(each, [np.zeros(length, np.int32) for length in step], scale) for each in found]
+        predicted = [each.makespan / 1e6 * scale for each in found]
+        rows += rows_of(f"1 x {pp}", SCHEDULES, predicted, ends_of(run_stages(jobs, pp, repeats)))
     return rows
 
 
-def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", _TIMEOUT, world_size=pp, rank=stage)
-    found = []
-    groups: dict[RankLayout, Any] = {}
-    for job in jobs:
-        layout = RankLayout(1, pp, stage, job.step.virtual_stages, job.step.schedule in V_SHAPED)
-        groups.setdefault(layout, make_groups(layout, _CPU, _TIMEOUT))
-    for _ in range(repeats + 1):
-        for job in jobs:
-            layout = RankLayout(1, pp, stage, job.step.virtual_stages, job.step.schedule in V_SHAPED)
-            found.append(_run(job, layout, groups[layout]))
-    ends = np.reshape(found, (repeats + 1, len(jobs)))[1:]  # the first round does not count
-    (folder / str(stage)).write_bytes(pickle.dumps(ends))
-    dist.destroy_process_group()
+def measure_groups(seconds: float, repeats: int, folder: Path) -> list[Row]:
+    """Measure ranks that share sequences, which sleep; plain 1F1B is predicted to take `seconds`."""
+    rows, layouts = [], []
+    for dp, pp in SHARED:
+        values, own = step_of(dp * NUM_SEQUENCES), folder / f"{dp}-{pp}"
+        own.mkdir()
+        write_analysis(own / "analysis", values, 2)
+        steps = []
+        for schedule in OF_GROUPS:
+            settings = {"chunk_size": CHUNK_SIZE, "k": K, "dp": dp, "pp": pp, "cp": "auto", "schedule": schedule}
+            plan = build(own / "analysis", own / schedule, PlanConfig(**settings, global_batch=len(values)))
+            ranks = simulate_ranks(plan, next(plan.iter_steps()), range(dp)).values()
+            predicted = max(rank.makespan for rank in ranks) / 1e6
+            steps.append(PlannedStep(plan.path, [rank.times.durations for rank in ranks], predicted))
+        scale = seconds / steps[OF_GROUPS.index("1f1b")].seconds
+        layouts.append((dp * pp, [replace(step, scale=scale) for step in steps]))
+    for (dp, pp), (_, steps), runs in zip(SHARED, layouts, run_plans(layouts, repeats), strict=True):
+        ends = [statistics.median(max(each.spent.end for each in run) for run in of_step) for of_step in runs]
+        rows += rows_of(f"{dp} x {pp}", OF_GROUPS, [step.seconds * step.scale for step in steps], ends)
+    return rows
 
 
-def _run(job: Job, layout: RankLayout, groups: Any) -> float:
-    """Run a step on one stage; returns when it is done, in seconds."""
-    durations = job.step.times.durations / 1e9 * job.scale  # [num_ops, num_model_stages, num_chunks]
-    model_stages = layout.model_stages()
+def measure_computing(repeats: int, folder: Path) -> list[Row]:
+    """Measure the stages of a small model, beside the prediction of a profile of this machine.
 
-    @contextmanager
-    def sleeping(action: Action) -> Iterator[None]:
-        time.sleep(durations[OPS.index(action.op), model_stages[action.virtual_stage], action.chunk_id])
-        yield
+    Raises:
+        SystemExit: schedules do not come to the same loss and gradients.
+    """
+    step = [max(2, length // SMALLER) for length in step_of(NUM_SEQUENCES)]
+    config = qwen2(256, 8, 4096, max(step))
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    hardware = load_hardware(calibrate(folder))
+    cost = CostModel(shape=read_model_config(folder / "config.json"), hardware=hardware, precision="fp32")
+    settings: dict[str, Any] = {"chunk_size": CHUNK_SIZE // SMALLER, "k": K, "pp": 2, "cost": cost}
+    found = [simulate_lengths(step, schedule=each, **settings) for each in SCHEDULES]
+    random = np.random.default_rng(0)
+    sequences = [random.integers(0, config.vocab_size, length, np.int32) for length in step]
+    rounds = run_stages([Job(each, sequences) for each in found], 2, repeats, config)
+    reference = rounds[0][0]
+    for ran in (run for runs in rounds for run in runs):
+        loss, expected = (sum(each.loss for each in run) for run in (ran, reference))
+        if abs(loss / expected - 1) > 1e-5 or abs(ran[0].norm / reference[0].norm - 1) > 1e-4:
+            raise SystemExit(f"the schedules do not agree, the comparison is void: {reference}, {ran}")
+    return rows_of("1 x 2", SCHEDULES, [each.makespan / 1e6 for each in found], ends_of(rounds))
 
-    model: Any = PassedOn.of(layout)
-    executor = Executor(model, links=groups.links(Wire(1, torch.float32, _CPU)))
-    work = work_of(job, layout.stage)
-    dist.barrier()
-    started = time.perf_counter()
-    executor.run(work, sum(len(sequence) for sequence in job.sequences), sleeping)
-    return time.perf_counter() - started
+
+def ends_of(rounds: Sequence[Sequence[Sequence[Ran]]]) -> list[float]:
+    """When the last stage of each job is done, in seconds; the median of its repeats."""
+    return [statistics.median(max(each.times.spent.end for each in run) for run in runs) for runs in rounds]
+
+
+def rows_of(layout: str, schedules: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> list[Row]:
+    """Make a row of each schedule, beside plain 1F1B."""
+    plain = schedules.index("1f1b")
+    return [
+        {
+            "ranks x stages": layout,
+            "schedule": schedule,
+            "predicted s": round(expected, 3),
+            "measured s": round(found, 3),
+            "measured / predicted": round(found / expected, 3),
+            "1f1b / this, predicted": round(predicted[plain] / expected, 3),
+            "measured": round(measured[plain] / found, 3),
+        }
+        for schedule, expected, found in zip(schedules, predicted, measured, strict=True)
+    ]
 
 
 def main() -> None:
-    """Measure, and print it."""
+    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--only", choices=[*TITLES], nargs="+", default=[*TITLES])
+    parser.add_argument("--seconds", type=float, default=4.0, help="of sleep, predicted for plain 1F1B")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [row for pp in (4, 8) for row in measure(pp, options.seconds, options.repeats)]
-    print(machine())
-    print_table("orders on processes", rows)
+    seconds, repeats = options.seconds, options.repeats
+    parts = {
+        "stages": lambda folder: measure_stages(seconds, repeats),
+        "groups": partial(measure_groups, seconds, repeats),
+        "computing": partial(measure_computing, repeats),
+    }
+    chosen = {name: part for name, part in parts.items() if name in options.only}
+    measure_all(chosen, TITLES, machine("chunkplan", "torch", "numba"), as_json=options.json)
+
+
+TITLES = {
+    "stages": f"Stages that sleep (ChunkSize {CHUNK_SIZE:,}, K {K}, {NUM_SEQUENCES} sequences)",
+    "groups": f"Ranks that share sequences, and sleep ({NUM_SEQUENCES} sequences a rank)",
+    "computing": f"A small model on 2 processes (ChunkSize {CHUNK_SIZE // SMALLER:,}, lengths / {SMALLER})",
+}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,18 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chunkplan.arrays import Int64Array
+from chunkplan.layers import V_SHAPED
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Action, Chunk
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import Simulation
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Kernels
 from chunkplan_runtime.distributed.gradients import gradient_norm
-from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import Around, Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.labels import shifted_labels
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
@@ -50,6 +52,10 @@ class Job:
     step: Simulation
     sequences: list[npt.NDArray[np.int32]]
     scale: float = 0.0
+
+    def layout(self, pp: int, stage: int) -> RankLayout:
+        """The process of a stage that runs it, on one data-parallel rank."""
+        return RankLayout(1, pp, stage, self.step.virtual_stages, self.step.schedule in V_SHAPED)
 
 
 @dataclass(frozen=True)
@@ -75,39 +81,46 @@ def run_stages(jobs: Sequence[Job], pp: int, repeats: int, config: Any = None) -
 def _work(stage: int, pp: int, folder: Path, jobs: list[Job], repeats: int, config: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", _TIMEOUT, world_size=pp, rank=stage)
-    run = _Stage(RankLayout(pp=pp, rank=stage), config)
+    run = _Stage(stage, pp, config)
     rounds = [[run(job) for job in jobs] for _ in range(repeats + 1)]
     (folder / str(stage)).write_bytes(pickle.dumps(rounds[1:]))
     dist.destroy_process_group()
 
 
 class _Stage:
-    """One stage of a pipeline with its links, which runs jobs."""
+    """One stage of a pipeline, which runs jobs: by layout of virtual stages its links, and its part of the model."""
 
-    def __init__(self, layout: RankLayout, config: Any) -> None:
-        self._layout = layout
-        self._groups = make_groups(layout, _CPU, _TIMEOUT)
-        self._model: CausalLM | None = None
-        if config is not None:
-            whole = new_model(config, torch.float32, seed=0)
-            self._model = cut_stage(whole, split_layers(config.num_hidden_layers, layout.pp), layout)
+    def __init__(self, stage: int, pp: int, config: Any) -> None:
+        self._stage, self._pp, self._config = stage, pp, config
+        self._groups: dict[RankLayout, Groups] = {}
+        self._models: dict[RankLayout, CausalLM] = {}
 
     def __call__(self, job: Job) -> Ran:
-        work = work_of(job, self._layout.stage)
-        model: Any = self._model or Sleeper.of(job.step.times.durations, job.scale, work, self._layout)
-        wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
-        executor = Executor(model, links=self._groups.links(wire))
+        layout = job.layout(self._pp, self._stage)
+        if layout not in self._groups:
+            self._groups[layout] = make_groups(layout, _CPU, _TIMEOUT)
+            if self._config is not None:
+                whole = new_model(self._config, torch.float32, seed=0)
+                layers = split_layers(self._config.num_hidden_layers, self._pp, None, layout.virtual_stages)
+                self._models[layout] = cut_stage(whole, layers, layout)
+        groups, own = self._groups[layout], self._models.get(layout)
+        work, durations = work_of(job, self._stage), job.step.times.durations
+        model: Any = own or Sleeper.of(durations, job.scale, work, layout)
+        wire = Wire(model.config.hidden_size if own else 1, model.dtype, model.device)
+        executor = Executor(model, links=groups.links(wire))
         clock = ActionClock(_CPU)
         num_targets = sum(len(sequence) - 1 for sequence in job.sequences)
+        around = clock.around(0)
+        if own is None:
+            around = weight_halves(around, durations, job.scale, layout)
         dist.barrier()
         clock.start(0)
-        loss = executor.run(work, num_targets, clock.around(0)).loss
+        loss = executor.run(work, num_targets, around).loss
         times = clock.stop()
-        if self._model is None:
+        if own is None:
             return Ran(times, loss, 0.0)
-        weights = dict(self._model.model.named_parameters())
-        norm = gradient_norm(weights, None, self._groups).item()
-        self._model.model.zero_grad()
+        norm = gradient_norm(dict(own.model.named_parameters()), None, groups).item()
+        own.model.zero_grad()
         return Ran(times, loss, norm)
 
 
@@ -116,32 +129,36 @@ class Sleeper:
     """What the executor needs of a model: its forwards and backwards sleep, its hidden states are a number a token.
 
     A chunk that processes share they begin together: attention of one layer of heads of one number, which exchanges all
-    that the runtime would, and computes nothing.
+    that the runtime would, and computes nothing. Weight halves sleep in `weight_halves`.
 
-    `seconds` of a forward, one that keeps KV alone, and a backward, by the spans of a chunk.
+    `seconds` of a forward, one that keeps KV alone, and a backward or its input half, by the spans of a chunk; `parts`:
+    its virtual stages, of which a process has one or several.
     """
 
     seconds: dict[tuple[Span, ...], tuple[float, float, float]]
     is_first: bool
     is_last: bool
+    parts: list[Sleeper]
     head: nn.Module = field(default_factory=lambda: nn.Linear(1, 2))
     vocab_size: int = 2
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     current: Current = field(default_factory=Current)
 
-    @property
-    def parts(self) -> list[Sleeper]:
-        """It has one virtual stage."""
-        return [self]
-
     @classmethod
     def of(cls, durations: Int64Array, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
-        """Make a stage that sleeps for as long as is predicted, in ns [num_ops, pp, num_chunks], scaled."""
-        predicted = durations[[FORWARD, FORWARD_KV, BACKWARD], layout.stage] / 1e9 * scale
-        by_chunk = [tuple(seconds) for seconds in predicted.T.tolist()]
-        seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
-        return cls(seconds, layout.is_first, layout.is_last)
+        """Make a process that sleeps for as long as is predicted, scaled.
+
+        `durations` in ns: [num_ops, num_model_stages, num_chunks].
+        """
+        splits = any(action.op == "backward_input" for action in work.actions)
+        ops = [FORWARD, FORWARD_KV, BACKWARD_INPUT if splits else BACKWARD]
+        current, last, parts = Current(), layout.num_model_stages - 1, []
+        for model_stage in layout.model_stages():
+            by_chunk = [tuple(each) for each in (durations[ops, model_stage] / 1e9 * scale).T.tolist()]
+            seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
+            parts.append(cls(seconds, model_stage == 0, model_stage == last, [], current=current))
+        return cls({}, layout.is_first, layout.is_last, parts, current=current)
 
     def hidden_states(
         self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
@@ -154,6 +171,21 @@ class Sleeper:
             hidden = _meet(hidden, tensors, store)
         slept: Tensor = _Sleep.apply(hidden, forward if torch.is_grad_enabled() else forward_kv, 0.0)
         return slept
+
+
+def weight_halves(inner: Around, durations: Int64Array, scale: float, layout: RankLayout) -> Around:
+    """What the executor enters around an action: `inner`, in which weight halves sleep as is predicted of them."""
+    model_stages = layout.model_stages()
+
+    @contextmanager
+    def sleeping(action: Action) -> Iterator[None]:
+        with inner(action):
+            if action.op == "backward_weight":
+                stage = model_stages[action.virtual_stage]
+                time.sleep(durations[BACKWARD_WEIGHT, stage, action.chunk_id] / 1e9 * scale)
+            yield
+
+    return sleeping
 
 
 def _meet(hidden: Tensor, tensors: ChunkTensors, store: StateStore) -> Tensor:

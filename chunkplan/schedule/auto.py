@@ -65,6 +65,9 @@ AS_TEMPLATE = -1
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 20_000
 
+#: So many changes in a row that made nothing faster are enough: what few chunks have is found by then.
+_IN_VAIN = 64
+
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
 
@@ -129,18 +132,19 @@ def auto(
                         best = end
                         actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
     history = np.full(HISTORY, now)
-    state = 1
-    while best > good and num_tried * actions.ops.size < _ACTIONS:
+    state, in_vain = 1, 0
+    while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
         new, state = _changed(chunks, answer, pp, state)
         limits.idle[:] = most_end - work - after
         end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
+        in_vain += 1
         if end >= 0:
             now, answer = end, new
             if end < best:
-                best = end
+                best, in_vain = end, 0
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
         history[turn] = min(history[turn], now)
     return actions, best
