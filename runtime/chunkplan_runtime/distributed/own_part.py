@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ _HINT = "the checkpoint is incomplete, or its config.json is not its own"
 
 #: How many bytes in the middle of each tensor tell a checkpoint from another one.
 _SAMPLE = 4096
+
+
+#: By which transformers is told to read without threads.
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class WholeOnlyError(Exception):
@@ -51,10 +57,12 @@ def load_own_part(
     *,
     attention: str,
     device: torch.device,
+    held: torch.dtype | None = None,
 ) -> tuple[CausalLM, str]:
     """What the process of `layout` has of a saved model whose model stages have `layers`, its weights on `device`.
 
-    With data-parallel processes these are hollow, and their rows are in `rows`. Also a hash of the whole checkpoint.
+    With data-parallel processes these are hollow, and their rows are in `rows`, as `held` if they are kept in another
+    dtype than they are loaded in. Also a hash of the whole checkpoint.
 
     Raises:
         WholeOnlyError: it can be loaded as a whole only.
@@ -63,7 +71,7 @@ def load_own_part(
     whole = CausalLM(hollow_model(config, dtype))
     kind = type(whole.model)
     part = _Part(
-        (cut_stage(whole, layers, layout) if layout.pp > 1 else whole).model.state_dict().keys(), layout, device
+        held, (cut_stage(whole, layers, layout) if layout.pp > 1 else whole).model.state_dict().keys(), layout, device
     )
 
     def load(model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
@@ -85,10 +93,12 @@ def load_own_part(
 class _Part:
     """Which weights a process has, and what it has loaded of them."""
 
-    def __init__(self, names: Iterable[str], layout: RankLayout, device: torch.device) -> None:
+    def __init__(
+        self, held: torch.dtype | None, names: Iterable[str], layout: RankLayout, device: torch.device
+    ) -> None:
         self.rows: dict[nn.Parameter, Tensor] = {}
         self.identity = ""
-        self._names, self._layout, self._device = set(names), layout, device
+        self._names, self._layout, self._device, self._held = set(names), layout, device, held
         self._shapes: dict[str, torch.Size] = {}
 
     def load(self, load_some: Any, model: Any, files: Sequence[str], how: Any) -> Any:
@@ -112,7 +122,8 @@ class _Part:
             groups.setdefault(layer_of(name), {})[key] = stored[key]
         report, rest = None, None
         for some in groups.values():
-            found, rest = load_some(model, some, None, how)
+            with _reading_alone():
+                found, rest = load_some(model, some, None, how)
             self._keep_own_rows(model, self._shapes.keys() - found.missing_keys)
             report = found if report is None else _both(report, found)
         if report is None:
@@ -156,8 +167,24 @@ class _Part:
             shape, rows = self._shapes[name], weight.data
             if rows.shape == shape and shape:  # it was loaded whole
                 rows = rows[own_rows(shape[0], self._layout)].clone()
+            if self._held is not None:
+                rows = rows.to(self._held)
             module._parameters[last] = standing = _initialized(hollow(weight, shape))
             self.rows[standing] = rows.to(self._device)
+
+
+@contextmanager
+def _reading_alone() -> Iterator[None]:
+    """Within the block transformers reads one tensor after another, and not all that it is given at once in threads."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
 
 
 def _place(model: Any, name: str) -> tuple[nn.Module, str]:

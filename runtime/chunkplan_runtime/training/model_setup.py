@@ -111,7 +111,8 @@ def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> t
     layers = stage_layers(model_config, config, plan, layout)
     if config.model is not None:
         try:
-            how: Any = {"attention": config.attention, "device": device}
+            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
+            how: Any = {"attention": config.attention, "device": device, "held": held}
             return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -34,6 +33,9 @@ from chunkplan_runtime.tensor_file import Kind, TensorFile, writing_tensors
 from chunkplan_runtime.training.save import NO_ROOM
 
 HINT = "remove this checkpoint to go on from the one before"
+
+#: How much of a tensor is read at once.
+_BYTES_AT_ONCE = 1 << 21
 
 _STEP = re.compile(r"step:(\d+)")
 
@@ -63,12 +65,8 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
     files = sorted(folder.glob("*.safetensors"))
     ranks: set[str] = set()
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = [name for name in file.keys() if _STEP.fullmatch(name)]  # noqa: SIM118  # it is no dict
-                steps = {name: int(file.get_tensor(name)) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
+        file = TensorFile(path, HINT)
+        steps = {name: int(file.read(name)) for name in file if _STEP.fullmatch(name)}
         if set(steps.values()) != {step}:
             raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
         ranks |= steps.keys()
@@ -137,15 +135,26 @@ class _Reader(HuggingFaceStorageReader):
             if path not in files:
                 files[path] = TensorFile(Path(path), HINT)
             ends = zip(item.storage_offsets, item.lengths, strict=True)
-            part = files[path].read(
-                item.storage_index.fqn, tuple(slice(begin, begin + length) for begin, length in ends)
-            )
+            where = [slice(begin, begin + length) for begin, length in ends]
             target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
+            for part, rows in _row_blocks(target, where):
+                part.copy_(files[path].read(item.storage_index.fqn, rows))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _row_blocks(target: Tensor, where: list[slice]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Rows of a tensor that are read at once, each with the place of them in a file, of which the whole has `where`."""
+    if not where:
+        yield target, ()
+        return
+    rows = max(1, _BYTES_AT_ONCE // max(1, target[:1].nbytes))
+    for begin in range(0, len(target), rows):
+        part = target[begin : begin + rows]
+        first = where[0].start + begin
+        yield part, (slice(first, first + len(part)), *where[1:])
 
 
 @contextmanager

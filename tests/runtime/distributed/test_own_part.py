@@ -31,8 +31,9 @@ CPU = torch.device("cpu")
 
 #: Tied embeddings; experts that are one weight in the model and many in a checkpoint; buffers that are computed, by the
 #: model itself from those of its layers, and such as are saved; weights that stay float32.
-TYPES = ("qwen2", "mixtral", "falcon_h1", "deepseek_v3")
+TYPES = ("qwen2", "mixtral", "falcon_h1")
 OTHERS = (
+    "deepseek_v3",
     "gemma3_text",
     "gpt_oss",
     "mamba2",
