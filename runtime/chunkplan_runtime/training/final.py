@@ -76,7 +76,8 @@ def save_model(
     saved = _formed(model, _empty(kinds, "meta"))
     layers: dict[str, dict[str, Kind]] = {}
     for name, kind in kinds.items():
-        layers.setdefault(layer_of(name), {})[name] = kind
+        is_alone = name in saved and saved[name].shape == kind.shape  # it is saved as it is
+        layers.setdefault(name if is_alone else layer_of(name), {})[name] = kind
     if {name for each in layers.values() for name in _formed(model, _empty(each, "meta"))} != saved.keys():
         layers = {"": kinds}  # weights of several layers are one in a checkpoint
     split = split_torch_state_dict_into_shards(saved, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
@@ -91,6 +92,7 @@ def save_model(
             read(tensors)
             for name, tensor in _formed(model, tensors).items():
                 files[name].write(name, tensor)
+            del tensors, tensor  # before there are the next ones
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
