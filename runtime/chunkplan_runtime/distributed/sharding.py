@@ -17,15 +17,16 @@ gradients are reduced in every backward. All processes then have to run the same
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
@@ -34,7 +35,11 @@ from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.feed.stream import padding_tensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.hollow import replace_weights
 from chunkplan_runtime.models.model import CausalLM, call_directly
+
+#: A module, the name of a weight in it, and the rows of that which this process has.
+_Place = tuple[nn.Module, str, Tensor]
 
 
 class Shards:
@@ -62,10 +67,7 @@ class Shards:
                 hint="leave --reshard out",
             )
         dtype = model.dtype
-        if master_weights:
-            for parameter in model.model.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()
+        places = _take_rows(model, replicas, master_weights=master_weights)
         narrow = dtype.itemsize < torch.float32.itemsize
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if master_weights else None,
@@ -76,6 +78,7 @@ class Shards:
         for layer in model.own_layers.values():
             fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+        _give_rows(places)
         self._root = root
         #: By virtual stage.
         self._layers = [
@@ -189,6 +192,47 @@ class Shards:
         if model.is_last:
             out = model.head(out)
         return out.sum() * 0
+
+
+def _take_rows(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) -> list[_Place]:
+    """Leave the shapes of a model's weights, on torch's meta device, and return of each the rows of this process.
+
+    It is done weight by weight, so that there are never more than the rows and one weight: of a whole weight its rows
+    are copied, and where these are `master_weights` it is they that become float32.
+    """
+    device = torch.device(replicas.device_type)
+    rows: dict[nn.Parameter, Tensor] = {}
+
+    def take(weight: nn.Parameter) -> nn.Parameter:
+        own = model.rows.pop(weight, None)
+        if own is None:
+            chunks = torch.chunk(weight.data, replicas.size())
+            own = next(iter(chunks[replicas.get_local_rank() :]), weight.data[:0]).clone()
+        if master_weights and weight.requires_grad:
+            own = own.float()
+        shape = nn.Parameter(own.new_empty(weight.shape, device="meta"), requires_grad=weight.requires_grad)
+        rows[shape] = own.to(device)
+        return shape
+
+    replace_weights(model.model, take)
+    return [
+        (module, name, rows[shape])
+        for module in model.model.modules()
+        for name, shape in module._parameters.items()
+        if shape is not None
+    ]
+
+
+def _give_rows(places: Sequence[_Place]) -> None:
+    """Put the rows of this process where FSDP2 has sharded shapes."""
+    made: dict[int, nn.Parameter] = {}
+    for module, name, own in places:
+        if id(own) not in made:
+            sharded: Any = module._parameters[name]
+            how = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
+            filled = DTensor.from_local(own, sharded.device_mesh, sharded.placements, **how)
+            made[id(own)] = nn.Parameter(filled, requires_grad=sharded.requires_grad)
+        module._parameters[name] = made[id(own)]
 
 
 class _Root(nn.Module):

@@ -84,3 +84,12 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
             f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
         ) from error
     return replace(model, model=adapted)
+
+
+@torch.no_grad()
+def take_adapters(own: CausalLM, whole: CausalLM) -> None:
+    """Give a part of a model the adapters that the whole one has: drawn there, they are the same for any layout."""
+    drawn = dict(whole.model.named_parameters())
+    for name, weight in own.model.named_parameters():
+        if weight.requires_grad:
+            weight.copy_(drawn[name])

@@ -28,7 +28,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.dropout import seed_layers
-from chunkplan_runtime.models.making import REFUSALS, how_to_make
+from chunkplan_runtime.models.making import CONFIG_HINT, REFUSALS, how_to_make, make
 from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
 from chunkplan_runtime.models.recurrent import (
@@ -40,8 +40,6 @@ from chunkplan_runtime.models.recurrent import (
 )
 from chunkplan_runtime.models.selective_scan import continue_scans
 from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, forget_text_weights, is_text_weight
-
-_CONFIG_HINT = "take the config.json that came with a model"
 
 #: A function from hidden states [n, hidden_size] to logits [n, vocab_size].
 Head = Callable[[Tensor], Tensor]
@@ -59,6 +57,7 @@ class CausalLM:
     `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
     itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
     `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
+    `rows`: of hollow weights (`models.hollow`), the rows that this process has.
     """
 
     model: Any
@@ -67,6 +66,7 @@ class CausalLM:
     call: Callable[..., Any] = call_directly
     compute_dtype: torch.dtype | None = None
     current: Current = field(default_factory=Current)
+    rows: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for layers in (self.model, *(cut.layers for cut in self.cuts if cut.layers is not None)):
@@ -237,7 +237,7 @@ def read_config(path: Path, *, router_loss: bool = False) -> Any:
         config = AutoConfig.for_model(**document)
     except REFUSALS as error:
         raise DataError(
-            f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=_CONFIG_HINT
+            f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=CONFIG_HINT
         ) from error
     return checked_text_config(config, str(path), router_loss=router_loss)
 
@@ -278,23 +278,21 @@ def new_model(
         DataError: transformers cannot build it.
         UsageError: the attention kernel of that name is not there, or cannot run the model.
     """
-    register_attention()
     kernels = Kernels(attention)
     torch.manual_seed(seed)
-    try:
-        with torch.device(device):
-            model = AUTO_MODEL.from_config(copy.deepcopy(config), **how_to_make(dtype))
-    except REFUSALS as error:
-        raise DataError(
-            f"a {config.model_type} model cannot be built from its config: {error}", hint=_CONFIG_HINT
-        ) from error
-    return _checked(CausalLM(model.train(), kernels), runs_on)
+    return _checked(CausalLM(make(config, dtype, device).train(), kernels), runs_on)
 
 
 def load_model(
-    name: str, config: Any, dtype: torch.dtype, *, attention: str = AUTO, runs_on: torch.device | None = None
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str = AUTO,
+    runs_on: torch.device | None = None,
+    loader: Any = AUTO_MODEL,
 ) -> CausalLM:
-    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
+    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`. `loader`: the class to load.
 
     Raises:
         UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
@@ -303,7 +301,7 @@ def load_model(
     register_attention()
     kernels = Kernels(attention)
     try:
-        model, report = AUTO_MODEL.from_pretrained(
+        model, report = loader.from_pretrained(
             name,
             config=copy.deepcopy(config),
             output_loading_info=True,

@@ -139,10 +139,7 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: Checkpo
     if found != expected:
         name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
         raise DataError(f"the weight {name} is not the model's", where=str(checkpoint / _WEIGHTS), hint=HINT)
-    read = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-    read_tensors(checkpoint / _WEIGHTS, read, job)
-    for name, tensor in weights.items():
-        tensor.copy_(read[name])
+    read_tensors(checkpoint / _WEIGHTS, dict(weights), job)
 
 
 def read_optimizer(

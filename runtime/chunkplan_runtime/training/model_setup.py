@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import gibibytes
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import local_device_index
+from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.cut import Cut
+from chunkplan_runtime.models.hollow import hollow, hollow_model
+from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.training.config import TrainConfig
 
@@ -39,6 +44,12 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
 
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    """The dtype that a model is loaded in."""
+    assert config.precision is not None
+    return _DTYPES[config.precision]
+
+
 def read_model_config(config: TrainConfig) -> Any:
     """The transformers config of the model to train.
 
@@ -52,35 +63,96 @@ def read_model_config(config: TrainConfig) -> Any:
     return read_config(config.model_config, router_loss=True)
 
 
-def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
-    """The whole model, after `choose_device`, with adapters where `lora_rank` asks for them.
+class Built(NamedTuple):
+    """A model as one of several processes has it.
 
-    It is on the device, or on the CPU where each process will have a stage or a shard of it only.
+    Attributes:
+        own: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
+            sharding brings it there weight by weight.
+        whole: all of it; on several processes its weights are hollow, those that are no adapters.
+        identity: a hash that other weights do not have, the same on all processes; None on one alone.
+        note: what to say of how it was loaded, if anything.
+    """
+
+    own: CausalLM
+    whole: CausalLM
+    identity: str | None = None
+    note: str | None = None
+
+
+def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
+    """Load or draw a model, after `choose_device`: of a saved one each of several processes reads what it has of it.
 
     Raises:
-        UsageError: its weights cannot be loaded, or an option is not one for this model.
-        DataError: some of them are missing, or transformers cannot build it.
+        UsageError: its weights cannot be loaded, or an option is not one for this model, or for this plan.
+        DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
-    assert config.precision is not None
-    dtype, device = _DTYPES[config.precision], torch.device(config.device)
-    if config.model is not None:
-        model = load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device)
-    else:  # drawn on the CPU, where the same seed draws the same for any layout
-        model = new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
     if job.groups is None:
-        model = replace(model, model=model.model.to(device))
+        model = _whole_model(config, model_config)
+        model = replace(model, model=model.model.to(config.device))
+        if config.lora_rank:
+            model = add_lora(model, _lora(config))
+        if config.checkpointing:
+            model.enable_checkpointing()
+        return Built(model, model)
+    own, identity, note = _own_part(config, model_config, plan, job)
+    whole = _hollow_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
-        options = LoraOptions(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            targets=config.lora_targets,
-            seed=config.seed,
-        )
-        model = add_lora(model, options)
+        own, whole = (add_lora(each, _lora(config)) for each in (own, whole))
+        take_adapters(own, whole)
     if config.checkpointing:
-        model.enable_checkpointing()
-    return model
+        own.enable_checkpointing()
+    return Built(own, whole, identity, note)
+
+
+def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
+    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
+    dtype, device, layout, note = dtype_of(config), torch.device(config.device), job.layout, None
+    layers = stage_layers(model_config, config, plan, layout)
+    if config.model is not None:
+        try:
+            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
+            how: Any = {"attention": config.attention, "device": device, "held": held}
+            return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
+        except WholeOnlyError as error:
+            note = f"every process loads the whole model, not its part: {error}"
+    model = _whole_model(config, model_config)
+    if note is not None:
+        note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"
+    identity = fingerprint(model, model, Job())
+    return own_stage(model, layers, layout, device), identity, note
+
+
+def _whole_model(config: TrainConfig, model_config: Any) -> CausalLM:
+    """A model on the CPU, where the same seed draws the same for any layout."""
+    dtype, device = dtype_of(config), torch.device(config.device)
+    if config.model is not None:
+        return load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device)
+    return new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
+
+
+def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) -> CausalLM:
+    """The whole of a model of which processes have their `own` part: hollow, with what is saved beside weights."""
+    model = hollow_model(model_config, dtype)
+    dtypes = {name: weight.dtype for name, weight in own.model.named_parameters()}
+    for found in job.all_gather_object({name: each for name, each in dtypes.items() if each != dtype}):
+        for name, other in found.items():
+            weight = model.get_parameter(name)
+            weight.data = hollow(weight.to(other)).data
+    model.generation_config = own.model.generation_config
+    if hasattr(own.model, "_weight_conversions"):
+        model._weight_conversions = own.model._weight_conversions
+    return replace(own, model=model, cuts=(Cut(),), rows={}, current=Current())
+
+
+def _lora(config: TrainConfig) -> LoraOptions:
+    return LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=config.lora_targets,
+        seed=config.seed,
+    )
 
 
 def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
@@ -104,31 +176,54 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
         )
 
 
-def own_stage(model: CausalLM, config: TrainConfig, plan: Plan, layout: RankLayout) -> CausalLM:
-    """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit.
+def stage_layers(model_config: Any, config: TrainConfig, plan: Plan, layout: RankLayout) -> list[range]:
+    """The layers of each model stage.
 
     Raises:
         UsageError: the layers cannot be split over the stages so.
     """
+    given = config.stage_layers or plan.config.stage_layers
+    return split_layers(model_config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
+
+
+def own_stage(model: CausalLM, layers: list[range], layout: RankLayout, device: torch.device) -> CausalLM:
+    """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit."""
     if layout.pp > 1:
-        given = config.stage_layers or plan.config.stage_layers
-        layers = split_layers(model.config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
         model = cut_stage(model, layers, layout)
-    return model if layout.dp > 1 else replace(model, model=model.model.to(config.device))
+    return model if layout.dp > 1 else replace(model, model=model.model.to(device))
 
 
 @torch.no_grad()
-def fingerprint(model: CausalLM, *, only_frozen: bool = False) -> str | None:
+def fingerprint(own: CausalLM, whole: CausalLM, job: Job, *, only_frozen: bool = False) -> str | None:
     """Identify weights by a hash of up to `_SAMPLES` numbers of each, evenly spaced: other weights differ there too.
 
-    `only_frozen`: of those that are not trained, and so in no checkpoint. None where there are no such weights.
+    It is the same for whatever part of the weights each process has. `only_frozen`: of those that are not trained, and
+    so in no checkpoint. None where there are no such weights.
     """
     named = [
-        (name, value) for name, value in model.model.named_parameters() if not (only_frozen and value.requires_grad)
+        (name, value) for name, value in whole.model.named_parameters() if not (only_frozen and value.requires_grad)
     ]
+    if not named:
+        return None
+    names = {name for name, _ in named}
+    mine = {name: _samples(own, value, job) for name, value in own.model.named_parameters() if name in names}
+    found: dict[str, dict[int, bytes]] = {}
+    for samples in job.all_gather_object(mine):
+        for name, (first, numbers) in samples.items():
+            found.setdefault(name, {})[first] = numbers
     digest = hashlib.sha256()
     for name, value in named:
-        flat = value.detach().flatten()
-        samples = flat[:: max(1, len(flat) // _SAMPLES)].double().cpu().numpy()
-        digest.update(f"{name} {tuple(value.shape)}".encode() + samples.tobytes())
-    return digest.hexdigest() if named else None
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        for _, numbers in sorted(found[name].items()):
+            digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _samples(own: CausalLM, weight: torch.nn.Parameter, job: Job) -> tuple[int, bytes]:
+    """The numbers of a weight that a process has, of those that identify it, and the place of the first of them."""
+    every = max(1, weight.numel() // _SAMPLES)
+    rows, begin = own.rows.get(weight, weight.detach()), 0
+    if weight in own.rows:
+        begin = own_rows(len(weight), job.layout).start * weight[:1].numel()
+    first = -(-begin // every) * every
+    return first, rows.flatten()[first - begin :: every].double().cpu().numpy().tobytes()

@@ -17,18 +17,20 @@ from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.model_setup import Built
 
 
 def describe_run(
     config: TrainConfig,
     data: TrainingData,
-    model: CausalLM,
+    built: Built,
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
     groups: Groups | None = None,
 ) -> list[str]:
-    """Lines of a name and what there is to say about it; `model` is the whole one."""
+    """Lines of a name and what there is to say about it."""
+    model = built.whole
     parameters = list(model.model.parameters())
     num_weights = sum(weight.numel() for weight in parameters)
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
@@ -40,6 +42,7 @@ def describe_run(
     plan = data.plan
     return [
         f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
+        *([f"          {built.note}"] if built.note else ()),
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "

@@ -88,10 +88,12 @@ def remove_folder(folder: Path) -> None:
 
 
 def save_files(model: CausalLM, tokenizer: list[Path], folder: Path) -> None:
-    """Write weights and config, or adapters, and copies of the files of a tokenizer into `folder`.
-
-    Copied, so that the tokenizer is to the byte the one whose hash an analysis holds.
-    """
+    """Write weights and config, or adapters, and copies of the files of a tokenizer into `folder`."""
     model.model.save_pretrained(folder)
+    copy_files(tokenizer, folder)
+
+
+def copy_files(tokenizer: list[Path], folder: Path) -> None:
+    """Copy the files of a tokenizer, so that it is to the byte the one whose hash an analysis holds."""
     for file in tokenizer:
         shutil.copy(file, folder / file.name)

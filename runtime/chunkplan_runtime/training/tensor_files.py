@@ -2,10 +2,14 @@
 
 Each process writes what it has, whole tensors or shards; any number of processes, also one, reads what it needs. Every
 file holds the step that it is of, by its process, so that one which is missing or of another step is noticed.
+
+What torch does it plans, and has read back; bytes go to and from files a tensor at a time, by code of our own. torch's
+own would hold a file as a whole, once more than the tensors.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,18 +17,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.files.folder import sync
 from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.tensor_file import Kind, TensorFile, writing_tensors
 from chunkplan_runtime.training.save import NO_ROOM
 
 HINT = "remove this checkpoint to go on from the one before"
+
+#: How much of a tensor is read at once.
+_BYTES_AT_ONCE = 1 << 21
 
 _STEP = re.compile(r"step:(\d+)")
 
@@ -37,7 +48,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], step: int, job: J
     """
     own = {name: tensor.detach() for name, tensor in tensors.items()}
     own[f"step:{job.layout.rank}"] = torch.tensor(step)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = _Writer(str(folder), save_distributed=True)
     try:
         with _one_or_many(job) as how:
             save(own, storage_writer=writer, **how)
@@ -54,12 +65,8 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
     files = sorted(folder.glob("*.safetensors"))
     ranks: set[str] = set()
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = [name for name in file.keys() if _STEP.fullmatch(name)]  # noqa: SIM118  # it is no dict
-                steps = {name: int(file.get_tensor(name)) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot be read: {error}", where=str(path), hint=HINT) from error
+        file = TensorFile(path, HINT)
+        steps = {name: int(file.read(name)) for name in file if _STEP.fullmatch(name)}
         if set(steps.values()) != {step}:
             raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
         ranks |= steps.keys()
@@ -83,9 +90,71 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job, hint: str =
     """
     try:
         with _one_or_many(job) as how:
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), **how)
+            load(tensors, storage_reader=_Reader(str(folder)), **how)
     except CheckpointException as error:
         raise DataError(f"cannot be read: {_reason(error)}", where=str(folder), hint=hint) from error
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes the file of a process tensor by tensor."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
+        kinds, offsets = {}, {}
+        for item in plan.items:
+            assert item.tensor_data is not None, "there are only tensors"
+            chunk = item.tensor_data.chunk
+            kinds[item.index.fqn] = Kind(item.tensor_data.properties.dtype, tuple(chunk.sizes))
+            offsets[item.index.fqn] = {"saved_offsets": [*chunk.offsets]}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        path = Path(self.path) / name
+        results = []
+        with writing_tensors(path, kinds, metadata) as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor), "there are only tensors"
+                file.write(item.index.fqn, tensor)
+                num_bytes = kinds[item.index.fqn].num_bytes
+                results.append(WriteResult(item.index, num_bytes, storage_data=None))
+        sync(path)
+        return results
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads from files what is asked for, tensor by tensor."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files: dict[str, TensorFile] = {}
+        for item in plan.items:
+            path = self.storage_data[item.storage_index].relative_path
+            if path not in files:
+                files[path] = TensorFile(Path(path), HINT)
+            ends = zip(item.storage_offsets, item.lengths, strict=True)
+            where = [slice(begin, begin + length) for begin, length in ends]
+            target = planner.resolve_tensor(item).detach()
+            for part, rows in _row_blocks(target, where):
+                part.copy_(files[path].read(item.storage_index.fqn, rows))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _row_blocks(target: Tensor, where: list[slice]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Rows of a tensor that are read at once, each with the place of them in a file, of which the whole has `where`."""
+    if not where:
+        yield target, ()
+        return
+    rows = max(1, _BYTES_AT_ONCE // max(1, target[:1].nbytes))
+    for begin in range(0, len(target), rows):
+        part = target[begin : begin + rows]
+        first = where[0].start + begin
+        yield part, (slice(first, first + len(part)), *where[1:])
 
 
 @contextmanager

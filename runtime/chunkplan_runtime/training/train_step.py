@@ -220,6 +220,18 @@ class TrainStep:
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self._optimizer, weights)}
 
+    def all_tensors(self) -> dict[str, torch.Tensor]:
+        """What a saved model is made of, by name: trained weights, and unless these are adapters all that is saved."""
+        weights, model = self._weights.tensors, self.model.model
+        if hasattr(model, "get_base_model"):
+            return weights
+        others = {name: weight for name, weight in model.named_parameters() if name not in weights}
+        for path, module in model.named_modules():
+            for name, value in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    others[name] = value
+        return {**weights, **others}
+
     def restore(self, checkpoint: Path, state: CheckpointState) -> None:
         """Take weights and optimizer states from a checkpoint whose state.json holds `state`.
 

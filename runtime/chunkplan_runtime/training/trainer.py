@@ -25,7 +25,7 @@ from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.metrics import RunLog
-from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, own_stage, read_model_config
+from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from chunkplan_runtime.training.run_summary import describe_run
 from chunkplan_runtime.training.screen import Screen
@@ -86,9 +86,9 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     for plan in (data.plan, data.evaluation):
         if plan is not None:
             check_plan(model_config, plan, job.layout.dp, router_loss)
-    model = build_model(config, model_config, job)
-    refuse_other_processes({"weights": fingerprint(model)}, job)
-    fixed["frozen weights"] = fingerprint(model, only_frozen=True)
+    model = build_model(config, model_config, data.plan, job)
+    refuse_other_processes({"weights": model.identity}, job)
+    fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     start, state = 0, None
     checkpoint = job.broadcast_object(next(reversed(folder.checkpoints()), None))
     if checkpoint is not None:
@@ -96,10 +96,10 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         refuse_other_run(state, fixed, checkpoint)
         stream.load_state_dict(state["stream"])
         start = state["step"]
-    flops = FlopCounter(model)
+    flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)
-    train_step = TrainStep(own_stage(model, config, data.plan, job.layout), config, num_steps, job)
+    train_step = TrainStep(model.own, config, num_steps, job)
     if checkpoint is not None and state is not None:
         train_step.restore(checkpoint, state)
         restore_random_states(state, train_step.model.device)
@@ -116,6 +116,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         start=start,
         num_steps=num_steps,
         fixed=fixed,
+        whole=model.whole,
         train_step=train_step,
         spikes=SpikeWatch(config.spike, state["losses"] if state else ()),
         flops=flops,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,20 +10,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
+from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.training.checkpoint import RunState, write_checkpoint
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.largest_step import LargestStep
 from chunkplan_runtime.training.losses import SpikeWatch, describe_worst, source_losses
-from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.metrics import (
     EvaluationRow,
     RunLog,
@@ -34,14 +32,9 @@ from chunkplan_runtime.training.metrics import (
     reset_peak_memory,
     step_row,
 )
-from chunkplan_runtime.training.model_setup import build_model
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
-from chunkplan_runtime.training.save import NO_ROOM, save_files, shared_folder
 from chunkplan_runtime.training.screen import Screen
-from chunkplan_runtime.training.tensor_files import read_tensors, write_tensors
 from chunkplan_runtime.training.train_step import TrainStep
-
-_STAGES = "stages"
 
 
 @dataclass
@@ -55,6 +48,7 @@ class TrainingRun:
         tokenizer: the files that go with the weights.
         start: the step that comes next, of `num_steps`.
         fixed: what may not change when a run is resumed, by the name that a message has for it.
+        whole: the model; of several processes each has a hollow one, of which it trains a part.
         description: the lines to print before the first step.
     """
 
@@ -70,6 +64,7 @@ class TrainingRun:
     start: int
     num_steps: int
     fixed: dict[str, Any]
+    whole: CausalLM
     train_step: TrainStep
     spikes: SpikeWatch
     flops: FlopCounter
@@ -105,7 +100,7 @@ class TrainingRun:
             for line in [*report, f"timeline  {self.folder.timeline}"] if report else ():
                 say(line)
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
-        save_final(self.train_step, self.config, self.data.model_config, self.tokenizer, self.folder.final, self.job)
+        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job)
         say(f"saved     {self.folder.final}")
         say(f"metrics   {self.folder.metrics}")
 
@@ -191,33 +186,6 @@ class TrainingRun:
             hint="try a smaller --lr, --clip 1 or --precision fp32 in a new run, or leave these sequences out; "
             + self.folder.how_to_resume(),
         )
-
-
-@torch.no_grad()
-def save_final(
-    train_step: TrainStep, config: TrainConfig, model_config: Any, tokenizer: list[Path], target: Path, job: Job
-) -> None:
-    """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
-
-    Of several processes each writes what it has; the main one puts it together, in the memory of its machine.
-
-    Raises:
-        ChunkplanError: it cannot be written.
-    """
-    if job.groups is None:
-        with shared_folder(target, job) as folder:
-            save_files(train_step.model, tokenizer, folder)
-        return
-    with shared_folder(target, job, _STAGES) as folder:
-        write_tensors(folder / _STAGES, train_step.tensors()["weights"], 0, job, target)
-        if job.is_main:
-            whole = build_model(config, model_config, job)
-            weights = TrainedWeights(whole.model, master_weights=config.precision == "bf16")
-            tensors = {name: weight.detach() for name, weight in weights.tensors.items()}
-            read_tensors(folder / _STAGES, tensors, Job(), hint=NO_ROOM)
-            weights.publish()
-            shutil.rmtree(folder / _STAGES)
-            save_files(whole, tokenizer, folder)
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -24,7 +24,7 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.model_setup import own_stage
+from chunkplan_runtime.training.model_setup import own_stage, stage_layers
 from chunkplan_runtime.training.options import read_options
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
@@ -111,8 +111,9 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
     config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))], print)
     plan = load_plan(made / "uneven")
     for stage, own in enumerate(((0,), (1, 2))):
-        model = new_model(read_config(made / "tied.json"), torch.float32, 0)
-        layers = own_stage(model, config, plan, RankLayout(pp=2, rank=stage)).model.get_decoder().layers
+        model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, rank=stage)
+        split = stage_layers(model.config, config, plan, layout)
+        layers = own_stage(model, split, layout, torch.device("cpu")).model.get_decoder().layers
         assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own
 
 

@@ -1,0 +1,173 @@
+"""Measures how much host memory processes need to load their parts of a saved model, and to save it. Linux only.
+
+    python benchmarks/host_memory.py               # a model of 151 MiB, half a minute
+    python benchmarks/host_memory.py --layers 96   # four times as large
+    python benchmarks/host_memory.py --json        # rows for a program
+
+Four gloo processes on this machine, on CPUs, as data-parallel replicas, as pipeline stages, and both. What a process
+has, its share, are the weights that it holds, with the float32 master weights of those in bfloat16. Its peak is the
+most memory that was resident, less what was before: when torch, transformers and all code were there, and a tiny model
+had been loaded and saved in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from machine import machine
+from planning import Row, print_table, write_lengths
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
+
+from chunkplan import PlanConfig, build
+from chunkplan.planfile.load import load_plan
+from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.layout import choose_layout
+from chunkplan_runtime.models.hollow import hollow_model
+from chunkplan_runtime.tensor_file import Kind, writing_tensors
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.final import save_final
+from chunkplan_runtime.training.model_setup import build_model, read_model_config
+from chunkplan_runtime.training.train_step import TrainStep
+
+#: dp, pp.
+LAYOUTS = ((4, 1), (2, 2), (1, 4))
+_CPU, _TIMEOUT = torch.device("cpu"), timedelta(minutes=5)
+
+
+def write_model(folder: Path, num_layers: int, hidden_size: int) -> int:
+    """Write a Qwen2 model of random bfloat16 weights, tensor by tensor; returns its bytes."""
+    config = AutoConfig.for_model(
+        "qwen2",
+        num_hidden_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 64,
+        vocab_size=8 * hidden_size,
+        tie_word_embeddings=True,
+    )
+    shapes = hollow_model(config, torch.bfloat16).named_parameters()
+    kinds = {name: Kind(torch.bfloat16, tuple(weight.shape)) for name, weight in shapes}
+    folder.mkdir()
+    config.save_pretrained(folder)
+    with writing_tensors(folder / "model.safetensors", kinds, {"format": "pt"}) as file:
+        for name, kind in kinds.items():
+            file.write(name, torch.randn(kind.shape).mul_(0.02).to(kind.dtype))
+    return sum(kind.num_bytes for kind in kinds.values())
+
+
+def make_plans(folder: Path) -> None:
+    """Build a plan for each layout."""
+    source = write_lengths(folder / "lengths.parquet", np.full(16, 100))
+    for dp, pp in LAYOUTS:
+        build(source, folder / f"plan-{dp}-{pp}", PlanConfig(chunk_size=256, k=1, dp=dp, pp=pp, cp="off"))
+
+
+def _load_and_save(config: TrainConfig, job: Job) -> tuple[int, int, int]:
+    """Bytes of the weights that a process holds, and its peaks after loading and after saving."""
+    built = build_model(config, read_model_config(config), load_plan(config.plan), job)
+    step = TrainStep(built.own, config, 1, job)
+    held = {id(each): each for each in (*step.model.model.parameters(), *step.tensors()["weights"].values())}
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in held.values()]
+    loaded = _memory("VmHWM")
+    save_final(step, built.whole, [], config.output, job)
+    return sum(each.nbytes for each in local), loaded, _memory("VmHWM")
+
+
+def _memory(name: str) -> int:
+    """Resident memory of this process in bytes: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _work(rank: int, folder: Path, dp: int, pp: int, precision: str, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=dp * pp, rank=rank, timeout=_TIMEOUT)
+    plan = load_plan(folder / f"plan-{dp}-{pp}")
+    layout = choose_layout(plan, dp * pp, rank)
+    job = Job(layout, make_groups(layout, _CPU, _TIMEOUT, []))
+    where = {"plan": plan.path, "device": "cpu", "precision": precision}
+    tiny = TrainConfig(model=str(folder / "tiny"), output=folder / f"tiny-{dp}-{pp}-{precision}", **where)
+    _load_and_save(tiny, job)
+    gc.collect()
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # a new peak from here on
+    config = replace(tiny, model=str(folder / "model"), output=folder / f"final-{dp}-{pp}-{precision}")
+    share, loaded, saved = _load_and_save(config, job)
+    found = {"share": share, "before": before, "loaded": loaded - before, "saved": saved - before}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(folder: Path, precision: str) -> list[Row]:
+    """Make a row for each layout: of all processes the largest peaks."""
+    rows = []
+    for dp, pp in LAYOUTS:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # Forked, so that torch is imported once. Nothing in this process has begun a thread.
+        given = (folder, dp, pp, precision, port)
+        torch.multiprocessing.start_processes(_work, args=given, nprocs=dp * pp, start_method="fork")
+        found: list[dict[str, int]] = [
+            json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(dp * pp)
+        ]
+        over = {name: max(each[name] / each["share"] for each in found) for name in ("loaded", "saved")}
+        most = {name: max(each[name] for each in found) / 2**20 for name in ("before", "share", "loaded", "saved")}
+        rows.append(
+            {"dp": dp, "pp": pp, "precision": precision}
+            | {"MiB before": round(most["before"]), "share": round(most["share"])}
+            | {"peak, loaded": round(most["loaded"]), "peak, saved": round(most["saved"])}
+            | {"loaded / share": round(over["loaded"], 3), "saved / share": round(over["saved"], 3)}
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure what the command line asks for, and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--precision", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:
+            other.submit(make_plans, folder).result()
+        write_model(folder / "tiny", 4, 64)
+        size = write_model(folder / "model", options.layers, options.hidden_size)
+        for precision in options.precision:
+            rows += measure(folder, precision)
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print_table(f"Host memory of 4 processes, a model of {size / 2**20:.0f} MiB in bfloat16", rows)
+    facts: dict[str, Any] = machine("chunkplan", "torch", "transformers", "safetensors")
+    print(f"\n{facts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Loads of a saved model what a process has of it, and nothing else: the layers of its stage, of each weight its rows.
+
+transformers loads it, with all that it knows of names and forms of weights in checkpoints, but it is given only those
+tensors that this process takes, layer by layer, and of each only its rows. Where a weight is made of several tensors,
+such as those of experts, or of a part of one, a layer is loaded whole and its rows are kept. All other weights are
+hollow, until the stage is cut from the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chunkplan.errors import DataError
+from chunkplan_runtime.distributed.stages import cut_stage
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.hollow import hollow, hollow_model
+from chunkplan_runtime.models.model import CausalLM, load_model
+from chunkplan_runtime.tensor_file import StoredTensor, open_files
+
+_HINT = "the checkpoint is incomplete, or its config.json is not its own"
+
+#: How many bytes in the middle of each tensor tell a checkpoint from another one.
+_SAMPLE = 4096
+
+
+#: By which transformers is told to read without threads.
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+class WholeOnlyError(Exception):
+    """Of this model no part can be loaded by itself: the reason, as the end of a sentence."""
+
+
+def own_rows(num_rows: int, layout: RankLayout) -> slice:
+    """The rows of a weight that a process has of its stage's, as torch shards it."""
+    each = -(-num_rows // layout.dp)
+    return slice(min(each * layout.dp_rank, num_rows), min(each * (layout.dp_rank + 1), num_rows))
+
+
+def load_own_part(
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    layers: Sequence[range],
+    layout: RankLayout,
+    *,
+    attention: str,
+    device: torch.device,
+    held: torch.dtype | None = None,
+) -> tuple[CausalLM, str]:
+    """What the process of `layout` has of a saved model whose model stages have `layers`, its weights on `device`.
+
+    With data-parallel processes these are hollow, and their rows are in `rows`, as `held` if they are kept in another
+    dtype than they are loaded in. Also a hash of the whole checkpoint.
+
+    Raises:
+        WholeOnlyError: it can be loaded as a whole only.
+        UsageError, DataError: as `load_model`; also for a weight of another shape.
+    """
+    whole = CausalLM(hollow_model(config, dtype))
+    kind = type(whole.model)
+    part = _Part(
+        held, (cut_stage(whole, layers, layout) if layout.pp > 1 else whole).model.state_dict().keys(), layout, device
+    )
+
+    def load(model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
+        return part.load(kind._load_pretrained_model, model, files, how)
+
+    loader: Any = type(
+        kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
+    )
+    model = load_model(name, config, dtype, attention=attention, runs_on=device, loader=loader)
+    model.model.__class__ = kind
+    model = replace(model, rows=part.rows)
+    if layout.pp > 1:
+        model = cut_stage(model, layers, layout)
+    if layout.dp == 1:
+        model.model.to(device)
+    return model, part.identity
+
+
+class _Part:
+    """Which weights a process has, and what it has loaded of them."""
+
+    def __init__(
+        self, held: torch.dtype | None, names: Iterable[str], layout: RankLayout, device: torch.device
+    ) -> None:
+        self.rows: dict[nn.Parameter, Tensor] = {}
+        self.identity = ""
+        self._names, self._layout, self._device, self._held = set(names), layout, device, held
+        self._shapes: dict[str, torch.Size] = {}
+
+    def load(self, load_some: Any, model: Any, files: Sequence[str], how: Any) -> Any:
+        """Load into a model without weights, by `load_some` of transformers, some tensors at a time."""
+        self._shapes = {name: value.shape for name, value in model.state_dict().items()}
+        stored = open_files([Path(file) for file in files], _HINT)
+        self.identity = _identity(stored)
+        targets, used = _targets(stored, model, how, self._shapes)
+        present = {name for name, _ in targets.values()}
+        tied: dict[str, str] = model.all_tied_weights_keys
+        for name, other in tied.items():
+            if {name, other} <= present:
+                raise WholeOnlyError(f"its checkpoint has both {name} and {other}, which its config says are one")
+        own = self._names | {each for pair in tied.items() if self._names & {*pair} for each in pair}
+        groups: dict[str, dict[str, StoredTensor]] = {}
+        for key, (name, is_made) in targets.items():
+            if name in self._shapes and name not in own:
+                continue
+            if name in own and not is_made:
+                self._show_own_rows(model, name, key, stored[key])
+            groups.setdefault(layer_of(name), {})[key] = stored[key]
+        report, rest = None, None
+        for some in groups.values():
+            with _reading_alone():
+                found, rest = load_some(model, some, None, how)
+            self._keep_own_rows(model, self._shapes.keys() - found.missing_keys)
+            report = found if report is None else _both(report, found)
+        if report is None:
+            raise WholeOnlyError("its checkpoint has no weight of this process")
+        self._leave_others(model, own)
+        ends = {each for pair in tied.items() for each in pair} - present
+        report.missing_keys &= own | ends
+        model._weight_conversions = used
+        return report, rest
+
+    def _leave_others(self, model: Any, own: set[str]) -> None:
+        """Put hollow weights in place of those that other processes have."""
+        for name in self._shapes.keys() - own:
+            module, last = _place(model, name)
+            if (weight := module._parameters.get(last)) is not None:
+                module._parameters[last] = _initialized(hollow(weight, self._shapes[name]))
+
+    def _show_own_rows(self, model: Any, name: str, key: str, stored: StoredTensor) -> None:
+        """Have model and checkpoint agree that a weight has the rows of this process only."""
+        shape = self._shapes[name]
+        if stored.kind.shape != tuple(shape):
+            found = f"{key} has the shape {[*stored.kind.shape]}, the model has {[*shape]}"
+            raise DataError(found, where=str(stored.path), hint=_HINT)
+        module, last = _place(model, name)
+        weight = module._parameters.get(last)
+        if self._layout.dp > 1 and weight is not None and shape:
+            stored.rows = own_rows(shape[0], self._layout)
+            smaller = weight.new_empty(stored.kind.shape)
+            module._parameters[last] = nn.Parameter(smaller, requires_grad=weight.requires_grad)
+
+    def _keep_own_rows(self, model: Any, names: set[str]) -> None:
+        """Put hollow weights in place of those that were loaded, and keep their rows; without replicas, move them."""
+        for name in names:
+            module, last = _place(model, name)
+            weight = module._parameters.get(last)
+            if weight is None:
+                continue
+            if self._layout.dp == 1:
+                weight.data = weight.data.to(self._device)
+                continue
+            shape, rows = self._shapes[name], weight.data
+            if rows.shape == shape and shape:  # it was loaded whole
+                rows = rows[own_rows(shape[0], self._layout)].clone()
+            if self._held is not None:
+                rows = rows.to(self._held)
+            module._parameters[last] = standing = _initialized(hollow(weight, shape))
+            self.rows[standing] = rows.to(self._device)
+
+
+@contextmanager
+def _reading_alone() -> Iterator[None]:
+    """Within the block transformers reads one tensor after another, and not all that it is given at once in threads."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
+
+
+def _place(model: Any, name: str) -> tuple[nn.Module, str]:
+    """The module that a weight or a buffer is in, and its name there."""
+    path, _, last = name.rpartition(".")
+    return model.get_submodule(path), last
+
+
+def _initialized(weight: nn.Parameter) -> nn.Parameter:
+    """A weight that transformers does not draw, as it takes it for one that was loaded."""
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    return weight
+
+
+def _identity(stored: Mapping[str, StoredTensor]) -> str:
+    """A hash of names, kinds and a piece from the middle of all tensors of a checkpoint, however it is split."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored.items()):
+        digest.update(f"{name} {tensor.kind}".encode() + tensor.sample(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _targets(
+    stored: Mapping[str, StoredTensor], model: Any, how: Any, shapes: dict[str, torch.Size]
+) -> tuple[dict[str, tuple[str, bool]], list[Any]]:
+    """By tensor of a checkpoint the weight that it becomes, and whether that is made of several, or of a part.
+
+    Also the changes of names and forms that this takes, which saving turns back. Tensors are in the order in which
+    transformers goes through them, which for some changes matters.
+    """
+    try:
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError as error:
+        raise WholeOnlyError(f"this version of transformers has no {error.name}") from error
+    mapping = list(how.weight_mapping or ())
+    tried = copy.deepcopy(mapping)
+    renamings = [each for each in tried if isinstance(each, WeightRenaming)]
+    converters = [each for each in tried if isinstance(each, WeightConverter)]
+    found: dict[str, tuple[str, bool]] = {}
+    prefix = model.base_model_prefix
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if name not in shapes and key in shapes:
+            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+        found[key] = name, pattern is not None
+    return found, [each for each, copied in zip(mapping, tried, strict=True) if copied.was_used()]
+
+
+def layer_of(name: str) -> str:
+    """What is loaded and saved at once: a layer, or a weight beside the layers."""
+    layer = re.match(r".*?\.\d+\.", name)
+    return layer[0] if layer else name
+
+
+def _both(one: Any, other: Any) -> Any:
+    """The reports of two loads of one model, as one."""
+    one.missing_keys &= other.missing_keys
+    one.unexpected_keys |= other.unexpected_keys
+    one.mismatched_keys |= other.mismatched_keys
+    one.conversion_errors |= other.conversion_errors
+    one.error_msgs += other.error_msgs
+    return one

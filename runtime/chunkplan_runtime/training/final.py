@@ -1,0 +1,122 @@
+"""Saves the model that a run leaves: what `save_pretrained` of transformers writes of it, byte for byte.
+
+Of several processes each writes what it has, and the main one puts it together, a layer at a time: as transformers
+wants weights named and formed in a checkpoint, which may be otherwise than in the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.own_part import layer_of
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.tensor_file import Kind, TensorWriter, writing_tensors
+from chunkplan_runtime.training.save import NO_ROOM, copy_files, save_files, shared_folder
+from chunkplan_runtime.training.tensor_files import read_tensors, stored_tensors, write_tensors
+from chunkplan_runtime.training.train_step import TrainStep
+
+_STAGES = "stages"
+
+#: transformers' own, of `save_pretrained`.
+_MOST_IN_A_FILE = "50GB"
+
+
+@torch.no_grad()
+def save_final(train_step: TrainStep, whole: CausalLM, tokenizer: list[Path], target: Path, job: Job) -> None:
+    """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
+
+    `whole`: the model, hollow where there are several processes.
+
+    Raises:
+        ChunkplanError: it cannot be written.
+    """
+    if job.groups is None:
+        with shared_folder(target, job) as folder:
+            save_files(train_step.model, tokenizer, folder)
+        return
+    with shared_folder(target, job, _STAGES) as folder:
+        stages = folder / _STAGES
+        write_tensors(stages, train_step.all_tensors(), 0, job, target)
+        if job.is_main:
+            if hasattr(whole.model, "get_base_model"):
+                adapters = {name: each.data for name, each in whole.model.named_parameters() if each.requires_grad}
+                read_tensors(stages, adapters, Job(), hint=NO_ROOM)
+                save_files(whole, tokenizer, folder)
+            else:
+                kinds = {name: Kind(*kind) for name, kind in stored_tensors(stages, 0, job.layout.world_size).items()}
+                save_model(whole.model, kinds, lambda some: read_tensors(stages, some, Job(), hint=NO_ROOM), folder)
+                copy_files(tokenizer, folder)
+            shutil.rmtree(stages)
+
+
+def save_model(
+    model: Any,
+    stored: Mapping[str, Kind],
+    read: Callable[[dict[str, Tensor]], None],
+    folder: Path,
+    most: str = _MOST_IN_A_FILE,
+) -> None:
+    """Write a transformers model of hollow weights into `folder`, as `save_pretrained` does with files of `most` bytes.
+
+    `read` fills tensors by name, of the shapes that are `stored`, in whatever dtype they are.
+    """
+    model.save_pretrained(folder, state_dict={})  # config and generation config
+    kinds = _saved(model, stored)
+    saved = _formed(model, _empty(kinds, "meta"))
+    layers: dict[str, dict[str, Kind]] = {}
+    for name, kind in kinds.items():
+        is_alone = name in saved and saved[name].shape == kind.shape  # it is saved as it is
+        layers.setdefault(name if is_alone else layer_of(name), {})[name] = kind
+    if {name for each in layers.values() for name in _formed(model, _empty(each, "meta"))} != saved.keys():
+        layers = {"": kinds}  # weights of several layers are one in a checkpoint
+    split = split_torch_state_dict_into_shards(saved, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+    with ExitStack() as stack:
+        files: dict[str, TensorWriter] = {}
+        for file, names in split.filename_to_tensors.items():
+            here = {name: Kind(saved[name].dtype, tuple(saved[name].shape)) for name in names}
+            writer = stack.enter_context(writing_tensors(folder / file, here, {"format": "pt"}))
+            files |= dict.fromkeys(names, writer)
+        for each in layers.values():
+            tensors = _empty(each, "cpu")
+            read(tensors)
+            for name, tensor in _formed(model, tensors).items():
+                files[name].write(name, tensor)
+            del tensors, tensor  # before there are the next ones
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _saved(model: Any, stored: Mapping[str, Kind]) -> dict[str, Kind]:
+    """What a model saves: of weights that are one the one that transformers keeps, and buffers as they are stored."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    left_out = {*(model._keys_to_ignore_on_save or ())}
+    left_out |= {name for name, kept in model.all_tied_weights_keys.items() if weights[name] is weights[kept]}
+    return {
+        name: Kind(weights[name].dtype if name in weights else stored[name].dtype, tuple(value.shape))
+        for name, value in model.state_dict().items()
+        if name not in left_out
+    }
+
+
+def _formed(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they are named and formed in a checkpoint."""
+    formed: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return formed
+
+
+def _empty(kinds: Mapping[str, Kind], device: str) -> dict[str, Tensor]:
+    return {name: torch.empty(kind.shape, dtype=kind.dtype, device=device) for name, kind in kinds.items()}
