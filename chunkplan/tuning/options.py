@@ -94,6 +94,8 @@ class TuneOptions(Options):
         default="auto",
         default_words=None,
     )
+    lora_rank: int = same(CostModel, "lora_rank")
+    load_in_4bit: bool = same(CostModel, "load_in_4bit")
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
     seed: int = same(PlanConfig, "seed", group=_TRIED)
     chunk_sizes: tuple[int, ...] = option(
@@ -219,4 +221,6 @@ class TuneOptions(Options):
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
             sharding=sharding,
+            lora_rank=self.lora_rank,
+            load_in_4bit=self.load_in_4bit,
         )

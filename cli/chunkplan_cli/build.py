@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
+_MACHINE = ("shape", "hardware", "tp", "precision", "checkpointing", "sharding", "lora_rank", "load_in_4bit")
+
+
 @takes(
     plan=PlanConfig,
-    machine=(CostModel, ("shape", "hardware", "tp", "precision", "checkpointing", "sharding")),
+    machine=(CostModel, _MACHINE),
     tuning=(TuneOptions, ("gpus", "gpu_memory")),
     how=BuildOptions,
 )
@@ -116,7 +119,10 @@ def build(
 #: What `tune` is asked for a plan that does not fit, by field.
 _OF_TUNE = {
     name: options_of(TuneOptions)[name].flag
-    for name in ("shape", "hardware", "gpu_memory", "precision", "sharding", "global_batch", "cp")
+    for name in (
+        *("shape", "hardware", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit"),
+        *("global_batch", "cp"),
+    )
 }
 
 
