@@ -292,9 +292,15 @@ def new_model(
 
 
 def load_model(
-    name: str, config: Any, dtype: torch.dtype, *, attention: str = AUTO, runs_on: torch.device | None = None
+    name: str,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str = AUTO,
+    runs_on: torch.device | None = None,
+    **quantized: object,
 ) -> CausalLM:
-    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
+    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`. `quantized`: see `in_4bit`.
 
     Raises:
         UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
@@ -310,6 +316,7 @@ def load_model(
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
             key_mapping=TEXT_WEIGHTS,
+            **quantized,
             **how_to_make(dtype),
         )
     except (*REFUSALS, SafetensorError) as error:

@@ -17,6 +17,7 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.quantized import in_4bit
 from chunkplan_runtime.training.config import TrainConfig
 
 _SAMPLES = 256
@@ -64,7 +65,8 @@ def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
     assert config.precision is not None
     dtype, device = _DTYPES[config.precision], torch.device(config.device)
     if config.model is not None:
-        model = load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device)
+        quantized = in_4bit(dtype, device) if config.load_in_4bit else {}
+        model = load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device, **quantized)
     else:  # drawn on the CPU, where the same seed draws the same for any layout
         model = new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
     if job.groups is None:
@@ -91,6 +93,11 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
     """
     if layout.pp == 1 and config.stage_layers is not None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
+    if config.load_in_4bit and layout.world_size > 1:
+        raise UsageError(
+            f"--load-in-4bit with {layout.world_size} processes",
+            hint="weights in 4 bits are for one process; leave it out (--no-load-in-4bit where the plan has it)",
+        )
     if not config.reshard:
         return
     if layout.dp == 1 or layout.pp > 1:

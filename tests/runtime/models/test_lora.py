@@ -12,7 +12,8 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
-from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.model import load_model, new_model
+from chunkplan_runtime.models.quantized import in_4bit, num_weights
 from chunkplan_runtime.parity import compare_plan
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
@@ -43,6 +44,29 @@ def test_gradients_of_adapters_are_exact(adapted, handmade_plan, random_sequence
     assert report.relative_errors
     assert all("lora_" in name for name in report.relative_errors)
     assert ("lm_head" in " ".join(report.relative_errors)) == ("lm_head" in targets)
+
+
+def test_gradients_of_adapters_on_weights_in_4_bits_are_those_of_whole_sequences(
+    tiny_config, handmade_plan, random_sequences, tmp_path
+):
+    """To the rounding of float32, in which bitsandbytes computes them."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    config = AutoConfig.for_model(**tiny_config("llama", hidden_size=64, intermediate_size=128))
+    new_model(config, torch.float32, seed=3).model.save_pretrained(tmp_path)
+    how = in_4bit(torch.float32, torch.device("cpu"))
+    model = add_lora(load_model(str(tmp_path), config, torch.float32, **how), LoraOptions(rank=2, alpha=4))
+    for name, parameter in model.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    matrices = [each for each in model.model.parameters() if each.dtype == torch.uint8]
+    assert sum(map(num_weights, matrices)) == 2 * (64 * (2 * 32 + 2 * 16) + 3 * 64 * 128)
+    sequences = random_sequences([23, 4, 9])
+    whole = [[(0, 0, 23)], [(1, 0, 4)], [(2, 0, 9)]]
+    _, expected = gradients(model, *handmade_plan(sequences, [{0: whole}]))
+    _, found = gradients(model, *handmade_plan(sequences, [{0: CHUNKS}], k=2))
+    assert len(expected) == 28 and all("lora_" in name for name in expected)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 def gradients(model, plan, analysis, seed=0):
