@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils.hub import cached_file
 
+from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
@@ -124,8 +125,8 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
 
 
 def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
-    planned = _trained_words(cost.lora_rank, cost.load_in_4bit)
-    here = _trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
+    planned = trained_words(cost.lora_rank, cost.load_in_4bit)
+    here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
     names = ",".join(config.lora_targets)
     if config.lora_rank and config.lora_targets != options_of(TrainConfig)["lora_targets"].default:
         return [_Difference(f"{planned} of all layers" if cost.lora_rank else planned, f"{here} of {names}", "")]
@@ -138,12 +139,6 @@ def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
 def _has_experts(shape: ModelShape) -> bool:
     """Whether the cost model knows nothing of adapters of such a model."""
     return any(layer.experts_per_token for layer in shape.kinds)
-
-
-def _trained_words(lora_rank: int, load_in_4bit: bool) -> str:
-    if not lora_rank:
-        return "all weights trained"
-    return f"adapters of rank {lora_rank}" + (" on weights in 4 bits" if load_in_4bit else "")
 
 
 def _what_helps(differences: list[_Difference], config: TrainConfig) -> list[str]:
