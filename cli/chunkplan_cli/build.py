@@ -86,7 +86,7 @@ def build(
             if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
                 settings = replace(settings, cp="off")
                 note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
-            is_asked = "sharding" in machine or cost.shape.is_recurrent
+            is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
