@@ -131,7 +131,9 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
     words = [str(analysis)] if analysis else []
     words += ["--workspace", str(workspace)] if workspace else []
     for given in options:
-        words += [word for name in given if name in _OF_TUNE for word in (_OF_TUNE[name], given.typed[name])]
+        for name in given:
+            if name in _OF_TUNE:
+                words += [_OF_TUNE[name], *([given.typed[name]] if name in given.typed else [])]  # a flag has no text
     return ["chunkplan", "tune", *words]
 
 
