@@ -135,7 +135,7 @@ def _skrull_group(cost: CostModel, tokens: Int64Array, work: Float64Array, degre
         chunk_tokens, chunk_pairs = _chunks(tokens[own], rank_of, degree + 1)
         local = chunk_ns(cost, chunk_tokens[:degree], chunk_pairs[:degree], 1).max()
         spread = chunk_ns(cost, chunk_tokens[degree:], chunk_pairs[degree:], degree)[0] if chunk_tokens[-1] else 0.0
-        ns += local + spread - (cost.passes * cost.chunk_overhead_ns if spread else 0)  # both are one chunk
+        ns += local + spread - (cost.chunk_ns if spread else 0)  # both are one chunk
         most = max(most, int(chunk_tokens[:degree].max() + -(-chunk_tokens[degree] // degree)))
     return Step(float(ns), most)
 

@@ -152,7 +152,7 @@ def alone_us(cost: CostModel, num_tokens: Int64Array, pp: int) -> Float64Array:
     That is its forward and its backward, in one chunk and without recompute.
     """
     alone = work_ns(cost, num_tokens, whole_pairs(cost, num_tokens))
-    return (alone + cost.passes * cost.chunk_overhead_ns) // pp / 1e3
+    return (alone + cost.chunk_ns) // pp / 1e3
 
 
 def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostModel, pp: int) -> float:

@@ -105,7 +105,8 @@ def durations(
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
-    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Where weights are
+    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Frozen weights have none,
+    see `Rates`. Where weights are
     sharded, all but the latter fetches them; where gradients are, what makes them reduces them: both over one link, one
     after another.
     """
@@ -115,16 +116,20 @@ def durations(
         linear = num_layers * (rates.token * tokens + rates.chunk)
         layer_forward = linear + num_layers * rates.pair * attention_pairs
         waits_forward, waits_backward = (0.0, 0.0) if exchange is None else (num_layers * each for each in exchange)
-        head = rates.head * tokens if model_stage == len(layers) - 1 else 0.0
-        backward = rates.layer_passes * layer_forward + 2 * head + waits_backward
+        is_last = model_stage == len(layers) - 1
+        head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
+        frozen = num_layers * (rates.frozen.token * tokens + rates.frozen.chunk) + frozen_head
+        backward = rates.layer_passes * layer_forward + 2 * head + waits_backward - frozen
+        half = rates.weight_half
+        weights = linear if half is None else num_layers * (half.token * tokens + half.chunk)
         layer_forward = layer_forward + waits_forward
         by_op = {
             "forward": layer_forward + head,
             "forward_kv": layer_forward,
             "recompute": layer_forward + head,
             "backward": backward,
-            "backward_input": backward - linear,
-            "backward_weight": linear,
+            "backward_input": backward - weights,
+            "backward_weight": weights,
         }
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
         for op, nanoseconds in by_op.items():
@@ -135,8 +140,9 @@ def durations(
 
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
     """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
-    head = cost.rates.head * num_tokens.astype(np.float64)
-    return whole_ns(cost.passes * _all_layers(cost, num_tokens, attention_pairs) + 3 * head)
+    rates, tokens = cost.rates, num_tokens.astype(np.float64)
+    everything = cost.passes * _all_layers(cost, num_tokens, attention_pairs) + 3 * (rates.head * tokens)
+    return whole_ns(everything - (cost.shape.num_layers * rates.frozen.token + rates.frozen_head) * tokens)
 
 
 def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
@@ -178,7 +184,8 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
     rates, num_layers = cost.rates, cost.shape.num_layers
     if num_model_stages == 1:
         return (num_layers,)
-    head = 3 * rates.head / (cost.passes * (rates.token + rates.pair * pairs_per_token))  # in layers
+    layer = cost.passes * (rates.token + rates.pair * pairs_per_token) - rates.frozen.token
+    head = (3 * rates.head - rates.frozen_head) / layer  # in layers
     others = num_model_stages - 1
 
     def slowest(last: int) -> float:

@@ -6,14 +6,14 @@ An estimate from the tensors that are known to be there; what a framework holds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import ceil
 
 import numpy as np
 
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.model import GRADIENT_BYTES, CostModel, Sharding
+from chunkplan.cost.model import GRADIENT_BYTES, CostModel
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.shape import Layer
 from chunkplan.layers import last_stage, stage_parts
@@ -30,7 +30,6 @@ _STATE_BYTES = 4
 #: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
 #: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step.
 _WHOLE_LAYERS = 2
-_IN_LAYERS: tuple[Sharding, Sharding] = ("gradients", "weights")
 
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
@@ -81,13 +80,14 @@ def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
         of a mixture: each expert's input and output                                              2 h an expert
         of a recurrent layer, of latents and of gates: what `mixed_width` counts
 
-    An MLP without a gate has 2 i, and layers may have one norm or four. Sequence parallelism shards all of it over the
-    `tp` GPUs.
+    An MLP without a gate has 2 i, and layers may have one norm or four. With adapters there is less of
+    norms, and what lies between two matrices of an adapter, see `Adapters.activation_bytes`. Sequence parallelism
+    shards all of it over the `tp` GPUs.
     """
     shape, num_bytes = cost.shape, cost.num_bytes
     if cost.checkpointing == "full":
         return shape.hidden_size * num_bytes / cost.tp
-    norms = layer.num_norms * shape.hidden_size * (4 + 2 * num_bytes)
+    norms = layer.num_norms * shape.hidden_size * (4 + 2 * num_bytes) + cost.adapters.activation_bytes(layer)
     widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
     attention = widths * num_bytes + 4 * layer.num_query_heads
     held = 4 if layer.is_gated else 2
@@ -106,12 +106,14 @@ def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
         of a mixture: each expert's input and the gradient of its output                   2 h an expert
         of a recurrent layer, of latents and of gates: no more than `mixed_width`
 
-    A layer that has one of both, or both side by side, has one norm, and 2 h in place of 4 h.
+    A layer that has one of both, or both side by side, has one norm, and 2 h in place of 4 h. With adapters it is their
+    inputs and gradients, see `Adapters.pending_bytes`.
     """
     hidden_size = cost.shape.hidden_size
     widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
     mlp = (3 if layer.is_gated else 2) * layer.mlp_width + 2 * layer.experts_per_token * hidden_size
-    return (2 * min(layer.num_norms, 2) * hidden_size + widths + mlp) * cost.num_bytes / cost.tp
+    held = (2 * min(layer.num_norms, 2) * hidden_size + widths + mlp) * cost.num_bytes
+    return (held + cost.adapters.pending_bytes(layer)) / cost.tp
 
 
 def stage_memory(
@@ -142,19 +144,24 @@ def stage_memory(
         kv_gradient_bytes: of a number in the gradients of keys and values.
         v_shaped: where model stages lie, see `model_stage_of`.
     """
-    shape, num_bytes, tp = cost.shape, cost.num_bytes, cost.tp
+    shape, num_bytes, tp, adapters = cost.shape, cost.num_bytes, cost.tp, cost.adapters
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
     stages, pp = [], len(retained_tokens)
     split = stage_parts(shape.split(layers), pp, v_shaped)
-    for stage, (of_layers, of_ends) in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
+    for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
         on_stage = [each for of_model_stage in own for each in of_model_stage]
         kinds = [layer for layer, _ in on_stage]
-        parameters = of_layers + of_ends
-        whole = of_ends + _largest(on_stage, shape.hidden_size) / tp
-        held_gradients, held_weights = (
-            parameters / dp + whole if dp > 1 and cost.shares(what) else parameters for what in _IN_LAYERS
+        unpacked_bytes = (
+            max(map(_largest_matrix, kinds)) * shape.hidden_size * num_bytes / tp if cost.load_in_4bit else 0
         )
+        trained = weights.trained_layers + weights.trained_ends
+        held_gradients, held_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
+        if dp > 1 and cost.shares("gradients"):
+            held_gradients = trained / dp + weights.trained_ends + _largest(on_stage, adapters.trained_parameters) / tp
+        if dp > 1 and cost.shares("weights"):
+            whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
+            held_bytes = held_bytes / dp + whole_bytes
         held = kv_tokens[stage]
         pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
         exchanged = max(
@@ -171,9 +178,9 @@ def stage_memory(
         working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
             StageMemory(
-                weights=ceil(held_weights * num_bytes),
+                weights=ceil(held_bytes + unpacked_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
-                optimizer=ceil(parameters * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
+                optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
                 activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * working_bytes),
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
                 kv=ceil(kv_elements * num_bytes + state_bytes),
@@ -258,10 +265,18 @@ def _state_bytes(cost: CostModel, layers: Layers) -> float:
     return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp
 
 
-def _largest(layers: Layers, hidden_size: int) -> int:
-    """Parameters of the `_WHOLE_LAYERS` largest of some layers."""
-    sizes = [layer.parameters(hidden_size) for layer, count in layers for _ in range(min(count, _WHOLE_LAYERS))]
+def _largest(layers: Layers, of: Callable[[Layer], float]) -> float:
+    """The sum of what `of` says of the `_WHOLE_LAYERS` layers of which it is most."""
+    sizes = [of(layer) for layer, count in layers for _ in range(min(count, _WHOLE_LAYERS))]
     return sum(sorted(sizes)[-_WHOLE_LAYERS:])
+
+
+def _largest_matrix(layer: Layer) -> int:
+    """The width of the largest matrix of a layer, beside the hidden size: weights of 4 bits are made whole one by one.
+
+    Of recurrent layers what they keep for a backward tells it.
+    """
+    return max(layer.mlp_width, layer.query_width, layer.mixed_width)
 
 
 def _working_bytes_per_token(cost: CostModel, layer: Layer) -> float:

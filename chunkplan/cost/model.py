@@ -9,6 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
@@ -44,6 +45,9 @@ _COLLECTIVES = 4
 #: Of a logit in the forward of a loss in float32: written and read in bf16, written and read in float32, and written.
 _LOSS_BYTES = 16
 
+
+#: Entries of a cost model that a file has only where they say something: earlier versions did not have them.
+_IF_SET = ("lora_rank", "load_in_4bit")
 
 #: So that what a step has of it fits 64 bits.
 _MOST_OVERHEAD_NS = 2.0**40
@@ -94,9 +98,11 @@ class CostModel(Options):
     "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
+    `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
+    adapt is kept in 4 bits, and made whole for each forward and each backward.
 
     Raises:
-        UsageError: `tp` does not divide the attention heads.
+        UsageError: `tp` does not divide the attention heads; 4 bits without adapters, or adapters of experts.
     """
 
     shape: ModelShape = option(
@@ -132,9 +138,21 @@ class CostModel(Options):
         default="optimizer",
         default_words="optimizer; with --auto no more than memory asks for",
     )
+    lora_rank: int = option(
+        whole(0, MOST),
+        "Train adapters (LoRA) of this rank in place of the weights, 0: all weights.",
+        group=MACHINE,
+        default=0,
+    )
+    load_in_4bit: bool = option(
+        FLAG,
+        "Keep the weights below the adapters in 4 bits (QLoRA, NF4).",
+        group=MACHINE,
+        default=False,
+    )
 
     def check_together(self) -> None:
-        """Refuse more GPUs for a layer than its heads can be divided among."""
+        """Refuse more GPUs for a layer than its heads can be divided among, and adapters that are not known here."""
         heads = {"query": self.shape.num_query_heads, "key and value": self.shape.num_kv_heads}
         for name, count in heads.items():
             if count % self.tp:
@@ -142,11 +160,25 @@ class CostModel(Options):
                     f"tensor parallelism {self.tp} does not divide the {count} {name} heads of {self.shape.name}",
                     hint=f"choose a divisor of {math.gcd(*heads.values())}",
                 )
+        if self.load_in_4bit and not self.lora_rank:
+            raise UsageError(
+                "weights in 4 bits cannot be trained, only adapters on them can", hint="give --lora-rank too"
+            )
+        if self.lora_rank and any(layer.experts_per_token for layer in self.shape.kinds):
+            raise UsageError(
+                f"what adapters of the experts of {self.shape.name} take is not known",
+                hint="leave --lora-rank out: the plan is then timed as if all weights were trained",
+            )
 
     @property
     def num_bytes(self) -> int:
         """Of a weight, an activation, a key or a value."""
         return NUM_BYTES[self.precision]
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        """What is trained of layers, and what their weights take."""
+        return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes)
 
     @cached_property
     def rates(self) -> Rates:
@@ -163,28 +195,34 @@ class CostModel(Options):
         ring = hardware.gpu_link_bytes if tp <= hardware.gpus_per_node else hardware.node_link_bytes
         token_bytes = shape.hidden_size * self.num_bytes
         collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / ring
-        copies = (shape.mean(self._copied_elements) * self.num_bytes) / tp / hardware.copy_bytes
+        copied = shape.mean(self._copied_elements) + self.adapters.copied
+        copies = (copied * self.num_bytes) / tp / hardware.copy_bytes
+        kernels = _KERNELS + ADAPTER_KERNELS * self.adapters.number
+        ramp = product * shape.layer_parameters * hardware.ramp_tokens
+        unpacking = self.adapters.unpacked_bytes / tp / hardware.copy_bytes * 1e9
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
-        return Rates(
+        rates = Rates(
             token=product * self._products + (collectives + copies) * 1e9,
             pair=2e9 * slower * shape.mean(_attention_width) / tp / hardware.attention_flops,
-            chunk=product * shape.layer_parameters * hardware.ramp_tokens
-            + _KERNELS * hardware.kernel_ns
-            + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0),
+            chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
             layer_passes=3 if self.checkpointing == "full" else 2,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
         )
+        return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
 
     def rates_on(self, dp: int) -> Rates:
         """`rates` on `dp` data-parallel ranks, with what they send each other of a layer in every chunk: its gradients
         where these are sharded, its weights too where those are."""
         if dp == 1 or not self.shares("gradients"):
             return self.rates
-        parameters, link_ns = self.shape.layer_parameters / self.tp, self.hardware.link_ns
-        gather = self.ring_ns(parameters * self.num_bytes, dp) + link_ns if self.shares("weights") else 0.0
-        return self.rates._replace(gather=gather, reduce=self.ring_ns(parameters * GRADIENT_BYTES, dp) + link_ns)
+        link_ns = self.hardware.link_ns
+        held, trained = (
+            self.shape.mean(of) / self.tp for of in (self.adapters.weight_bytes, self.adapters.trained_parameters)
+        )
+        gather = self.ring_ns(held, dp) + link_ns if self.shares("weights") else 0.0
+        return self.rates._replace(gather=gather, reduce=self.ring_ns(trained * GRADIENT_BYTES, dp) + link_ns)
 
     def shares(self, what: Sharding) -> bool:
         """Whether data-parallel ranks share `what`; each of `SHARDINGS` shares those before it too."""
@@ -201,9 +239,9 @@ class CostModel(Options):
 
     @cached_property
     def _products(self) -> float:
-        """Multiply-adds of a token in a layer beside attention: with weights, and with states."""
+        """Multiply-adds of a token in a layer beside attention: with weights, adapters, and with states."""
         states = self.shape.mean(lambda layer: layer.state_elements * layer.state_products)
-        return self.shape.active_layer_parameters + states
+        return self.shape.active_layer_parameters + states + self.lora_rank * self.adapters.width
 
     def _copied_elements(self, layer: Layer) -> int:
         """Of a token in a layer's forward, read or written by the `_KERNELS` beside products and attention.
@@ -223,13 +261,20 @@ class CostModel(Options):
 
     @property
     def passes(self) -> int:
-        """Forward and backward of a layer take as long as this many forwards."""
+        """Forward and backward of a layer take as long as this many forwards, less what `Rates.frozen` says."""
         return 1 + self.rates.layer_passes
+
+    @property
+    def chunk_ns(self) -> int:
+        """What a chunk's forward and backward take beside its tokens and attention pairs, on all model stages."""
+        return self.passes * self.chunk_overhead_ns - round(self.shape.num_layers * self.rates.frozen.chunk)
 
     @property
     def linear_over_pair(self) -> float:
         """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
-        linear = self.rates.token + self.rates.head / self.shape.num_layers
+        rates, num_layers = self.rates, self.shape.num_layers
+        frozen = (rates.frozen.token + rates.frozen_head / num_layers) / self.passes
+        linear = rates.token + rates.head / num_layers - frozen
         return linear / self.rates.pair if self.rates.pair else math.inf
 
     @property
@@ -244,14 +289,21 @@ class CostModel(Options):
         return math.ceil(fetched / (2 * 2 * self.rates.pair)) if width else 1
 
     def model_flops(self, num_tokens: float, attention_pairs: float) -> float:
-        """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute."""
+        """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute.
+
+        Frozen weights have no gradients, which are a third of it.
+        """
         shape = self.shape
         per_token = shape.num_layers * self._products + shape.embedding_parameters
-        return 6.0 * (per_token * num_tokens + shape.total(_attention_width) * attention_pairs)
+        frozen = shape.num_layers * shape.active_layer_parameters + shape.embedding_parameters if self.lora_rank else 0
+        return (
+            6.0 * (per_token * num_tokens + shape.total(_attention_width) * attention_pairs) - 2.0 * frozen * num_tokens
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, flags, numbers and dicts of these, which JSON can hold; `from_dict` makes the same model of them."""
-        return asdict(self) | {"shape": entries_of_shape(self.shape)}
+        entries = asdict(self) | {"shape": entries_of_shape(self.shape)}
+        return {name: value for name, value in entries.items() if value or name not in _IF_SET}
 
     @classmethod
     def from_dict(cls, values: Any, *, where: str) -> CostModel:
@@ -266,7 +318,8 @@ class CostModel(Options):
             shards = values["weight_shards"]
             values = {name: value for name, value in values.items() if name != "weight_shards"}
             values = {"sharding": "optimizer" if shards == 1 else "weights"} | values
-        if found := find_mismatch(values, {"shape": {}, "hardware": {}, **plain}, "cost_model"):
+        entries = {f"{name}?" if name in _IF_SET else name: domain for name, domain in plain.items()}
+        if found := find_mismatch(values, {"shape": {}, "hardware": {}, **entries}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
         shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
         hardware = values["hardware"]
@@ -274,7 +327,7 @@ class CostModel(Options):
             return cls(
                 shape=shape_of_entries(shape, where=where, hint=hint),
                 hardware=from_entries(Hardware, hardware, path="hardware", where=where, hint=hint),
-                **{name: values[name] for name in plain},
+                **{name: values[name] for name in plain if name in values},
             )
         except UsageError as error:
             raise DataError(error.message, where=where, hint=hint) from error

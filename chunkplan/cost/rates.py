@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class LayerTime(NamedTuple):
+    """Nanoseconds of a layer: for each token of a chunk, and for the chunk."""
+
+    token: float = 0.0
+    chunk: float = 0.0
+
+
 class Rates(NamedTuple):
     """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
     model stage only. `layer_passes`: a backward takes as long as that many forwards of its layers (2, and 1 more where
-    layers are recomputed inside it). `link_token` and `link` are a token's and a message's between two stages. `gather`
-    is what fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
+    layers are recomputed inside it), less what `frozen` and, of a token in the head, `frozen_head` say: gradients of
+    weights that are not trained. `weight_half`: what the weight half of a backward takes, None: as long as a forward
+    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
+    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
     data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
     no less.
     """
@@ -26,6 +35,9 @@ class Rates(NamedTuple):
     link: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
+    frozen: LayerTime = LayerTime()
+    frozen_head: float = 0.0
+    weight_half: LayerTime | None = None
 
 
 #: Forward 1 and backward 2 a token on every model stage, of one layer each, and nothing for links.

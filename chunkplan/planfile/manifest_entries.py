@@ -171,6 +171,8 @@ PLAN: Expected = {
             "tp": whole(1),
             "checkpointing": TEXT,
             "kv_offload": FLAG,
+            "lora_rank?": whole(),
+            "load_in_4bit?": FLAG,
         },
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,

@@ -97,7 +97,7 @@ def chunk_block(
     rules = Rules(
         dp=config.dp,
         chunk_size=config.chunk_size,
-        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        chunk_ns=cost.chunk_ns,
         passes=cost.passes,
         tail_sharing=config.tail_sharing,
     )
@@ -163,7 +163,7 @@ def predict_block(
             recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
         ),
         necessary_ns=work_ns(cost, tokens, whole_pairs(cost, tokens)),  # [num_sequences]
-        chunk_ns=cost.passes * cost.chunk_overhead_ns,
+        chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )
     token_bytes = stage_token_bytes(

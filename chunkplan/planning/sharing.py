@@ -49,7 +49,7 @@ def share_sequences(
     fill; and the longest sequence takes as long as on the number of ranks with which it is fastest.
     """
     sizes = np.array(config.cp_sizes)
-    dp, chunk_ns = config.dp, cost.passes * cost.chunk_overhead_ns
+    dp, chunk_ns = config.dp, cost.chunk_ns
     num_parts = np.diff(sequences.parts)  # [n]
     is_short = num_parts == 0  # [n]
     alone = sequences.work + np.where(is_short, chunk_ns * sequences.tokens // config.chunk_size, 0)  # [n]
@@ -113,13 +113,15 @@ def _shared_times(
     own_forward = (
         rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins, cost.shape.sights) / size
     )
+    frozen = rates.frozen.token * own / size + rates.frozen.chunk
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
         forward = num_layers * (own_forward + exchange.forward)
-        backward = num_layers * (rates.layer_passes * own_forward + exchange.backward)
-        times = sum_runs(whole_ns(forwards * forward + backward + 3 * rates.head * own / size), starts)
+        backward = num_layers * (rates.layer_passes * own_forward + exchange.backward - frozen)
+        head = (3 * rates.head - rates.frozen_head) * own / size
+        times = sum_runs(whole_ns(forwards * forward + backward + head), starts)
         by_heads[times < best] = heads
         best = np.minimum(best, times)
     least = np.minimum.reduceat(own, starts[:-1]) if own.size else own

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
+from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.manifest_entries import Selection
@@ -112,6 +113,8 @@ def machine_words(cost_model: CostModelEntry) -> str:
     """Say which model and GPUs times are predicted for, and how memory is saved."""
     shape, hardware = cost_model["shape"], cost_model["hardware"]
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
+    if rank := cost_model.get("lora_rank", 0):
+        words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
     words += ["activation checkpointing"] if cost_model["checkpointing"] == "full" else []
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])

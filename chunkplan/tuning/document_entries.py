@@ -133,6 +133,8 @@ class CostModelEntry(TypedDict):
     checkpointing: str
     kv_offload: bool
     sharding: NotRequired[str]  # missing in plans that have `weight_shards`
+    lora_rank: NotRequired[int]  # these two only where they say something
+    load_in_4bit: NotRequired[bool]
 
 
 class TuningDocument(TypedDict):

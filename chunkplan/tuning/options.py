@@ -19,7 +19,7 @@ CHUNK_SIZES = tuple(
 KS = (1, 2, 4, 8, 16, 32)
 _ON_A_PIPELINE = ("auto", "zero-bubble", "zero-bubble-v")
 
-#: Tensor parallelism beyond the GPUs of a node does not pay, nor do more stages than this where layouts are chosen.
+#: More stages than this do not pay, where layouts are chosen.
 _MOST_STAGES = 16
 
 
@@ -59,10 +59,10 @@ _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 class TuneOptions(Options):
     """What to tune for; the help of each option is in its field.
 
-    `gpu_memory` in bytes; `gpus` in all, used in whichever layout is fastest, or else `dp`, `tp` and `pp`. Tried are
-    all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and, where
-    stages have two layers, "zero-bubble-v"), and
-    where ranks may share sequences (`cp`), that too where a schedule allows it. `sharding` "auto" shares gradients and
+    `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
+    Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
+    and, where stages have two layers, "zero-bubble-v"), and where ranks may share sequences (`cp`), that too where a
+    schedule allows it. `sharding` "auto" shares gradients and
     weights where that makes room for what is faster.
 
     Raises:
@@ -79,7 +79,7 @@ class TuneOptions(Options):
         default_words="the hardware's",
     )
     gpus: int | None = option(
-        whole(1, MOST), "GPUs in all, laid out as dp x tp x pp as is fastest.", group=_LAYOUT, default=None
+        whole(1, MOST), "GPUs in all, laid out as dp x pp as is fastest.", group=_LAYOUT, default=None
     )
     dp: int = same(PlanConfig, "dp", group=_LAYOUT)
     tp: int = same(CostModel, "tp", group=_LAYOUT)
@@ -94,6 +94,8 @@ class TuneOptions(Options):
         default="auto",
         default_words=None,
     )
+    lora_rank: int = same(CostModel, "lora_rank")
+    load_in_4bit: bool = same(CostModel, "load_in_4bit")
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
     seed: int = same(PlanConfig, "seed", group=_TRIED)
     chunk_sizes: tuple[int, ...] = option(
@@ -126,8 +128,8 @@ class TuneOptions(Options):
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""
         for name in ("chunk_sizes", "ks"):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        if self.gpus is not None and (self.dp, self.tp, self.pp) != (1, 1, 1):
-            raise UsageError("gpus and dp, tp, pp exclude each other", hint="give --gpus alone, or the others")
+        if self.gpus is not None and (self.dp, self.pp) != (1, 1):
+            raise UsageError("gpus and dp, pp exclude each other", hint="give --gpus without them, or the others")
         if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
             raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
         shares = [layout for layout in self.layouts() if len(self.ways_of(layout)) > len(self.schedules_of(layout))]
@@ -143,24 +145,32 @@ class TuneOptions(Options):
                 config.check_layers(self.shape.num_layers, self.shape.name)
 
     def layouts(self) -> list[GpuLayout]:
-        """List the layouts to try.
+        """List the layouts to try: of `gpus` those with `tp`, as the runtime runs no other than 1.
 
         Raises:
             UsageError: no layout uses all GPUs.
         """
         if self.gpus is None:
             return [GpuLayout(self.dp, self.tp, self.pp)]
-        layouts = []
-        for tp in range(1, self.hardware.gpus_per_node + 1):
-            if self.gpus % tp or self.shape.num_query_heads % tp or self.shape.num_kv_heads % tp:
-                continue
-            for pp in range(1, min(_MOST_STAGES, self.shape.num_layers) + 1):
-                dp = self.gpus // tp // pp
-                if dp * tp * pp == self.gpus and dp <= self.global_batch:
-                    layouts.append(GpuLayout(dp, tp, pp))
+        layouts = self._layouts_of(self.gpus, self.tp)
         if not layouts:
-            raise UsageError(f"{self.gpus} GPUs cannot be used whole", hint="give --dp, --tp and --pp instead")
+            shared = f" with tp {self.tp}" if self.tp > 1 else ""
+            raise UsageError(f"{self.gpus} GPUs cannot be used whole{shared}", hint="give --dp, --tp and --pp instead")
         return layouts
+
+    def layouts_of_today(self) -> list[GpuLayout]:
+        """List the layouts of baselines, which people run with tensor parallelism too: within a node."""
+        layouts = self.layouts()
+        if self.gpus is not None:
+            for tp in range(1, self.hardware.gpus_per_node + 1):
+                if tp != self.tp and self.shape.num_query_heads % tp == self.shape.num_kv_heads % tp == 0:
+                    layouts += self._layouts_of(self.gpus, tp)
+        return layouts
+
+    def _layouts_of(self, gpus: int, tp: int) -> list[GpuLayout]:
+        """List the layouts that use all of `gpus`."""
+        layouts = (GpuLayout(gpus // tp // pp, tp, pp) for pp in range(1, min(_MOST_STAGES, self.shape.num_layers) + 1))
+        return [each for each in layouts if each.gpus == gpus and each.dp <= self.global_batch]
 
     def schedules_of(self, layout: GpuLayout) -> tuple[str, ...]:
         """Return the schedules to try on a layout."""
@@ -219,4 +229,6 @@ class TuneOptions(Options):
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
             sharding=sharding,
+            lora_rank=self.lora_rank,
+            load_in_4bit=self.load_in_4bit,
         )

@@ -15,6 +15,8 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
     reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
+    if cost.load_in_4bit and config.dp * config.pp > 1:
+        reasons.append("weights in 4 bits on several GPUs")
     if config.dp > 1 and cost.sharding == "gradients":
         reasons.append("sharded gradients")
     if config.dp > 1 and cost.sharding == "weights":

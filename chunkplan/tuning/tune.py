@@ -126,7 +126,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         raise _nothing_fits(choices[0], options)
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, options.layouts())),
+        baselines=tuple(baselines(sample, options, options.layouts_of_today())),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
@@ -229,5 +229,9 @@ def _nothing_fits(smallest: Choice, options: TuneOptions) -> UsageError:
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
-        hint="more GPUs (--gpus, --dp, --tp, --pp)" + ("" if everything else ", --sharding auto") + ", or more memory",
+        hint="more GPUs (--gpus, --dp, --pp)"
+        + ("" if everything else ", --sharding auto")
+        + ("" if options.lora_rank else ", adapters (--lora-rank)")
+        + ("" if options.load_in_4bit or not options.lora_rank else ", --load-in-4bit")
+        + ", or more memory",
     )

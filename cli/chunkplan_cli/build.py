@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
+_MACHINE = ("shape", "hardware", "tp", "precision", "checkpointing", "sharding", "lora_rank", "load_in_4bit")
+
+
 @takes(
     plan=PlanConfig,
-    machine=(CostModel, ("shape", "hardware", "tp", "precision", "checkpointing", "sharding")),
+    machine=(CostModel, _MACHINE),
     tuning=(TuneOptions, ("gpus", "gpu_memory")),
     how=BuildOptions,
 )
@@ -83,7 +86,7 @@ def build(
             if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
                 settings = replace(settings, cp="off")
                 note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
-            is_asked = "sharding" in machine or cost.shape.is_recurrent
+            is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
@@ -116,7 +119,10 @@ def build(
 #: What `tune` is asked for a plan that does not fit, by field.
 _OF_TUNE = {
     name: options_of(TuneOptions)[name].flag
-    for name in ("shape", "hardware", "gpu_memory", "precision", "sharding", "global_batch", "cp")
+    for name in (
+        *("shape", "hardware", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit"),
+        *("global_batch", "cp"),
+    )
 }
 
 
@@ -125,7 +131,9 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
     words = [str(analysis)] if analysis else []
     words += ["--workspace", str(workspace)] if workspace else []
     for given in options:
-        words += [word for name in given if name in _OF_TUNE for word in (_OF_TUNE[name], given.typed[name])]
+        for name in given:
+            if name in _OF_TUNE:
+                words += [_OF_TUNE[name], *([given.typed[name]] if name in given.typed else [])]  # a flag has no text
     return ["chunkplan", "tune", *words]
 
 

@@ -12,8 +12,8 @@ from chunkplan_cli.declared import Given
 
 def tune_options(asked: Given) -> TuneOptions:
     """Make the options of a tuning; what is not given takes its default."""
-    if "gpus" in asked and not asked.keys().isdisjoint({"dp", "tp", "pp"}):
-        raise UsageError("--gpus and --dp, --tp, --pp exclude each other", hint="give --gpus alone, or the others")
+    if "gpus" in asked and not asked.keys().isdisjoint({"dp", "pp"}):
+        raise UsageError("--gpus and --dp, --pp exclude each other", hint="give --gpus without them, or the others")
     return TuneOptions(**asked)
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chunkplan.cost.adapters import trained_words
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     """Print what a tuning is for, its baselines, the choices that are worth a look, and the one to take."""
     options = tuning.options
     gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
+    adapters = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
     console.print(
-        f"{options.shape.name} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
+        f"{options.shape.name}{adapters} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
         f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "
         f"the longest {tuning.longest_sequence:,}"
     )

@@ -44,15 +44,27 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
         assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
 
 
-def test_what_is_faster_but_plan_only_stands_beside_the_recommendation(data: Path) -> None:
-    options = ("--model-config", ".", "--gpus", "8", "--gpu-memory", "16GiB", "--global-batch", "32")
-    ran = run(data, "tune", "lengths.npy", *options, "--chunk-sizes", "8192", "--ks", "1,4", columns=120)
-    rows = [line for line in ran.stdout.splitlines() if re.search("algorithm2 .* GiB", line)]
-    assert {("4x2x1" in row, "plan only" in row) for row in rows} == {(True, True), (False, False)}
-    assert "plan only" in rows[0] and ">" not in rows[0]
+def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that_it_is_plan_only(data: Path) -> None:
+    options = ("--model-config", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")
+    ran = run(data, "tune", "lengths.npy", *options, "--tp", "2", columns=120)
     shown = " ".join(ran.stdout.split())
-    assert "Faster, plan only: " in shown
-    assert "The runtime cannot run tensor parallelism yet." in shown
+    assert "dp 1, tp 2, pp 1" in shown and "Fastest, plan only: " in shown
+    assert "Not recommended: the runtime cannot run tensor parallelism yet." in shown
+    document = json.loads(run(data, "tune", "lengths.npy", *options, "--json").stdout)
+    assert {choice["tp"] for choice in document["choices"]} == {look["tp"] for look in document["layouts"]} == {1}
+    assert any(row["tp"] > 1 for row in document["baselines"]), "people run it"
+
+
+def test_adapters_are_tuned_built_and_named_on_the_way(data: Path, tmp_path: Path) -> None:
+    lengths, adapters = str(data / "lengths.npy"), ("--lora-rank", "8", "--load-in-4bit")
+    options = ("--model-config", str(data), "--chunk-size", "8192", "--k", "1", *adapters)
+    ran = run(tmp_path, "build", lengths, "--auto", *options, columns=200)
+    assert ran.returncode == 0, ran.stderr
+    assert "adapters of rank 8 on weights in 4 bits" in ran.stderr and "adapters of rank 8" in ran.stdout
+    cost = load_plan(tmp_path / "chunkplan-out" / "plan").cost
+    assert (cost.lora_rank, cost.load_in_4bit) == (8, True)
+    ran = run(tmp_path, "build", lengths, *options[:-1], "--dp", "2", "--load-in-4bit", "--dry-run", columns=200)
+    assert "plan only: the runtime cannot run weights in 4 bits on several GPUs yet" in ran.stderr
 
 
 def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> None:

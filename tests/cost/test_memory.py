@@ -190,11 +190,11 @@ def test_in_a_v_of_virtual_stages_the_first_stage_has_embeddings_head_and_logits
     layers = (5, 5, 5, 5, 4, 4)
     cost = CostModel()
     parameters = stage_parameters(cost, 3, layers, v_shaped=True)
-    of_layer = parameters[0][0] / 9
-    assert [round(of_layers / of_layer) for of_layers, _ in parameters] == [9, 9, 10]
-    assert [of_ends / cost.shape.embedding_parameters for _, of_ends in parameters] == [2, 0, 0]
+    of_layer = parameters[0].layers / 9
+    assert [round(of_layers / of_layer) for of_layers, *_ in parameters] == [9, 9, 10]
+    assert [of_ends / cost.shape.embedding_parameters for _, of_ends, *_ in parameters] == [2, 0, 0]
     tied = replace(cost, shape=replace(cost.shape, tied_embeddings=True))
-    assert stage_parameters(tied, 3, layers, v_shaped=True)[0][1] == tied.shape.embedding_parameters
+    assert stage_parameters(tied, 3, layers, v_shaped=True)[0].ends == tied.shape.embedding_parameters
     stages = memory_of(cost, pp=3, layers=layers, v_shaped=True)
     assert [stage.logits > 0 for stage in stages] == [True, False, False]
     assert stages[2].weights < stages[0].weights

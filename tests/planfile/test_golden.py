@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
+from chunkplan import CostModel, PlanConfig, analyze, build, load_analysis, load_plan, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
 from chunkplan.files.folder import MANIFEST
@@ -112,6 +112,18 @@ def test_the_plan_of_a_configuration_is_the_same_in_every_release(name: str, tmp
     config, expected = PLANS[name]
     plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
     assert plan.content_hash == expected
+
+
+def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> None:
+    """Its costs and times are those of adapters. Others say nothing of these."""
+    config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=CostModel(lora_rank=16, load_in_4bit=True))
+    assert plan.content_hash == "f9d23e1868b9ed2ef81f266c44b1358f6dab3ef918f030380cb68196ff973f49"
+    assert load_plan(plan.path).cost == CostModel(lora_rank=16, load_in_4bit=True)
+    assert validate(plan.path).ok
+    whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config)
+    assert whole.content_hash == PLANS["zero-bubble"][1]
+    assert not {"lora_rank", "load_in_4bit"} & whole.manifest["predictions"]["cost_model"].keys()
 
 
 def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:

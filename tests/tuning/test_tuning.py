@@ -190,18 +190,40 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
 
 
 def test_gpus_are_laid_out_whole_and_of_the_fastest_layouts_one_can_be_run(lengths: Path) -> None:
-    """The two fastest ones share layers here: looked at as well is the fastest that the runtime can run."""
+    """Layers are shared by none, as the runtime cannot run that."""
     found = tune(lengths, options_with(gpus=8, tp=1, pp=1))
     assert {look.layout.gpus for look in found.layouts} == {8}
+    assert {look.layout.tp for look in found.layouts} == {1}
     assert found.chosen.layout.gpus == 8
     times = [look.step_ns for look in found.layouts if look.step_ns is not None]
     assert times == sorted(times)
     assert found.chosen.layout in [look.layout for look in found.layouts[:2]]
-    assert all(look.layout.tp > 1 and look.runnable_ns is None for look in found.layouts[:2])
     runnable = [look for look in found.layouts if look.runnable_ns is not None]
-    assert found.recommended is not None
-    assert found.recommended.layout == min(runnable, key=lambda look: look.runnable_ns or 0).layout
-    assert {look.layout.tp for look in runnable} == {1}
+    assert found.recommended is not None and found.recommended.plan_only is None
+    assert found.recommended.layout in [look.layout for look in runnable]
+
+
+def test_layers_are_shared_where_that_is_asked_for_which_is_plan_only(lengths: Path) -> None:
+    found = tune(lengths, options_with(gpus=8, tp=2, pp=1))
+    assert {look.layout.tp for look in found.layouts} == {2}
+    assert found.recommended is None and found.chosen.plan_only == "tensor parallelism"
+    assert all(look.runnable_ns is None for look in found.layouts)
+
+
+def test_adapters_fit_where_all_weights_do_not(lengths: Path) -> None:
+    """A 7B on one GPU of 80 GiB, and on weights in 4 bits on one of 24."""
+    one = {"tp": 1, "pp": 1, "schedules": None}
+    with pytest.raises(UsageError, match=r"nothing fits 80\.0 GiB") as raised:
+        tune(lengths, options_with(**one))
+    assert "adapters (--lora-rank)" in str(raised.value.hint)
+    found = tune(lengths, options_with(**one, lora_rank=16))
+    assert found.recommended is not None and found.recommended.cost.lora_rank == 16
+    with pytest.raises(UsageError, match=r"nothing fits 16\.0 GiB") as raised:
+        tune(lengths, options_with(**one, lora_rank=16, gpu_memory=16 * GIB))
+    assert "--load-in-4bit" in str(raised.value.hint)
+    small = tune(lengths, options_with(**one, lora_rank=16, load_in_4bit=True, gpu_memory=24 * GIB))
+    assert small.recommended is not None
+    assert CostModel.from_dict(tuning_document(small)["cost_model"], where="a test") == small.best.cost
 
 
 def test_the_same_data_and_options_make_the_same_document(lengths: Path, tuning: Tuning) -> None:
@@ -340,7 +362,8 @@ def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpus": 7, "tp": 2}, "exclude each other"),
+        ({"gpus": 7, "tp": 1}, "exclude each other"),
+        ({"gpus": 7, "tp": 2, "pp": 1}, "7 GPUs cannot be used whole with tp 2"),
         ({"chunk_sizes": ()}, "chunk-sizes"),
         ({"ks": (0,)}, "ks is"),
         ({"dp": 0}, "dp is 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from chunkplan.cost.adapters import trained_words
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent
@@ -45,6 +46,9 @@ def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
             said.append(f"The tuning has other numbers for the {what} {planned['name']} than the plan.")
     if here.get("precision", there["precision"]) != there["precision"]:
         said.append(f"The tuning is for {there['precision']}, the plan's times are for {here['precision']}.")
+    trained = [trained_words(each.get("lora_rank", 0), each.get("load_in_4bit", False)) for each in (there, here)]
+    if trained[0] != trained[1]:
+        said.append(f"The tuning is for {trained[0]}, the plan's times are for {trained[1]}.")
     layout = tuning["chosen"]  # every choice has as many GPUs
     gpus_there = layout["dp"] * layout["tp"] * layout["pp"]
     gpus_here = plan.config.dp * here["tp"] * plan.config.pp

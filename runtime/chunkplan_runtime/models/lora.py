@@ -9,6 +9,7 @@ import torch
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.quantized import is_quantized
 
 #: Stands for every linear layer but the head.
 ALL_LINEAR = "all-linear"
@@ -50,15 +51,19 @@ def _is(name: str, value: float, expected: str, example: str) -> UsageError:
 
 def _not_linear(model: CausalLM) -> list[str] | None:
     """Names of linear layers that are more than that, such as routers, and those that peft refuses beside Mamba."""
-    linear = {name: type(each) for name, each in model.model.named_modules() if isinstance(each, torch.nn.Linear)}
-    more = {name.rpartition(".")[2] for name, kind in linear.items() if kind is not torch.nn.Linear}
+    linear = {name: each for name, each in model.model.named_modules() if isinstance(each, torch.nn.Linear)}
+    more = {
+        name.rpartition(".")[2]
+        for name, each in linear.items()
+        if type(each) is not torch.nn.Linear and not is_quantized(each.weight)
+    }
     if model.config.model_type in _WITH_MAMBA:
         more.add("out_proj")
     return sorted(more) or None
 
 
 def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
-    """The model with adapters, in the dtype of its weights, which are frozen.
+    """The model with adapters, in the dtype of its weights, which are frozen; of quantized ones in that of the others.
 
     Raises:
         UsageError: peft is not installed, or no layer has one of the names.
@@ -83,6 +88,9 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         raise UsageError(
             f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
         ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
     return replace(model, model=adapted)
 
 

@@ -291,8 +291,11 @@ def load_model(
     attention: str = AUTO,
     runs_on: torch.device | None = None,
     loader: Any = AUTO_MODEL,
+    **quantized: object,
 ) -> CausalLM:
-    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`. `loader`: the class to load.
+    """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
+
+    `loader`: the class to load; `quantized`: see `in_4bit`.
 
     Raises:
         UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
@@ -308,6 +311,7 @@ def load_model(
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
             key_mapping=TEXT_WEIGHTS,
+            **quantized,
             **how_to_make(dtype),
         )
     except (*REFUSALS, SafetensorError) as error:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils.hub import cached_file
 
+from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.model import NUM_BYTES, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
+from chunkplan.options import options_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
@@ -48,9 +50,9 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
     Of a run that differs in the model, the device, the precision, activation checkpointing, the layers of its stages,
-    or trains adapters, times are others. MFU takes the FLOPs of the model that is trained, so only the device has to
-    be the profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter: fetching them hides
-    behind other work, in the cost model too.
+    or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is trained, so only the
+    device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter:
+    fetching them hides behind other work, in the cost model too.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -119,9 +121,24 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))
         found.append(_Difference(f"stages of {before} layers", "others by --stage-layers", f"--stage-layers {now}"))
-    if config.lora_rank:
-        found.append(_Difference("all weights trained", "adapters", ""))
-    return found
+    return found + _of_adapters(cost, config)
+
+
+def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
+    planned = trained_words(cost.lora_rank, cost.load_in_4bit)
+    here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
+    names = ",".join(config.lora_targets)
+    if config.lora_rank and config.lora_targets != options_of(TrainConfig)["lora_targets"].default:
+        return [_Difference(f"{planned} of all layers" if cost.lora_rank else planned, f"{here} of {names}", "")]
+    if planned == here:
+        return []
+    options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
+    return [_Difference(planned, here, "" if _has_experts(cost.shape) and config.lora_rank else options)]
+
+
+def _has_experts(shape: ModelShape) -> bool:
+    """Whether the cost model knows nothing of adapters of such a model."""
+    return any(layer.experts_per_token for layer in shape.kinds)
 
 
 def _what_helps(differences: list[_Difference], config: TrainConfig) -> list[str]:

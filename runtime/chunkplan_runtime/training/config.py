@@ -122,11 +122,19 @@ class TrainConfig(Options):
         group=MODEL,
         default=False,
     )
-    lora_rank: int = option(
+    lora_rank: int | None = option(
         whole(),
         "Train adapters of this rank in place of the weights, 0: off.",
         group=LORA,
-        default=0,
+        default=None,
+        default_words="as planned",
+    )
+    load_in_4bit: bool | None = option(
+        FLAG,
+        "Keep the weights that have adapters in 4 bits (QLoRA).",
+        group=LORA,
+        default=None,
+        default_words="as planned",
     )
     lora_alpha: float = option(
         ABOVE_0,
@@ -285,8 +293,9 @@ class TrainConfig(Options):
                 hint="adapters need a saved model: give --model",
             )
         declared = options_of(TrainConfig)
-        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
-            if getattr(self, name) != declared[name].default and not self.lora_rank:
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit"):
+            changed = getattr(self, name) not in (declared[name].default, False)
+            if changed and self.lora_rank == 0:  # None: as planned, which is not known yet
                 flag = declared[name].flag
                 raise UsageError(f"{flag} without --lora-rank would do nothing", hint="give --lora-rank too")
 

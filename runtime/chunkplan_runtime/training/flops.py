@@ -1,8 +1,9 @@
 """What a step would cost at the least, in FLOPs.
 
 Model FLOPs, as in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a
-matrix and token that meets it, the vocabulary head at every token, and attention where the mask lets it see; no
-recompute, and adapters count as if all weights were trained. Of experts a token meets those that it goes to. What
+matrix and token that meets it, or 4 if it is frozen, the vocabulary head at every token, and attention where the mask
+lets it see; no recompute. Adapters of a stack of experts are added to it, so that it has gradients though it is frozen,
+and they themselves meet no token. Of experts a token meets those that it goes to. What
 recurrent layers do with their states counts nothing: it takes no weights, and does not grow with the sequence.
 """
 
@@ -17,6 +18,7 @@ from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.experts import share_of_tokens
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.quantized import num_weights
 
 #: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
@@ -27,7 +29,7 @@ class FlopCounter:
 
     def __init__(self, model: CausalLM) -> None:
         self._widths = _attention_widths(model.config)
-        self._weights = _active_weights(model)
+        self._of_token = _of_token(model)
 
     def count(self, step: PlanStep) -> float:
         """The model FLOPs of the forward and backward of a step, on all ranks."""
@@ -38,7 +40,7 @@ class FlopCounter:
             for window, width in self._widths.items()
             for segment in segments
         )
-        return 6.0 * (self._weights * num_tokens + attention)
+        return self._of_token * num_tokens + 6.0 * attention
 
 
 def _attention_widths(config: Any) -> Counter[int | None]:
@@ -62,14 +64,17 @@ def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
     return window * (2 * num_tokens - window)
 
 
-def _active_weights(model: CausalLM) -> float:
-    """How many weights of matrices a token meets: of experts its share, of embeddings none, but a head that is tied."""
+def _of_token(model: CausalLM) -> float:
+    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings none, but a head that
+    is tied."""
     config = model.config
     total = 0.0
     for path, module in model.model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
         for own, weight in module.named_parameters(path, recurse=False):
-            if weight.ndim >= 2 and "lora_" not in own and not own.endswith("bias"):
-                total += weight.numel() * share_of_tokens(config, own, weight, module)
+            is_stacked = ".experts." in own and "base_layer" in own
+            if weight.ndim >= 2 and not own.endswith("bias") and not (is_stacked and "lora_" in own):
+                flops = 6.0 if weight.requires_grad or is_stacked else 4.0
+                total += flops * num_weights(weight) * share_of_tokens(config, own, weight, module)
     return total

@@ -22,6 +22,7 @@ from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.quantized import in_4bit
 from chunkplan_runtime.training.config import TrainConfig
 
 _SAMPLES = 256
@@ -127,7 +128,8 @@ def _whole_model(config: TrainConfig, model_config: Any) -> CausalLM:
     """A model on the CPU, where the same seed draws the same for any layout."""
     dtype, device = dtype_of(config), torch.device(config.device)
     if config.model is not None:
-        return load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device)
+        quantized = in_4bit(dtype, device) if config.load_in_4bit else {}
+        return load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device, **quantized)
     return new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
 
 
@@ -146,6 +148,7 @@ def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job
 
 
 def _lora(config: TrainConfig) -> LoraOptions:
+    assert config.lora_rank
     return LoraOptions(
         rank=config.lora_rank,
         alpha=config.lora_alpha,
@@ -163,6 +166,11 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
     """
     if layout.pp == 1 and config.stage_layers is not None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
+    if config.load_in_4bit and layout.world_size > 1:
+        raise UsageError(
+            f"--load-in-4bit with {layout.world_size} processes",
+            hint="weights in 4 bits are for one process; leave it out (--no-load-in-4bit where the plan has it)",
+        )
     if not config.reshard:
         return
     if layout.dp == 1 or layout.pp > 1:

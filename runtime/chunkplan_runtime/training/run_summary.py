@@ -13,6 +13,7 @@ from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
@@ -32,7 +33,7 @@ def describe_run(
     """Lines of a name and what there is to say about it."""
     model = built.whole
     parameters = list(model.model.parameters())
-    num_weights = sum(weight.numel() for weight in parameters)
+    num_all = sum(map(num_weights, parameters))
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
     kernels = ", ".join(
         f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items()
@@ -41,7 +42,7 @@ def describe_run(
     left_out = why_not_installed() if device.type == "cuda" and config.attention == AUTO else None
     plan = data.plan
     return [
-        f"model     {config.model or config.model_config}: {num_weights:,} weights, {num_trained:,} trained",
+        f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),

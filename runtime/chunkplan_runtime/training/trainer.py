@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
@@ -126,12 +126,27 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
 
 
 def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> TrainConfig:
-    """`config` with what was found in place of what was left open."""
+    """`config` with what was found in place of what was left open.
+
+    Raises:
+        UsageError: the plan is for adapters, which these weights cannot have.
+    """
     cost = data.plan.manifest["predictions"]["cost_model"]
+    planned_rank = cost.get("lora_rank", 0)
+    if config.lora_rank is None and planned_rank and config.model is None:
+        raise UsageError(
+            f"the plan is for adapters of rank {planned_rank}, and random weights need to be trained themselves",
+            where=str(data.plan.path),
+            hint="give --model in place of --model-config, or --lora-rank 0",
+        )
+    lora_rank = planned_rank if config.lora_rank is None else config.lora_rank
+    in_4bit = cost.get("load_in_4bit", False) and lora_rank > 0 if config.load_in_4bit is None else config.load_in_4bit
     return replace(
         config,
         kv_offload=cost["kv_offload"] if config.kv_offload is None else config.kv_offload,
         checkpointing=cost["checkpointing"] == "full" if config.checkpointing is None else config.checkpointing,
+        lora_rank=lora_rank,
+        load_in_4bit=in_4bit,
         analysis=data.analysis.path,
         eval_plan=data.evaluation.path if data.evaluation is not None else None,
         tokenizer=str(tokenizer[0].parent) if tokenizer else None,

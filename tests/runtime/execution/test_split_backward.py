@@ -242,10 +242,17 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
     assert not waiting and saved
 
 
-@pytest.mark.parametrize("name", [name for name in SPLIT if name != "gpt2"])
-def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(model_of: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rank"), [*((name, 0) for name in SPLIT if name != "gpt2"), ("llama with biases, tied", 4)]
+)
+def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(
+    model_of: Any, name: str, rank: int
+) -> None:
+    """With adapters too, which have all that a weight half has."""
     model = model_of(SPLIT[name], torch.float32)
-    cost = CostModel(shape=shape_of_config(model.config.to_dict(), "a test"), precision="fp32")
+    cost = CostModel(shape=shape_of_config(model.config.to_dict(), "a test"), precision="fp32", lora_rank=rank)
+    if rank:
+        model = add_lora(model, LoraOptions(rank=rank, alpha=8.0))
     work = work_of(random_sequences(97), 1)
     executor = run_input_halves(model, work)
     num_tokens = sum(chunk.num_tokens for chunk in work.chunks.values())

@@ -8,12 +8,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from chunkplan.cost.memory import activation_bytes_per_token
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
-from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
+from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
-from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.model import load_model, new_model
+from chunkplan_runtime.models.quantized import in_4bit, num_weights
 from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.spans import Span
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -45,6 +51,29 @@ def test_gradients_of_adapters_are_exact(adapted, handmade_plan, random_sequence
     assert ("lm_head" in " ".join(report.relative_errors)) == ("lm_head" in targets)
 
 
+def test_gradients_of_adapters_on_weights_in_4_bits_are_those_of_whole_sequences(
+    tiny_config, handmade_plan, random_sequences, tmp_path
+):
+    """To the rounding of float32, in which bitsandbytes computes them."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    config = AutoConfig.for_model(**tiny_config("llama", hidden_size=64, intermediate_size=128))
+    new_model(config, torch.float32, seed=3).model.save_pretrained(tmp_path)
+    how = in_4bit(torch.float32, torch.device("cpu"))
+    model = add_lora(load_model(str(tmp_path), config, torch.float32, **how), LoraOptions(rank=2, alpha=4))
+    for name, parameter in model.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    matrices = [each for each in model.model.parameters() if each.dtype == torch.uint8]
+    assert sum(map(num_weights, matrices)) == 2 * (64 * (2 * 32 + 2 * 16) + 3 * 64 * 128)
+    sequences = random_sequences([23, 4, 9])
+    whole = [[(0, 0, 23)], [(1, 0, 4)], [(2, 0, 9)]]
+    _, expected = gradients(model, *handmade_plan(sequences, [{0: whole}]))
+    _, found = gradients(model, *handmade_plan(sequences, [{0: CHUNKS}], k=2))
+    assert len(expected) == 28 and all("lora_" in name for name in expected)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
 def gradients(model, plan, analysis, seed=0):
     stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
     work = next(iter(stream))
@@ -70,6 +99,70 @@ def test_with_dropout_gradients_are_the_same_bits_whatever_k(adapted, handmade_p
     plan = handmade_plan(sequences, [{0: CHUNKS}])
     assert gradients(model, *plan, seed=1)[0] != by_k[0][0]
     assert gradients(adapted(), *plan)[0] != by_k[0][0]
+
+
+def activations(config, dtype, rank):
+    """Bytes that the forward of a chunk of 23 tokens keeps for its backward, of each token: of tensors, each once."""
+    model = new_model(AutoConfig.for_model(**config), dtype, seed=3)
+    model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
+    weights = {parameter.untyped_storage()._cdata for parameter in model.model.parameters()}
+    kept = {}
+
+    def keep(saved):
+        storage = saved.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return saved
+
+    tensors = chunk_of(23)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        model.hidden_states(tensors, StateStore(23))
+    return sum(storage.nbytes() for storage in kept.values()) / 23
+
+
+def chunk_of(num_tokens):
+    places = torch.arange(num_tokens, dtype=torch.int32)[None]
+    span = Span(0, 0, num_tokens, num_tokens, 0, None)
+    return ChunkTensors(0 * places, places, torch.zeros(num_tokens, dtype=torch.int64), (span,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_the_planner_predicts_what_layers_keep_for_a_backward_with_adapters_and_without(
+    tiny_config, model_type, rank, dtype
+):
+    """Of a layer, but for a number or two of each norm, and for the heads that Qwen3 normalises."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
+    one, three = (
+        activations(tiny_config(model_type, num_hidden_layers=layers, **sizes), dtype, rank) for layers in (1, 3)
+    )
+    shape = shape_of_config(tiny_config(model_type, **sizes), "a test")
+    cost = CostModel(shape=shape, lora_rank=rank, precision="fp32" if dtype == torch.float32 else "bf16")
+    predicted = activation_bytes_per_token(cost, shape.kinds[0])
+    of_heads = (64 + 32) * (4 + (1 if rank else 2) * dtype.itemsize) + 6 * 4 if model_type == "qwen3" else 0
+    assert predicted + 8 <= (three - one) / 2 <= predicted + 8 + of_heads
+    assert model_type == "qwen3" or (three - one) / 2 == predicted + 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "qwen2"}, 0),
+        ({"model_type": "qwen3"}, 0),
+        ({"model_type": "olmo2"}, 0),
+        ({"model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, 0.1),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, 0.1),
+    ],
+)
+def test_the_planner_counts_the_adapters_that_the_trainer_makes(tiny_config, changes, tolerance):
+    """Exactly where queries are grouped and projected one by one."""
+    config = AutoConfig.for_model(**tiny_config(**changes))
+    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4))
+    made = sum(parameter.numel() for parameter in model.model.parameters() if parameter.requires_grad)
+    cost = CostModel(shape=shape_of_config(config.to_dict(), "a test"), lora_rank=3)
+    assert cost.shape.total(cost.adapters.trained_parameters) == pytest.approx(made, rel=tolerance, abs=0)
 
 
 def test_running_a_step_leaves_the_random_numbers_of_others_alone(adapted, handmade_plan, random_sequences):

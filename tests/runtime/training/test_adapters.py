@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -64,6 +65,30 @@ def test_a_stopped_run_of_adapters_goes_on_bit_for_bit(made, tmp_path, monkeypat
     assert adapt(made, tmp_path / "run", *more, "--resume") == 0
     assert learning(tmp_path / "run") == learning(tmp_path / "whole")
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+
+
+def test_weights_in_4_bits_need_an_extra_that_is_named(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert adapt(made, tmp_path / "run", "--load-in-4bit") == 2
+    said = capsys.readouterr().err
+    assert "weights in 4 bits need bitsandbytes" in said and "pip install 'chunkplan[qlora]'" in said
+
+
+def test_adapters_on_weights_in_4_bits_learn(made, tmp_path, capsys):
+    """What is saved is an adapter, as on any weights."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    all_linear = ("--lora-targets", "all-linear", "--load-in-4bit", "--lora-rank", 16, "--lr", "1e-2")
+    assert adapt(made, tmp_path / "run", *all_linear) == 0
+    said = capsys.readouterr().err
+    num_weights = sum(weight.numel() for weight in load_file(made / "base" / "model.safetensors").values())
+    saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    num_trained = sum(weight.numel() for weight in saved.values())
+    assert f": {num_weights + num_trained:,} weights, {num_trained:,} trained\n" in said
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert sum(row["loss"] for row in rows[-2:]) < 0.95 * sum(row["loss"] for row in rows[:2])
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert adapt(made, tmp_path / "other", *all_linear, "--precision", "fp64") == 2
+    assert "bitsandbytes does not compute in float64" in capsys.readouterr().err
 
 
 def test_layers_that_are_not_there_are_refused(made, tmp_path, capsys):

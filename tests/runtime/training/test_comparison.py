@@ -119,17 +119,57 @@ def test_where_keys_and_values_lie_is_no_other_time(made, tmp_path):
     assert lines(tmp_path / "metrics.jsonl")[0]["predicted_seconds"] > 0
 
 
-def test_times_of_adapters_and_of_models_that_are_not_known_are_not_to_be_had(made, tmp_path, capsys, tiny_config):
+@pytest.fixture(scope="module")
+def base(made):
+    """A saved model, to adapt."""
+    assert main(options(made, made / "whole", "--max-steps", 1)) == 0
+    return made / "whole" / "final"
+
+
+ALL, RANK_2 = "all weights trained", "adapters of rank 2"
+
+#: The rank that a plan is for, the options of a run, what times are for and what the run has, and what ends that.
+ADAPTERS = {
+    "unplanned": (0, ("--lora-rank", 2), ALL, RANK_2, "--lora-rank 2"),
+    "another": (4, ("--lora-rank", 2), "adapters of rank 4", RANK_2, "--lora-rank 2"),
+    "none": (2, ("--lora-rank", 0), RANK_2, ALL, "--lora-rank 0"),
+    "some layers": (2, ("--lora-targets", "q_proj"), f"{RANK_2} of all layers", f"{RANK_2} of q_proj", ""),
+    "as planned": (2, (), "", "", ""),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_run_of_adapters_is_compared_with_a_plan_for_them_alone(made, base, tmp_path, capsys, case):
+    rank, more, planned, here, helps = ADAPTERS[case]
+    build_with(made, replace(cost_of_a_run(made), lora_rank=rank), tmp_path / "plan")
+    arguments = ("--plan", tmp_path / "plan", "--model", base, "--output", tmp_path / "run", "--max-steps", 1, *more)
+    assert main(list(map(str, arguments))) == 0
+    said = capsys.readouterr().err
+    [row] = lines(tmp_path / "run" / "metrics.jsonl")
+    if case == "as planned":
+        assert "predicts" not in said and row["predicted_seconds"] > 0
+        assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
+    else:
+        assert f"predicts  no times: the plan's times are for {planned}; this run has {here}\n" in said
+        assert row["predicted_seconds"] is None
+    assert (f"`chunkplan build` with `{helps}`\n" in said) == bool(helps)
+
+
+def test_a_plan_for_adapters_is_not_for_random_weights(made, tmp_path, capsys):
+    build_with(made, replace(cost_of_a_run(made), lora_rank=2), tmp_path / "plan")
+    arguments = [*options(made, tmp_path / "run", "--max-steps", 1), "--plan", str(tmp_path / "plan")]
+    assert main(arguments) == 2
+    assert "the plan is for adapters of rank 2, and random weights need to be trained" in capsys.readouterr().err
+    assert main([*arguments, "--lora-rank", "0"]) == 0
+
+
+def test_times_of_models_that_are_not_known_are_not_to_be_had(made, tmp_path, capsys, tiny_config):
     def said(*arguments):
         assert main(list(map(str, arguments))) == 0
         told = capsys.readouterr().err
         assert "to have them" not in told
         return told
 
-    said(*options(made, tmp_path / "whole", "--max-steps", 1))
-    model = ("--model", tmp_path / "whole" / "final", "--lora-rank", 2)
-    told = said("--plan", made / "plan", "--output", tmp_path / "adapted", "--max-steps", 1, *model)
-    assert "predicts  no times: the plan's times are for all weights trained; this run has adapters\n" in told
     (tmp_path / "gemma").mkdir()
     (tmp_path / "gemma" / "config.json").write_text(json.dumps(tiny_config("gemma")))
     arguments = [*options(made, tmp_path / "other", "--max-steps", 1), "--model-config", tmp_path / "gemma"]

@@ -204,4 +204,7 @@ def test_adapters_of_a_model_that_nothing_keeps_and_options_without_effect_are_r
     with pytest.raises(UsageError, match="random weights that nothing keeps"):
         read("--plan", "p", "--output", "o", "--model-config", "c", "--lora-rank", 4)
     with pytest.raises(UsageError, match="--lora-alpha without --lora-rank would do nothing"):
-        read(*NEEDED, "--lora-alpha", 8)
+        read(*NEEDED, "--lora-rank", 0, "--lora-alpha", 8)
+    with pytest.raises(UsageError, match="--load-in-4bit without --lora-rank would do nothing"):
+        read(*NEEDED, "--lora-rank", 0, "--load-in-4bit")
+    assert read(*NEEDED, "--lora-alpha", 8).lora_rank is None, "as planned, which is not known yet"

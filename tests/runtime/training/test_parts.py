@@ -15,6 +15,7 @@ from transformers import AutoConfig, TrainingArguments, get_scheduler
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.flops import FlopCounter
@@ -184,6 +185,16 @@ def test_flops_are_six_a_weight_and_token_and_those_of_the_pairs_seen(
     squares = sum(2 * sum(min(place + 0.5, window) for place in range(length)) for length in lengths)
     expected = 6 * (36 * (2 * (heads + mlp) + 32 * 97) + 2 * 32 * squares)
     assert FlopCounter(model).count(work.step) == pytest.approx(expected, rel=0.01)
+
+
+def test_frozen_weights_count_four_flops_and_adapters_six(tiny_config, handmade_plan, random_sequences):
+    """Those of seven adapters of rank 4 in each of two layers, and of attention as ever."""
+    model = new_model(AutoConfig.for_model(**tiny_config("llama")), torch.float32, 0)
+    whole = flops(model, [40], handmade_plan, random_sequences)
+    weights = 40 * (2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 48) + 32 * 97)
+    adapters = 40 * 2 * 4 * (64 + 48 + 48 + 64 + 3 * 80)
+    adapted = flops(add_lora(model, LoraOptions(rank=4, alpha=8)), [40], handmade_plan, random_sequences)
+    assert adapted == whole - 2 * weights + 6 * adapters
 
 
 _ATTENTION = 2 * 32 * 32 + 2 * 32 * 16

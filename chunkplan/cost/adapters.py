@@ -1,0 +1,160 @@
+"""Adapters (LoRA, Hu et al., arXiv 2106.09685) of a layer, and what its frozen weights take in memory.
+
+They are those that the trainer makes by default: of every matrix of a layer, in the precision of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from chunkplan.cost.rates import LayerTime, Rates
+from chunkplan.cost.shape import Layer, ModelShape
+
+#: Bytes of a weight in 4 bits: NF4 in blocks of 64, each with a scale of 8 bits, of which every 256 share a float32
+#: (QLoRA, Dettmers et al., arXiv 2305.14314).
+FOUR_BIT_BYTES = 0.5 + (1 + 4 / 256) / 64
+
+#: Kernels of an adapter in a forward: two products, the scaling, and the sum with what the frozen matrix makes.
+ADAPTER_KERNELS = 4
+
+#: Of an element that an adapter makes, as these kernels read and write it one by one: written by the second product,
+#: read and written by the scaling; in the sum two are read and one is written. Of what goes in, the first product reads
+#: each.
+_MADE, _READ = 6, 1
+
+#: Matrices of what mixes tokens: of queries, keys, values and outputs.
+_MIXER_MATRICES = 4
+
+
+class Adapted(NamedTuple):
+    """The matrices of a layer that have adapters: how many, and what goes in and out of them, in elements of a token.
+
+    An adapter of rank r is two matrices, of r times what goes in and of r times what goes out.
+    """
+
+    number: int
+    inputs: int
+    outputs: int
+
+    @property
+    def width(self) -> int:
+        """Parameters of all adapters of rank 1."""
+        return self.inputs + self.outputs
+
+    @property
+    def copied(self) -> int:
+        """Elements of a token that the kernels of a forward read and write, but for the few between the matrices."""
+        return _READ * self.inputs + _MADE * self.outputs
+
+
+def adapted(layer: Layer, hidden_size: int) -> Adapted:
+    """The matrices of a dense layer that adapters are of.
+
+    Those that mix tokens are taken to be four, each with `hidden_size` on one side, as with grouped queries; what
+    recurrent layers and latents have differs a little.
+    """
+    count = inputs = outputs = 0
+    if layer.mixer_parameters:
+        count = _MIXER_MATRICES
+        inputs = (_MIXER_MATRICES - 1) * hidden_size + layer.output_width
+        outputs = layer.mixer_parameters // hidden_size - layer.output_width + hidden_size
+    if layer.mlp_width:
+        into = 1 + layer.is_gated
+        count += into + 1
+        inputs += into * hidden_size + layer.mlp_width
+        outputs += into * layer.mlp_width + hidden_size
+    return Adapted(count, inputs, outputs)
+
+
+def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
+    """Say what of a model is trained, with these entries of its cost model."""
+    if not lora_rank:
+        return "all weights trained"
+    return f"adapters of rank {lora_rank}" + (" on weights in 4 bits" if load_in_4bit else "")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of `rank` in all layers of `shape`; with rank 0 there are none, and all weights are trained.
+
+    `in_4bit`: what they adapt is kept in 4 bits. `num_bytes`: of any other weight.
+    """
+
+    shape: ModelShape
+    rank: int
+    in_4bit: bool
+    num_bytes: int
+
+    @cached_property
+    def number(self) -> float:
+        """How many there are in a layer, on average."""
+        return self._mean(lambda each: each.number)
+
+    @cached_property
+    def width(self) -> float:
+        """See `Adapted.width`, on average."""
+        return self._mean(lambda each: each.width)
+
+    @cached_property
+    def copied(self) -> float:
+        """See `Adapted.copied`, on average."""
+        return self._mean(lambda each: each.copied)
+
+    def _mean(self, of: Callable[[Adapted], int]) -> float:
+        return self.shape.mean(lambda layer: of(adapted(layer, self.shape.hidden_size))) if self.rank else 0.0
+
+    def own_parameters(self, layer: Layer) -> int:
+        """Parameters of the adapters of a layer."""
+        return self.rank * adapted(layer, self.shape.hidden_size).width
+
+    def trained_parameters(self, layer: Layer) -> int:
+        """Those of a layer that have gradients and states of the optimizer: all of its matrices, or its adapters."""
+        return self.own_parameters(layer) if self.rank else layer.parameters(self.shape.hidden_size)
+
+    def weight_bytes(self, layer: Layer) -> float:
+        """Bytes of all weights of a layer."""
+        below = layer.parameters(self.shape.hidden_size) * (FOUR_BIT_BYTES if self.in_4bit else self.num_bytes)
+        return below + self.own_parameters(layer) * self.num_bytes
+
+    @property
+    def unpacked_bytes(self) -> float:
+        """Bytes that are read and written to make the weights of a layer whole that are kept in 4 bits."""
+        return self.shape.layer_parameters * (FOUR_BIT_BYTES + self.num_bytes) if self.in_4bit else 0.0
+
+    def activation_bytes(self, layer: Layer) -> int:
+        """By how much what a backward reads of a token in a layer is more than where all weights are trained.
+
+        Each second matrix of an adapter reads what its first one makes. Norms that are frozen do not read what they
+        scale. Inputs of frozen matrices are not read for themselves, but first matrices of adapters read them.
+        """
+        if not self.rank:
+            return 0
+        made = self.rank * adapted(layer, self.shape.hidden_size).number
+        return (made - layer.num_norms * self.shape.hidden_size) * self.num_bytes
+
+    def pending_bytes(self, layer: Layer) -> int:
+        """By how much what a token holds between the halves of a backward is more than where all weights are trained.
+
+        Of each adapter what is between its matrices, and the gradient of that.
+        """
+        return 2 * self.rank * adapted(layer, self.shape.hidden_size).number * self.num_bytes
+
+    def with_frozen(
+        self, rates: Rates, product_ns: float, chunk_ns: float, copy_bytes: float, kernel_ns: float
+    ) -> Rates:
+        """`rates`, with what a backward does not do with frozen weights, and does with adapters in its weight half.
+
+        `product_ns`: of a multiply-add; `chunk_ns`: of what a chunk takes once less in a backward, the ramp of products
+        and making weights whole, as it does this once and is taken as two forwards; `copy_bytes`: a second.
+        """
+        if not self.rank:
+            return rates
+        half = product_ns * self.rank * self.width + self.width * self.num_bytes / copy_bytes * 1e9
+        return rates._replace(
+            frozen=LayerTime(product_ns * self.shape.active_layer_parameters, chunk_ns),
+            frozen_head=product_ns * self.shape.embedding_parameters,
+            weight_half=LayerTime(half, 2 * self.number * kernel_ns),
+        )
