@@ -5,8 +5,8 @@ of them have to do the same fetches and sums in the same order, whatever their o
 meeting: one op, on one virtual stage. In it every rank of the stage either does its next action, if that is the slot's,
 or takes part without one, which is a *padding*. What meets nobody (`meeting_of`) is done between slots.
 
-*Nobody waits for ever.* `align` plays the step through on all stages of all ranks, event by event. An event is a slot of
-a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it did
+*Nobody waits for ever.* `align` plays the step through on all stages of all ranks, event by event. An event is a slot
+of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it did
 before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So the
 order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but its
 rank's place in that order. Processes that do the events of theirs in this order cannot wait in a circle, as the first
@@ -123,12 +123,12 @@ def align(
     assert best is not None
     now, slots, stages = best
     ops, virtual_stages = np.divmod(slots[np.argsort(stages, kind="stable")], num_virtual_stages)
-    return Slots(ops.astype(np.int8), virtual_stages, offsets_of(np.bincount(stages, minlength=pp)), now.before, now.ends)
+    return Slots(
+        ops.astype(np.int8), virtual_stages, offsets_of(np.bincount(stages, minlength=pp)), now.before, now.ends
+    )
 
 
-def _step(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, pp: int, v_shaped: bool
-) -> _Step:
+def _step(chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, pp: int, v_shaped: bool) -> _Step:
     ops, num_actions = actions.ops, actions.ops.size
     _, num_model_stages, num_chunks = times.durations.shape
     rank = np.repeat(np.arange(actions.stages.size - 1) // pp, np.diff(actions.stages))  # [num_actions]
@@ -286,8 +286,7 @@ def _ready(step: _Step, now: _Now, row: int) -> int:
     """When a row is free and what its next action waits for is there; -1 if that is not done yet."""
     action = now.next[row]
     needs = step.needs[action]
-    if needs == -1:
-        return now.free[row]
-    if needs < 0 or now.ends[needs] < 0:
-        return -1
-    return max(now.free[row], now.ends[needs] + step.links[action])
+    ready: int = now.free[row]
+    if needs >= 0:
+        ready = max(ready, now.ends[needs] + step.links[action])
+    return -1 if needs < -1 or (needs >= 0 and now.ends[needs] < 0) else ready

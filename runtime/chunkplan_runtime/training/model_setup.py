@@ -17,7 +17,7 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
-from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 _SAMPLES = 256
 
@@ -83,24 +83,18 @@ def build_model(config: TrainConfig, model_config: Any, job: Job) -> CausalLM:
     return model
 
 
-def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
-    """Refuse options that are not for these processes, or not for this plan.
+def check_layout(config: TrainConfig, layout: RankLayout) -> None:
+    """Refuse options that are not for these processes.
 
     Raises:
         UsageError: naming the option.
     """
     if layout.pp == 1 and config.stage_layers is not None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
-    if not config.reshard:
-        return
-    if layout.dp == 1 or layout.pp > 1:
-        found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
-        raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
-    if plan.config.k > 1 or plan.config.k_by_length or not plan.config.equal_chunks:
+    if config.sharding in SHARED[1:] and layout.dp == 1:
         raise UsageError(
-            "--reshard needs a plan of K 1 and equal chunk counts",
-            where=str(plan.path),
-            hint="build it with `--k 1 --equal-chunks`, or leave --reshard out",
+            f"--sharding {config.sharding} with one process a stage, which shares nothing with others",
+            hint="leave it out, or start more data-parallel processes",
         )
 
 
