@@ -33,7 +33,7 @@ class Event(NamedTuple):
 class Recorded(NamedTuple):
     """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers.
 
-    `num_backwards`: of chunks of the plan, through all virtual stages; those of padding tokens beside.
+    `num_backwards`: of chunks of the plan, through all virtual stages.
     """
 
     events: list[Event]
@@ -115,14 +115,13 @@ def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tu
 def record(pool: ProcessPool, plan: dict[str, Path], world_size: int = 4, **how: Any) -> list[Recorded]:
     """What processes do in the first step, which they launch in one order; all replicas reduce the same.
 
-    A padding token goes through the layers only where a process has no backward, or may not reduce in its last one.
+    Nothing goes through the layers but chunks.
     """
     processes = pool.run(world_size, record_step, **plan, **how)
     launched_in_one_order(processes).prepare()
     for process in processes:
-        is_padded = not (process.num_backwards and (process.reduces_early or how.get("always")))
         num_layers = sum(event.what == "layer" for event in process.events)
-        assert num_layers == (process.num_backwards + is_padded) * len(process.layers)
+        assert num_layers == process.num_backwards * len(process.layers)
         same = [other.reductions for other in processes if other.reducing[0] == process.reducing[0]]
         sizes = [[event.num_numbers for event in reductions] for reductions in same]
         assert all(found == sizes[0] for found in sizes)

@@ -254,7 +254,8 @@ def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_redu
     processes = record(pool, plan)
     assert {process.reduces_early for process in processes} == {reduces_early}
     num_layers = len(processes[0].layers)
-    assert [layers_ahead(process) for process in processes] == [[*reversed(range(num_layers)), 0]] * 4
+    expected = [*reversed(range(num_layers)), 0] if reduces_early else [0] * (num_layers + 1)
+    assert [layers_ahead(process) for process in processes] == [expected] * 4
     check(pool, 4, plan)
 
 

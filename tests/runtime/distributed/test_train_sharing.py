@@ -61,7 +61,7 @@ def made(
 @pytest.mark.parametrize(
     "layouts",
     [
-        [(4, "pipes", ("--kv-offload",)), (2, "equal", ("--reshard",))],
+        [(4, "pipes", ("--kv-offload",)), (4, "pipes", ("--sharding", "weights"))],
         pytest.param(
             [
                 *((4, "heads", ()), (4, "pages", ("--checkpointing",)), (4, "eight", ())),
