@@ -225,7 +225,13 @@ def _in_random_order(work: RankWork, chance: random.Random, layout: RankLayout) 
 
 
 def compare_master_weights(
-    rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = (), machine_size: int | None = None
+    rank: int,
+    *,
+    plan: Path,
+    config: Path,
+    targets: tuple[str, ...] = (),
+    machine_size: int | None = None,
+    sharding: Sharding = "optimizer",
 ) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
 
@@ -245,7 +251,8 @@ def compare_master_weights(
         actions = [action for action in each.actions if action.virtual_stage == 0]
         executor.run(replace(each, actions=actions), work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
-    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, machine_size=machine_size)
+    how = {"machine_size": machine_size, "sharding": sharding}
+    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, **how)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
     stage.run(stage.work(0))
     gradients, norm = stage.finish_gradients(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkplan.cost.model import Sharding
+from chunkplan_runtime.distributed.alignment import paddings_of
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -153,3 +156,40 @@ def step_gradients(
             gradients, _ = stage.finish_gradients(stage.weights)
         found.append({name: gradient.numpy().copy() for name, gradient in gradients.items()})
     return found
+
+
+class Counted(NamedTuple):
+    """What a process launches with the replicas of its stage in a step, and what its slots say it does: how many."""
+
+    launched: list[tuple[str, int]]
+    gathers: int
+    reductions: int
+    expected_gathers: int
+    expected_reductions: int
+
+
+def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -> Counted:
+    """Those of the first step. Embeddings and head are gathered and reduced once, on stages that have any."""
+    opened, analysis = open_for_its_stages(plan)
+    stage = make_stage(rank, opened, analysis, new_model(read_config(config), torch.float32, seed=1), sharding=sharding)
+    work, layout = stage.work(0), stage.groups.layout
+    paddings = paddings_of(work, layout, sharding)
+    own = [(action.op, action.virtual_stage) for each in work.ranks for action in each.actions]
+    slots = [*itertools.chain.from_iterable(paddings), *own]
+    layers = [len(part.own_layers) for part in stage.model.parts]
+    is_end = bool(layout.is_first or layout.is_last)
+    recorder = _Recorder()
+    with recorder:
+        stage.run(work)
+    assert stage.groups.replicas is not None
+    name = stage.groups.replicas.get_group().group_name
+    launched = [(event.what, event.num_numbers) for event in recorder.events if event.where == name]
+    gathering = [virtual_stage for op, virtual_stage in slots if op != "backward_weight"]
+    reducing = [virtual_stage for op, virtual_stage in slots if op in ("backward", "backward_weight")]
+    return Counted(
+        launched,
+        sum("allgather" in what for what, _ in launched),
+        sum("reduce_scatter" in what for what, _ in launched),
+        is_end + sum(layers[each] for each in (gathering if sharding == "weights" else range(len(layers)))),
+        is_end + sum(layers[each] for each in reducing),
+    )
