@@ -142,8 +142,8 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
     more = ("--precision", "fp64", "--model-config", made / "tied.json")
     more = (*more, "--eval-every", 2, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
-    for size, plan, how in layouts:
-        output = tmp_path / f"{plan}-{size}"
+    for place, (size, plan, how) in enumerate(layouts):
+        output = tmp_path / f"{place}-{plan}-{size}"
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
         assert f"{size} processes" in said and "stage  process" in said
