@@ -295,7 +295,6 @@ def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
         gpu_memory=140 * GIB,
         chunk_sizes=(2048, 8192),
         cp=cp,
-        sharding="optimizer",  # all that is shared of both
     )
     return tune(folder / "lengths.npy", options)
 
