@@ -141,7 +141,10 @@ class PlanConfig(Options):
         default="spread",
     )
     equal_chunks: bool = option(
-        FLAG, "The same number of chunks on every rank, as ZeRO-3 needs it.", group=_RANKS, default=False
+        FLAG,
+        "The same number of chunks on every rank, as some trainers need it for ZeRO-3.",
+        group=_RANKS,
+        default=False,
     )
     cp: str | int = option(
         CP,

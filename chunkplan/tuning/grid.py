@@ -40,9 +40,9 @@ class Way(NamedTuple):
     stage_layers: tuple[int, ...] | None
     chunk_size: int
 
-    def config(self, options: TuneOptions, layout: GpuLayout, k: int, sharding: Sharding) -> PlanConfig:
+    def config(self, options: TuneOptions, layout: GpuLayout, k: int) -> PlanConfig:
         """Return the configuration of a plan."""
-        config = options.plan_config(layout, self.chunk_size, k, self.schedule, self.cp, sharding)
+        config = options.plan_config(layout, self.chunk_size, k, self.schedule, self.cp)
         return replace(config, stage_layers=self.stage_layers)
 
 
@@ -96,8 +96,7 @@ def try_grid(
             cost = options.cost(layout, memory, sharding)
             started = {
                 way: [
-                    pool.submit(try_out, sample, way.config(options, layout, k, sharding), cost, cancelled.is_set)
-                    for k in of_way
+                    pool.submit(try_out, sample, way.config(options, layout, k), cost, cancelled.is_set) for k in of_way
                 ]
                 for way, of_way in wanted.items()
             }
@@ -157,7 +156,7 @@ def _worth_sharding(
     sharding: Sharding, plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout
 ) -> tuple[Wanted, Wanted]:
     """Return the Ks of each way that fit without checkpointing, or else with it, if ranks share that, and do not while
-    they share less; or do so only while they share what the runtime cannot run.
+    they share less.
 
     What a stage holds of chunks is taken from the trials with least sharding.
     """
@@ -177,9 +176,7 @@ def _worth_sharding(
                 )
                 for one in (*less, sharding)
             }
-            config = way.config(options, layout, k, sharding)
-            runs = why_plan_only(config, options.cost(layout, LADDER[0], sharding)) is None
-            if fits_at[sharding] < min(fits_at[one] for one in (less[:1] if runs else less)):
+            if fits_at[sharding] < min(fits_at[one] for one in less):
                 wanted[fits_at[sharding]].setdefault(way, []).append(k)
     return wanted
 

@@ -201,12 +201,8 @@ class TuneOptions(Options):
         k: int,
         schedule: str,
         cp: str | int = "off",
-        sharding: Sharding = "optimizer",
     ) -> PlanConfig:
-        """Return the configuration of a plan.
-
-        Ranks that share gradients or weights send each other those of a layer in every chunk, so they have as many.
-        """
+        """Return the configuration of a plan."""
         return PlanConfig(
             chunk_size=chunk_size,
             k=k,
@@ -216,7 +212,6 @@ class TuneOptions(Options):
             pp=layout.pp,
             schedule=schedule,
             seed=self.seed,
-            equal_chunks=sharding in SHARDINGS[2:] and layout.dp > 1,
         )
 
     def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:

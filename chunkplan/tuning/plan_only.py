@@ -9,31 +9,18 @@ from chunkplan.cost.model import CostModel
 def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     """Say what the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
 
-    The runtime shards optimizer states, or with them weights. On one data-parallel rank there is nothing to shard, and
-    "none" is run as "optimizer", which takes less than was predicted. Whether it can run a type of models at all, its
-    own proof says (docs/models.md).
+    On one data-parallel rank there is nothing to shard, and "none" is run as "optimizer", which takes less than was
+    predicted. Whether it can run a type of models at all, its own proof says (docs/models.md).
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
     reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
     if cost.load_in_4bit and config.dp * config.pp > 1:
         reasons.append("weights in 4 bits on several GPUs")
-    if config.dp > 1 and cost.sharding == "gradients":
-        reasons.append("sharded gradients")
-    if config.dp > 1 and cost.sharding == "weights":
-        reasons += _of_sharded_weights(config)
     return " and ".join(reasons) or None
 
 
 def _of_states(config: PlanConfig, cost: CostModel) -> list[str]:
     """Say what the runtime cannot run of a model whose layers keep a state from one part of a sequence to the next."""
     reasons = ["shared sequences"] if config.cp != "off" and config.dp > 1 else []
-    reasons += ["sharded weights"] if config.dp > 1 and cost.sharding == "weights" else []
+    reasons += [f"sharded {cost.sharding}"] if config.dp > 1 and cost.shares("gradients") else []
     return [f"{reason} of a recurrent model" for reason in reasons]
-
-
-def _of_sharded_weights(config: PlanConfig) -> list[str]:
-    """Say what the runtime cannot run with sharded weights: ranks fetch them together, equally often for each chunk."""
-    largest_k = max([config.k, *(k for _, k in config.k_by_length or ())])
-    reasons = ["sharded weights on a pipeline"] if config.pp > 1 else []
-    reasons += ["sharded weights with K above 1"] if largest_k > 1 else []
-    return reasons + ([] if config.equal_chunks else ["sharded weights with unequal chunk counts"])

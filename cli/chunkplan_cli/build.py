@@ -109,8 +109,6 @@ def build(
     warn_of_memory(memory, cost, settings, None if options.from_file else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
-    if not dry_run and cost.sharding == "weights" and settings.dp > 1 and why_plan_only(settings, cost) is None:
-        note("train it with --reshard: its memory is that of sharded weights")
     if not dry_run:
         flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
         note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")

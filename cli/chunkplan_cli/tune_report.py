@@ -150,8 +150,6 @@ def _verdict(tuning: Tuning) -> list[Text]:
     longest = longest_of(choice.config, choice.cost, choice.memory, memory)
     can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
     lines.append(Text(f"{longest_words(longest if can_share else longest[:1])}."))
-    if choice.cost.sharding == "weights" and choice.layout.dp > 1 and not choice.plan_only:
-        lines.append(Text("Train it with --reshard: its memory is that of sharded weights."))
     if choice is not rivals[0]:
         lines.append(Text("Of those as fast within 0.5%, it takes least memory."))
     if not tuning.recommended:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
@@ -25,9 +26,8 @@ from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, Executor
+from chunkplan_runtime.execution.executor import Around, Executor, Meet, meet_nobody
 from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.feed.joined import process_actions
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
@@ -62,7 +62,7 @@ class StageProcess:
     shards: Shards | None
     executor: Executor
     stream: PlanStream
-    reshard: bool = False
+    sharding: Sharding = "optimizer"
 
     def work(self, step: int) -> StepWork:
         """That of a step, whichever came before."""
@@ -71,43 +71,40 @@ class StageProcess:
 
     def evaluate(self, work: StepWork) -> float:
         """The loss of all processes, without gradients."""
-        loss = sum(self.executor.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks)
-        if self.reshard and self.shards:
-            forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
-            for _ in range(max(forwards) - forwards[self.groups.layout.dp_rank]):
-                self.shards.run_padding("forward")
+        if self.shards:
+            self.shards.begin_forwards()
+        meet = self._meeting(work, only_forwards=True)
+        loss = sum(self.executor.evaluate(each, work.step.num_target_tokens, meet).loss for each in work.ranks)
+        meet(None)
         assert all(store.is_empty for store in self.executor.stores)
         if self.shards:
+            self.shards.end_forwards()
             self.shards.free()
         return _sum(loss)
 
     def run(self, work: StepWork) -> float:
         """The loss of all processes; gradients are left in the weights."""
         around: Around = lambda action: nullcontext()  # noqa: E731
-        aligned = None
         if self.shards:
             self.shards.begin_step()
-        if self.shards and self.reshard:
-            paddings = paddings_of(self._by_process(work), "a step")[self.groups.layout.dp_rank]
-            aligned = Aligned(paddings, self.shards.run_padding)
-            around = aligned.around(around)
-        if self.shards:
             around = self.shards.around(around)
-        before = self.shards.reduce_in_backward if self.shards else None
+        meet = self._meeting(work)
+        before = self.shards.reduce_in_backward if self.shards and self.sharding == "optimizer" else None
         num_target_tokens = work.step.num_target_tokens
         loss = 0.0
         for each in work.ranks:
             before_last = before if each is work.last else None
-            loss += self.executor.run(each, num_target_tokens, around, before_last).loss
-        if aligned:
-            aligned.finish()
+            loss += self.executor.run(each, num_target_tokens, around, before_last, meet).loss
+        meet(None)
         if self.shards:
             self.shards.reduce_gradients()
         return _sum(loss)
 
-    def _by_process(self, work: StepWork) -> list[list[Action]]:
-        rows = self.groups.layout.rows(work.plan.config.dp)
-        return [process_actions(work.step, work.plan, own, self.groups.layout.stage) for own in rows]
+    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
+        if self.shards is None or self.sharding == "optimizer" or (only_forwards and self.sharding != "weights"):
+            return meet_nobody
+        paddings = paddings_of(work, self.groups.layout, self.sharding, only_forwards=only_forwards)
+        return Aligned(paddings, self.shards.pad).meet
 
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
@@ -139,7 +136,7 @@ def compare_steps(
     lora: bool = False,
     checkpointing: bool = False,
     kv_offload: bool = False,
-    reshard: bool = False,
+    sharding: Sharding = "optimizer",
     stage_layers: tuple[int, ...] | None = None,
     machine_size: int | None = None,
     steps: Sequence[int] = (0,),
@@ -158,7 +155,7 @@ def compare_steps(
             references.append(take_gradients(model))
         if checkpointing:
             model.enable_checkpointing()
-        how = {"kv_offload": kv_offload, "reshard": reshard, "machine_size": machine_size}
+        how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = stage.work(step)
@@ -228,7 +225,13 @@ def _in_random_order(work: RankWork, chance: random.Random, layout: RankLayout) 
 
 
 def compare_master_weights(
-    rank: int, *, plan: Path, config: Path, targets: tuple[str, ...] = (), machine_size: int | None = None
+    rank: int,
+    *,
+    plan: Path,
+    config: Path,
+    targets: tuple[str, ...] = (),
+    machine_size: int | None = None,
+    sharding: Sharding = "optimizer",
 ) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
 
@@ -248,7 +251,8 @@ def compare_master_weights(
         actions = [action for action in each.actions if action.virtual_stage == 0]
         executor.run(replace(each, actions=actions), work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
-    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, machine_size=machine_size)
+    how = {"machine_size": machine_size, "sharding": sharding}
+    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, **how)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
     stage.run(stage.work(0))
     gradients, norm = stage.finish_gradients(weights)
@@ -285,7 +289,7 @@ def make_stage(
     *,
     kv_offload: bool = False,
     master_weights: bool = False,
-    reshard: bool = False,
+    sharding: Sharding = "optimizer",
     stage_layers: tuple[int, ...] | None = None,
     machine_size: int | None = None,
     layout: RankLayout | None = None,
@@ -297,13 +301,13 @@ def make_stage(
     model = cut_stage(model, layers, layout)
     shards = None
     if groups.replicas:
-        how = {"master_weights": master_weights, "reshard_after_forward": reshard}
+        how = {"master_weights": master_weights, "sharding": sharding}
         shards = Shards(model, groups.replicas, groups.machines, **how)
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
     executor = Executor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
-    return StageProcess(model, groups, shards, executor, stream, reshard)
+    return StageProcess(model, groups, shards, executor, stream, sharding)
 
 
 def _sum(loss: float) -> float:

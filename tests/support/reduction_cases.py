@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkplan.cost.model import Sharding
+from chunkplan_runtime.distributed.alignment import paddings_of
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -33,7 +36,7 @@ class Event(NamedTuple):
 class Recorded(NamedTuple):
     """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers.
 
-    `num_backwards`: of chunks of the plan, through all virtual stages; those of padding tokens beside.
+    `num_backwards`: of chunks of the plan, through all virtual stages.
     """
 
     events: list[Event]
@@ -115,14 +118,13 @@ def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tu
 def record(pool: ProcessPool, plan: dict[str, Path], world_size: int = 4, **how: Any) -> list[Recorded]:
     """What processes do in the first step, which they launch in one order; all replicas reduce the same.
 
-    A padding token goes through the layers only where a process has no backward, or may not reduce in its last one.
+    Nothing goes through the layers but chunks.
     """
     processes = pool.run(world_size, record_step, **plan, **how)
     launched_in_one_order(processes).prepare()
     for process in processes:
-        is_padded = not (process.num_backwards and (process.reduces_early or how.get("always")))
         num_layers = sum(event.what == "layer" for event in process.events)
-        assert num_layers == (process.num_backwards + is_padded) * len(process.layers)
+        assert num_layers == process.num_backwards * len(process.layers)
         same = [other.reductions for other in processes if other.reducing[0] == process.reducing[0]]
         sizes = [[event.num_numbers for event in reductions] for reductions in same]
         assert all(found == sizes[0] for found in sizes)
@@ -154,3 +156,40 @@ def step_gradients(
             gradients, _ = stage.finish_gradients(stage.weights)
         found.append({name: gradient.numpy().copy() for name, gradient in gradients.items()})
     return found
+
+
+class Counted(NamedTuple):
+    """What a process launches with the replicas of its stage in a step, and what its slots say it does: how many."""
+
+    launched: list[tuple[str, int]]
+    gathers: int
+    reductions: int
+    expected_gathers: int
+    expected_reductions: int
+
+
+def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -> Counted:
+    """Those of the first step. Embeddings and head are gathered and reduced once, on stages that have any."""
+    opened, analysis = open_for_its_stages(plan)
+    stage = make_stage(rank, opened, analysis, new_model(read_config(config), torch.float32, seed=1), sharding=sharding)
+    work, layout = stage.work(0), stage.groups.layout
+    paddings = paddings_of(work, layout, sharding)
+    own = [(action.op, action.virtual_stage) for each in work.ranks for action in each.actions]
+    slots = [*itertools.chain.from_iterable(paddings), *own]
+    layers = [len(part.own_layers) for part in stage.model.parts]
+    is_end = bool(layout.is_first or layout.is_last)
+    recorder = _Recorder()
+    with recorder:
+        stage.run(work)
+    assert stage.groups.replicas is not None
+    name = stage.groups.replicas.get_group().group_name
+    launched = [(event.what, event.num_numbers) for event in recorder.events if event.where == name]
+    gathering = [virtual_stage for op, virtual_stage in slots if op != "backward_weight"]
+    reducing = [virtual_stage for op, virtual_stage in slots if op in ("backward", "backward_weight")]
+    return Counted(
+        launched,
+        sum("allgather" in what for what, _ in launched),
+        sum("reduce_scatter" in what for what, _ in launched),
+        is_end + sum(layers[each] for each in (gathering if sharding == "weights" else range(len(layers)))),
+        is_end + sum(layers[each] for each in reducing),
+    )

@@ -54,7 +54,7 @@ OF_WHOLE_SEQUENCES: dict[str, Callable[[CausalLM, Sequence[Tensor]], float]] = {
 
 
 def compare_router_loss(
-    rank: int, *, plan: Path, config: Path, scope: str, reshard: bool = False, checkpointing: bool = False
+    rank: int, *, plan: Path, config: Path, scope: str, sharding: str = "optimizer", checkpointing: bool = False
 ) -> tuple[float, float, float]:
     """Run a step as one of all processes of the trainer, twice.
 
@@ -77,7 +77,7 @@ def compare_router_loss(
         reference = take_gradients(model)
         if checkpointing:
             model.enable_checkpointing()
-        step, stream = trainer_step(rank, plan, config, model, router_loss=scope, reshard=reshard)
+        step, stream = trainer_step(rank, plan, config, model, router_loss=scope, sharding=sharding)
         step_work = next(iter(stream))
         worst = 0.0
         for _ in range(2):

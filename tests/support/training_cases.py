@@ -33,24 +33,24 @@ def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[
 
 
 def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> tuple[int, str, int, list[int]]:
-    """`run_main` on machines of so many processes; also how many padding tokens are run, and the sizes of its groups.
+    """`run_main` on machines of so many processes; also how many layers it reduces beside its backwards.
 
-    Those are the groups that gradients are reduced in within machines and across them.
+    And the sizes of its groups that gradients are reduced in within machines and across them.
     """
-    paddings, sizes = [], []
-    zero_loss, make = Shards._zero_loss, reduction.Reductions.__init__
+    layers, sizes = [], []
+    reduce, make = Shards._reduce, reduction.Reductions.__init__
 
-    def counted(shards: Shards) -> torch.Tensor:
-        paddings.append(1)
-        return zero_loss(shards)
+    def counted(shards: Shards, layer: Any) -> None:
+        layers.append(layer)
+        reduce(shards, layer)
 
     def seen(reductions: reduction.Reductions, machines: reduction.MachineGroups | None) -> None:
         sizes.extend([machines.within.size(), machines.across.size()] if machines else [])
         make(reductions, machines)
 
     os.environ["LOCAL_WORLD_SIZE"] = str(machine_size)
-    with patch.object(Shards, "_zero_loss", counted), patch.object(reduction.Reductions, "__init__", seen):
-        return *run_main(rank, **arguments), len(paddings), sizes
+    with patch.object(Shards, "_reduce", counted), patch.object(reduction.Reductions, "__init__", seen):
+        return *run_main(rank, **arguments), len(layers), sizes
 
 
 def run_main_with_versions(rank: int, *, versions: list[str], **arguments: Any) -> tuple[int, str]:

@@ -36,8 +36,7 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(length
     assert {each.cost.sharding for each in further} == {"gradients", "weights"}
     assert not any(each.cost.sharding == "none" for each in found.choices)
     for each in further:
-        alike = replace(each.config, equal_chunks=False)
-        [plain] = [one for one in least.choices if one.config == alike] or [None]
+        [plain] = [one for one in least.choices if one.config == each.config] or [None]
         if plain is not None and each.fits:
             assert not plain.fits or (plain.cost.checkpointing == "full" and each.cost.checkpointing == "none")
     assert found.best.step_ns < least.best.step_ns
@@ -45,14 +44,14 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(length
     assert {each.cost.sharding for each in wide.choices} == {"optimizer"}
 
 
-def test_where_nothing_fits_otherwise_sharded_weights_are_recommended_with_k_1(lengths: Path, tmp_path: Path) -> None:
+def test_where_nothing_fits_otherwise_sharded_weights_are_recommended(lengths: Path, tmp_path: Path) -> None:
     """Two GPUs: ZeRO-1 keeps 88 GiB of states. The plan that `build --auto` makes has what was chosen."""
     small = options_with(**FOUR | {"dp": 2}, sharding="optimizer")
     with pytest.raises(UsageError, match="nothing fits"):
         tune(lengths, small)
     found = tune(lengths, replace(small, sharding="auto"))
     assert found.recommended is not None
-    assert (found.recommended.config.k, found.recommended.config.equal_chunks) == (1, True)
+    assert found.recommended is found.chosen
     assert found.recommended.cost.sharding == "weights" and found.recommended.memory.total <= 79 * GIB
     document = json.loads(json.dumps(tuning_document(found)))
     assert document["options"]["sharding"] == "auto"
@@ -60,7 +59,7 @@ def test_where_nothing_fits_otherwise_sharded_weights_are_recommended_with_k_1(l
     (tmp_path / "tune.json").write_text(json.dumps(document))
     assert read_tuning(tmp_path / "tune.json") == tuned(found)
     plan = chunkplan.build(lengths, tmp_path / "plan", tuned(found).config, cost=tuned(found).cost)
-    assert plan.cost.sharding == "weights" and plan.config.equal_chunks
+    assert plan.cost.sharding == "weights" and not plan.config.equal_chunks
 
 
 def test_documents_of_one_sharding_for_all_are_read(lengths: Path, tmp_path: Path) -> None:

@@ -1,84 +1,114 @@
-"""Lets processes that gather weights layer by layer, for every chunk, always gather the same layer at the same time.
+"""The slots of a step as its processes run it, and what each of them takes part in without an action of its own.
 
-Processes that share weights take part in each other's gathers: a forward gathers the layers from first to last, a
-backward from last to first. With K 1 every chunk has one forward that its backward follows at once; what differs is how
-many of these pairs there are, and how many forwards of dependent chunks (`forward_kv`) come between. Processes that
-have fewer run a padding token, forward or forward and backward, at the same time.
+Which slots there are, and why nobody waits for ever in them, is in `chunkplan/schedule/alignment.py`. Every process
+works them out from the plan by itself, and all find the same. A process that runs several data-parallel ranks is one
+rank there.
 
-Where processes share a chunk, they exchange heads or pages of it within each of its layers, between two gathers. They
-do so at the same time too, so that nobody waits for ever and all launch gathers and exchanges in one order: whatever
-comes before a shared chunk is alike on all that share it (docs/context-parallel.md), and of two processes that have
-the same to do next either both do it or both run a padding.
+Where processes share a chunk, they exchange heads or pages of it within each of its layers, between two fetches. They
+are in the same slot then, so that all launch fetches, exchanges and sums in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from chunkplan.errors import UsageError
-from chunkplan.planfile.plan import Action
-from chunkplan_runtime.execution.executor import Around
+import numpy as np
 
-#: What a padding runs: a forward, or a forward and its backward.
-Padding = Literal["forward", "pair"]
+from chunkplan.cost.model import Sharding
+from chunkplan.errors import DataError
+from chunkplan.operations import FORWARDS, OPS
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk
+from chunkplan_runtime.feed.joined import is_shared, join_chunks, process_actions
+from chunkplan_runtime.feed.stream import StepWork
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import block_of
+
+#: What other processes do in a slot: its op, and the virtual stage.
+Padding = tuple[str, int]
 
 
 class Aligned:
-    """Before each action of a step, runs the `paddings` that come next, by calling `run`."""
+    """Has a process take part in the slots between its actions, by calling `run` with each."""
 
-    def __init__(self, paddings: Iterable[Sequence[Padding]], run: Callable[[Padding], None]) -> None:
-        self._paddings = iter(paddings)
+    def __init__(self, paddings: Sequence[Sequence[Padding]], run: Callable[[Padding], None]) -> None:
+        self._paddings = [list(before) for before in paddings]
         self._run = run
+        self._next = 0
 
-    def around(self, inner: Around) -> Around:
-        """What `Executor.run` enters around an action: the paddings, then `inner`."""
+    def meet(self, action: Action | None) -> None:
+        """Take part in all that comes before `action`, the next one; with None too, but it comes only later.
 
-        @contextmanager
-        def padded(action: Action) -> Iterator[None]:
-            self.finish()
-            with inner(action):
-                yield
-
-        return padded
-
-    def finish(self) -> None:
-        """Run the paddings that come next: those of the next action, or after the last action the last ones."""
-        for padding in next(self._paddings):
-            self._run(padding)
+        A process that has sent something does so before it waits until that has arrived, as others may be unable to
+        receive it before.
+        """
+        due = self._paddings[self._next]
+        while due:
+            self._run(due.pop(0))
+        if action is not None:
+            self._next += 1
 
 
-def paddings_of(processes: Sequence[Sequence[Action]], where: str) -> list[list[list[Padding]]]:
-    """The paddings that each process runs before each of its actions, and after its last one.
+def paddings_of(
+    work: StepWork, layout: RankLayout, sharding: Sharding, *, only_forwards: bool = False
+) -> list[list[Padding]]:
+    """What the process of `layout` takes part in before each of its actions in a step, and after its last one.
 
     Raises:
-        UsageError: a forward is not followed by its backward at once.
+        DataError: actions of the plan wait for each other for ever, or it does not say what its times are for.
     """
-    next_action = [0] * len(processes)
-    paddings: list[list[list[Padding]]] = [[[] for _ in range(len(actions) + 1)] for actions in processes]
-    while True:
-        coming = [
-            actions[place].op if place < len(actions) else None
-            for actions, place in zip(processes, next_action, strict=True)
-        ]
-        if not any(coming):
-            return paddings
-        is_forward = "forward_kv" in coming
-        for process, op in enumerate(coming):
-            if op is None or (op == "forward_kv") != is_forward:
-                paddings[process][next_action[process]].append("forward" if is_forward else "pair")
-                continue
-            if not is_forward:
-                _check_pair(processes[process][next_action[process] :], where)
-            next_action[process] += 1 if is_forward else 2
+    # Compiled loops, which a run that does not share so much does not load.
+    from chunkplan.arrays import offsets_of
+    from chunkplan.cost.durations import chunk_times
+    from chunkplan.planfile.chunks import chunks_of_rows
+    from chunkplan.schedule.actions import Actions
+    from chunkplan.schedule.alignment import align, meeting_of
+
+    plan, cost = work.plan, replace(work.plan.cost, sharding=sharding)
+    processes = [_of_process(work, own, layout.pp) for own in layout.rows(plan.config.dp)]
+    rows = [actions for _, stages in processes for actions in stages]
+    if only_forwards:
+        rows = [[action for action in actions if action.op in FORWARDS] for actions in rows]
+    flat = [action for actions in rows for action in actions]
+    actions = Actions(
+        np.array([OPS.index(action.op) for action in flat], np.int8),
+        np.array([action.chunk_id for action in flat], np.int32),
+        np.array([action.virtual_stage for action in flat], np.int32),
+        offsets_of([len(actions) for actions in rows]),
+    )
+    blocks = [block_of(chunk).on_processes(plan.config.dp // layout.dp) for chunks, _ in processes for chunk in chunks]
+    chunks = chunks_of_rows([chunk for chunks, _ in processes for chunk in chunks], cost.shape.sights)
+    chunks = chunks._replace(
+        rank_chunks=offsets_of([len(chunks) for chunks, _ in processes]),
+        cp_first_rank=np.array([block.first for block in blocks], np.int32),
+        cp_size=np.array([block.size for block in blocks], np.int32),
+    )
+    layers = plan.config.layers(cost.shape.num_layers)
+    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(layout.dp), layers)
+    meeting = meeting_of(sharding)
+    slots = align(chunks, actions, times, meeting, layout.dp, layout.pp, layout.v_shaped)
+    if (slots.ends < 0).any():
+        raise DataError("actions wait for each other for ever", where=f"step {work.step.step}", hint=VALIDATE_HINT)
+    own = slice(*slots.stages[layout.stage : layout.stage + 2])
+    ops, virtual_stages = slots.ops[own].tolist(), slots.virtual_stages[own].tolist()
+    of_stage = [(OPS[op], virtual_stage) for op, virtual_stage in zip(ops, virtual_stages, strict=True)]
+    row = layout.dp_rank * layout.pp + layout.stage
+    mine = slice(*actions.stages[row : row + 2])
+    begins = slots.before[mine]
+    over = begins + (meeting[actions.ops[mine]] >= 0)
+    return [of_stage[start:stop] for start, stop in zip([0, *over], [*begins, len(of_stage)], strict=True)]
 
 
-def _check_pair(actions: Sequence[Action], where: str) -> None:
-    forward, *rest = actions[:2]
-    if not rest or (rest[0].op, rest[0].chunk_id) != ("backward", forward.chunk_id):
-        raise UsageError(
-            f"the forward of chunk {forward.chunk_id} is not followed by its backward",
-            where=where,
-            hint="for --reshard build the plan with `--k 1`, or leave --reshard out",
-        )
+def _of_process(work: StepWork, ranks: range, pp: int) -> tuple[list[Chunk], list[list[Action]]]:
+    """The chunks of a process of so many ranks, and the actions of its stages, with their places among these."""
+    step = work.step
+    if len(ranks) > 1 and is_shared(step):
+        return join_chunks(step, ranks), [process_actions(step, work.plan, ranks, stage) for stage in range(pp)]
+    chunks: list[Chunk] = []
+    stages: list[list[Action]] = [[] for _ in range(pp)]
+    for rank in ranks:
+        for stage, actions in enumerate(stages):
+            own = step.actions.get((rank, stage), ())
+            actions += [replace(action, chunk_id=len(chunks) + action.chunk_id) for action in own]
+        chunks += step.chunks.get(rank, ())
+    return chunks, stages

@@ -1,17 +1,18 @@
 """A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
-A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
-narrower, and reduced once, however many chunks each process had: a layer's while the last backward of its virtual stage
-goes on to the layers before it (`feed.last_backward` says when it may), those of embeddings and head at the end. A
-process without a backward, or that may not reduce in it, runs one padding token at zero loss instead, after all else;
-so does one whose backwards are split. So every process takes part in the same reductions in the same order: virtual
-stages from last to first, of each the layers from last to first, of those whose input needs no gradient from first to
-last, then embeddings and head. The loss is divided by the step's target tokens already, so gradients are summed, not
-averaged.
+A step gathers the weights once, a layer when it is first at work. Gradients of its chunks are summed on each process,
+in float32 where weights are narrower, and reduced once, however many chunks each process had: a layer's while the last
+backward of its virtual stage goes on to the layers before it (`feed.last_backward` says when it may), those of
+embeddings and head at the end. A process without a backward, or that may not reduce in it, reduces after all else; so
+does one whose backwards are split. So every process takes part in the same reductions in the same order: virtual stages
+from last to first, of each the layers from last to first, then embeddings and head. The loss is divided by the step's
+target tokens already, so gradients are summed, not averaged.
 
-With `reshard_after_forward` (ZeRO-3) a layer's weights are gathered when it is at work and sharded again after, and its
-gradients are reduced in every backward. All processes then have to run the same forwards and backwards, see
-`alignment`.
+Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
+Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
+sharded again after. All processes then do the same in the same order, see `alignment`; one that has nothing to do in a
+slot gathers and reduces as the others do, and runs no layer (`Shards.pad`). Embeddings and head are gathered from the
+beginning of a step to its end, in which their gradients are reduced.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
+from chunkplan_runtime.distributed.stages import trains_before_layers
 from chunkplan_runtime.execution.executor import Around
-from chunkplan_runtime.feed.stream import padding_tensors
-from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.hollow import replace_weights
-from chunkplan_runtime.models.model import CausalLM, call_directly
+from chunkplan_runtime.models.model import CausalLM
 
 #: A module, the name of a weight in it, and the rows of that which this process has.
 _Place = tuple[nn.Module, str, Tensor]
@@ -46,10 +47,10 @@ class Shards:
     """The weights of `model`, from now on sharded over `replicas`; use `self.model` in its place.
 
     `machines`: where these lie on several, see `reduction`. `master_weights`: trained weights become float32 and are
-    used in the model's dtype. `reshard_after_forward`: see above.
+    used in the model's dtype. `sharding`: what is shared beside optimizer states, see above.
 
     Raises:
-        UsageError: weights are to be gathered for every chunk, of a model that runs a chunk in several pieces.
+        UsageError: gradients or weights are to be shared, of a model that runs a chunk in several pieces.
     """
 
     def __init__(
@@ -59,12 +60,16 @@ class Shards:
         machines: MachineGroups | None = None,
         *,
         master_weights: bool,
-        reshard_after_forward: bool = False,
+        sharding: Sharding = "optimizer",
     ) -> None:
-        if reshard_after_forward and model.is_recurrent:
+        #: Whether all backwards reduce, and not the last ones alone.
+        self.reduces_always = sharding in ("gradients", "weights")
+        self._reshards = sharding == "weights"
+        if self.reduces_always and model.is_recurrent:
             raise UsageError(
-                f"--reshard of a {model.config.model_type} model, whose layers keep a state and run once a sequence",
-                hint="leave --reshard out",
+                f"--sharding {sharding} of a {model.config.model_type} model, whose layers keep a state and run once "
+                "for each sequence of a chunk",
+                hint="use --sharding optimizer",
             )
         dtype = model.dtype
         places = _take_rows(model, replicas, master_weights=master_weights)
@@ -76,26 +81,33 @@ class Shards:
         )
         root: Any = _Root(model.model)
         for layer in model.own_layers.values():
-            fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=self._reshards)
         fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
         _give_rows(places)
         self._root = root
-        #: By virtual stage.
-        self._layers = [
+        #: By virtual stage; and those that a backward comes to, in its order.
+        self._layers: list[list[Any]] = [
             [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.parts
         ]
-        self._reshard_after_forward = reshard_after_forward
+        self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
         self._reductions: Any = Reductions(machines)
         #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
-        self._always_waits = reshard_after_forward or (narrow and not master_weights)
+        self._always_waits = self.reduces_always or (narrow and not master_weights)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
             module.set_custom_reduce_scatter(self._reductions)
             # Else a backward that gathers ahead would gather again what the last one has sharded.
-            module.set_reshard_after_backward(reshard_after_forward and module is not root, recurse=False)
+            module.set_reshard_after_backward(self._reshards and module is not root, recurse=False)
+            # By itself FSDP2 gathers ahead in the order of forwards, in which other processes may have other chunks.
+            module.set_modules_to_backward_prefetch([root])
+        for backward in self._backward:
+            for layer, following in itertools.pairwise(backward):
+                layer.set_modules_to_backward_prefetch([following])
         #: Virtual stages whose layers a backward of this step has reduced.
         self._reduced: set[int] = set()
+        #: Of chunks between the halves of their backward, what the first half has found of gradients of weights.
+        self._left: dict[Any, Tensor] = {}
         self.model = replace(model, call=root, compute_dtype=dtype)
 
     @property
@@ -104,18 +116,29 @@ class Shards:
         return [self._root, *itertools.chain.from_iterable(self._layers)]
 
     def begin_step(self) -> None:
-        """From now on gradients are summed here, and weights stay gathered."""
-        # Where weights are gathered for every chunk, all processes take part in every backward, and so reduce in it.
-        self._reduced = {*range(len(self._layers))} if self._reshard_after_forward else set()
+        """From now on gradients are summed here, and what is gathered once a step stays gathered."""
+        self.begin_forwards()
+        # Where gradients are shared, all processes take part in every backward, and so reduce in it.
+        self._reduced = {*range(len(self._layers))} if self.reduces_always else set()
+        self._left = {}
         self._reductions.waits = self._always_waits or any(
             parameter.grad is not None for parameter in self._root.parameters()
         )
-        # Where it is, FSDP2 forgets the order of forwards, by which a backward gathers ahead, also after a backward of
-        # the head alone, of which processes have different numbers.
         self._root.set_is_last_backward(False)
         self._root.set_requires_gradient_sync(False, recurse=False)
         for virtual_stage in range(len(self._layers)):
-            self._sync_layers(virtual_stage, self._reshard_after_forward)
+            self._sync_layers(virtual_stage, False)
+
+    def begin_forwards(self) -> None:
+        """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them."""
+        with torch.no_grad():
+            self._root(_nothing)
+
+    def end_forwards(self) -> None:
+        """Gather what stays gathered in a step, unless it is: other processes may have had more to do with it."""
+        if not self._reshards:
+            for layer in itertools.chain.from_iterable(self._layers):
+                layer.unshard()
 
     def reduce_in_backward(self, virtual_stage: int) -> None:
         """The backward that comes next is the last one of a virtual stage in the step: it reduces each of its layers.
@@ -126,72 +149,105 @@ class Shards:
         """
         if not self.model.is_recurrent:
             self._reduced.add(virtual_stage)
-            self._sync_layers(virtual_stage)
+            self._sync_layers(virtual_stage, True)
 
     def around(self, inner: Around) -> Around:
-        """What `Executor.run` enters around an action: `inner`, and after the weight half of a backward, which FSDP2
-        does not see, gradients are summed as it sums them after every backward, in the dtype that it reduces."""
+        """What `Executor.run` enters around an action: `inner`, and what FSDP2 does not see of reducing in it.
+
+        That is all that a weight half leaves. It is summed as FSDP2 sums it after every backward, in the dtype that it
+        reduces. Where it is reduced at once, so is what the other half of some backward has found: this is kept apart
+        until then, as whole backwards that come between would reduce it with gradients of another dtype.
+        """
 
         @contextmanager
         def summed(action: Action) -> Iterator[None]:
+            virtual_stage = action.virtual_stage
+            if self.reduces_always:
+                self._sync_layers(virtual_stage, action.op == "backward")
             with inner(action):
                 yield
                 if action.op == "backward_weight":
-                    for layer in itertools.chain.from_iterable(self._layers):
-                        group: Any = layer._get_fsdp_state()._fsdp_param_group
-                        for weight in group.fsdp_params:
-                            weight.accumulate_unsharded_grad_if_needed()
-                            weight.to_accumulated_grad_if_needed()
+                    for layer in self._backward[virtual_stage]:
+                        if self.reduces_always:
+                            self._reduce(layer)
+                        else:
+                            _sum_up(layer)
+                elif action.op == "backward_input" and self.reduces_always:
+                    for layer in self._layers[virtual_stage]:
+                        self._keep_apart(layer)
 
         return summed
 
     def reduce_gradients(self) -> None:
         """Reduce what no backward has, wait for what is still on its way, and shard the weights again."""
+        self.end_forwards()
         for virtual_stage in reversed(range(len(self._layers))):
             if virtual_stage not in self._reduced:
-                self._sync_layers(virtual_stage)
-                loss = self._root(self._zero_loss, virtual_stage)
-                if loss.requires_grad:  # not on a first stage without anything that is trained
-                    loss.backward()
+                for layer in self._backward[virtual_stage]:
+                    self._reduce(layer)
+        _sum_up(self._root, with_zeros=True)
         self._root.set_is_last_backward(True)
         self._root.set_requires_gradient_sync(True, recurse=False)
-        self._root(self._nothing).backward()  # at its end FSDP2 reduces what is left: embeddings and head
+        self._root(_nothing_to_learn, self.model.device).backward()  # at its end FSDP2 reduces embeddings and head
         self._reductions.finish()
         self.free()
 
-    def run_padding(self, padding: Padding = "forward") -> None:
-        """Run one padding token, so that other processes can gather the weights that their chunks need."""
-        with torch.set_grad_enabled(padding == "pair"):
-            loss = self._root(self._zero_loss, 0)  # stages, which have virtual ones, do not reshard
-        if loss.requires_grad:
-            loss.backward()
+    def pad(self, padding: Padding) -> None:
+        """Gather and reduce as others do in a slot, in which this process has no action."""
+        op, virtual_stage = padding
+        self.end_forwards()
+        if op == "forward":
+            for layer in self._layers[virtual_stage]:
+                layer.unshard()
+                layer.reshard()
+            return
+        gathers = self._reshards and op != "backward_weight"
+        backward = self._backward[virtual_stage]
+        for place, layer in enumerate(backward):
+            for ahead in backward[place : place + 2] if gathers else ():
+                ahead.unshard()
+            if op != "backward_input":
+                self._reduce(layer)
+            if gathers:
+                layer.reshard()
 
     def free(self) -> None:
         """Shard the weights again that are still gathered."""
         for module in self._modules:
             module.reshard()
 
-    def _sync_layers(self, virtual_stage: int, reduces: bool = True) -> None:
+    def _sync_layers(self, virtual_stage: int, reduces: bool) -> None:
         """Have the next backwards reduce the layers of a virtual stage, or not."""
         for layer in self._layers[virtual_stage]:
             layer.set_requires_gradient_sync(reduces, recurse=False)
 
-    def _nothing(self) -> torch.Tensor:
-        """A loss of no weight."""
-        return torch.zeros((), device=self.model.device, requires_grad=True) * 0
+    def _reduce(self, layer: Any) -> None:
+        """Reduce a layer's gradients as FSDP2 does at the end of its backward; what there are none of are zeros.
 
-    def _zero_loss(self, virtual_stage: int) -> torch.Tensor:
-        """Every weight takes part: one without a gradient would be left out of its process's reduction."""
-        model = replace(self.model.parts[virtual_stage], call=call_directly)
-        inputs = None
-        if not model.is_first:
-            inputs = torch.zeros(
-                1, model.config.hidden_size, dtype=model.dtype, device=model.device, requires_grad=True
-            )
-        out = model.hidden_states(padding_tensors(), StateStore(page_tokens=1), inputs)
-        if model.is_last:
-            out = model.head(out)
-        return out.sum() * 0
+        One without a gradient would be left out of its process's reduction.
+        """
+        group = layer._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            return
+        for weight in group.fsdp_params:
+            found = self._left.pop(weight, None)
+            if found is not None:
+                _give(weight, found)
+        _sum_up(layer, with_zeros=True)
+        layer.set_requires_gradient_sync(True, recurse=False)
+        with group.use_training_state(group._training_state):
+            group.post_backward()
+        layer.set_requires_gradient_sync(False, recurse=False)
+
+    def _keep_apart(self, layer: Any) -> None:
+        """Take the gradients of a layer that are there until its next reduction of a weight half."""
+        for weight in _weights(layer):
+            found = weight.unsharded_accumulated_grad
+            if found is None:
+                found = weight.unsharded_param.grad
+            if found is not None:
+                self._left[weight] = found + self._left[weight] if weight in self._left else found
+                weight.unsharded_accumulated_grad = weight.unsharded_param.grad = None
 
 
 def _take_rows(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) -> list[_Place]:
@@ -244,3 +300,48 @@ class _Root(nn.Module):
 
     def forward(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return do(*arguments)
+
+
+def _nothing() -> None:
+    """What a root runs so that it is gathered."""
+
+
+def _nothing_to_learn(device: torch.device) -> Tensor:
+    """A loss of no weight."""
+    return torch.zeros((), device=device, requires_grad=True) * 0
+
+
+def _in_backward(part: CausalLM, layers: list[Any]) -> list[Any]:
+    """The layers that a backward comes to, in its order: none before the first one that has anything to learn from it.
+
+    What comes from another stage, or from embeddings that are trained, always has a gradient.
+    """
+    first = 0
+    if part.is_first and not trains_before_layers(part.model):
+        trained = [any(weight.requires_grad for weight in layer.parameters()) for layer in layers]
+        first = trained.index(True) if any(trained) else len(layers)
+    return layers[first:][::-1]
+
+
+def _weights(module: Any) -> list[Any]:
+    """What FSDP2 has of each weight of a module that is trained."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [weight for weight in group.fsdp_params if weight.sharded_param.requires_grad]
+
+
+def _give(weight: Any, gradient: Tensor) -> None:
+    """Let a weight have a gradient, in the dtype that it is reduced in if that is another one than its own."""
+    if gradient.dtype == weight.unsharded_param.dtype:
+        own = weight.unsharded_param.grad
+        weight.unsharded_param.grad = gradient if own is None else own + gradient
+    else:
+        weight.unsharded_accumulated_grad = gradient
+
+
+def _sum_up(module: Any, *, with_zeros: bool = False) -> None:
+    """Add up what there is of gradients, in the dtype that is reduced; `with_zeros`: those that are not there too."""
+    for weight in _weights(module):
+        if with_zeros and weight.unsharded_accumulated_grad is None and weight.unsharded_param.grad is None:
+            weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
+        weight.accumulate_unsharded_grad_if_needed()
+        weight.to_accumulated_grad_if_needed()

@@ -127,6 +127,13 @@ def has_tied_embeddings(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
 
 
+def trains_before_layers(model: Any) -> bool:
+    """Whether anything is trained of what makes the inputs of the first layer."""
+    children = decoder_of(model).named_children()
+    before = [module for name, module in children if module is not layers_of(model) and name not in _FINAL_NORMS]
+    return any(weight.requires_grad for module in before for weight in module.parameters())
+
+
 class _Nothing(nn.Module):
     """Stands for embeddings that another stage adds."""
 

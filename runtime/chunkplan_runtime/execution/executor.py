@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, FORWARDS
-from chunkplan.planfile.plan import VALIDATE_HINT, Action
+from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
+from chunkplan_runtime.execution.order import broken, check_done, checked
 from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
 from chunkplan_runtime.execution.reserve import reserve_pages
 from chunkplan_runtime.feed.stream import RankWork
@@ -31,24 +31,18 @@ from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.weight_halves import Place, WeightHalves
 
-#: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
-_BEFORE = {
-    "forward": (None,),
-    "forward_kv": (None,),
-    "recompute": ("forward_kv",),
-    "backward": ("forward", "recompute"),
-    "backward_input": ("forward", "recompute"),
-    "backward_weight": ("backward_input",),
-}
-
-#: What a chunk ends with.
-_LAST = ("backward", "backward_weight")
-
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
 
 #: Entered around every action, to time it.
 Around = Callable[[Action], AbstractContextManager[object]]
+
+#: Called before each action, before what it waits for from other stages, and with None after the last one.
+Meet = Callable[[Action | None], None]
+
+
+def meet_nobody(action: Action | None) -> None:
+    """Where no other process has a part in this one's actions."""
 
 
 class Executor:
@@ -114,13 +108,14 @@ class Executor:
         num_target_tokens: int,
         around: Around = lambda action: nullcontext(),
         before_last: Callable[[int], None] | None = None,
+        meet: Meet = meet_nobody,
     ) -> RankLoss:
         """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
-        layers; not where nothing in them is trained, nor where that action is half a backward. Only the last model
-        stage knows losses; on others there are none.
+        layers; not where nothing in them is trained, nor where that action is half a backward. `meet`: what is done
+        with other processes between actions. Only the last model stage knows losses; on others there are none.
 
         Raises:
             UsageError: an op is not known here.
@@ -132,8 +127,10 @@ class Executor:
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
             for number, action in enumerate(work.actions):
-                place = _checked(action, done, where)
+                place = checked(action, done, where)
                 part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
+                self.doing = f"{at}, meeting other processes before the {action.op} of chunk {chunk_id}"
+                meet(action)
                 if action.op == "backward_weight":
                     self.doing = f"{at}, in the backward_weight of chunk {chunk_id}"
                     with around(action):
@@ -164,18 +161,16 @@ class Executor:
                         self._connected.send_output(*place, hidden.detach())
                     del hidden  # a graph that outlived its backward
                 done[place] = action.op
+            self.doing = f"{where}, meeting other processes after its last action"
+            meet(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        left = [(place, op) for place, op in done.items() if op not in _LAST]
-        if left:
-            place, op = left[0]
-            missing = "backward_weight" if op == "backward_input" else "backward"
-            raise _broken(f"no {missing} of {_named(place)}", where)
+        check_done(done, where)
         if not all(store.is_empty for store in self.stores):
-            raise _broken("a sequence is left without the backward of its first part", where)
+            raise broken("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
 
-    def evaluate(self, work: RankWork, num_target_tokens: int) -> RankLoss:
+    def evaluate(self, work: RankWork, num_target_tokens: int, meet: Meet = meet_nobody) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
 
         Raises:
@@ -187,11 +182,15 @@ class Executor:
             labels = work.tensors[chunk_id].labels
             losses[chunk_id] = token_losses(self.model.head, hidden, labels, self.model.vocab_size)
 
-        self.forward_only(work, "evaluation", find_losses)
+        self.forward_only(work, "evaluation", find_losses, meet)
         return rank_loss(work, losses, num_target_tokens)
 
     def forward_only(
-        self, work: RankWork, what: str, at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None
+        self,
+        work: RankWork,
+        what: str,
+        at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None,
+        meet: Meet = meet_nobody,
     ) -> None:
         """Run all chunks forward, keeping nothing but KV, and call `at_end` with each one's final hidden states.
 
@@ -203,11 +202,13 @@ class Executor:
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
         if {(action.virtual_stage, action.chunk_id) for action in forwards} != {*self._places(work)}:
-            raise _broken("a chunk has no forward", where)
+            raise broken("a chunk has no forward", where)
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
                 place = action.virtual_stage, action.chunk_id
                 part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
+                self.doing = f"{what}, {at}, meeting other processes before the {action.op} of chunk {chunk_id}"
+                meet(action)
                 self.doing = f"{what}, {at}, waiting for chunk {chunk_id} from the stage before"
                 if not part.is_first:
                     self.inputs[place] = self._connected.receive_input(*place)
@@ -221,6 +222,7 @@ class Executor:
                 for span in work.tensors[chunk_id].parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
+            meet(None)
         self.model.current.context = None
 
     def _places(self, work: RankWork) -> Iterator[Place]:
@@ -321,27 +323,3 @@ def _backward_from(hidden: Tensor, part: CausalLM) -> Tensor | GradientEdge | No
     if part.is_last:
         return hidden
     return get_gradient_edge(hidden) if hidden.requires_grad else None
-
-
-def _checked(action: Action, done: dict[Place, str | None], where: str) -> Place:
-    """The chunk and virtual stage of an action that may come next."""
-    if action.op not in _BEFORE:
-        raise UsageError(
-            f"{action.op} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
-        )
-    place = action.virtual_stage, action.chunk_id
-    if place not in done:
-        raise _broken(f"{action.op} of {_named(place)}, which does not exist", where)
-    before = done[place]
-    if before not in _BEFORE[action.op]:
-        raise _broken(f"{action.op} of {_named(place)} after {before or 'nothing'}", where)
-    return place
-
-
-def _named(place: Place) -> str:
-    virtual_stage, chunk_id = place
-    return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
-
-
-def _broken(message: str, where: str) -> DataError:
-    return DataError(message, where=where, hint=VALIDATE_HINT)

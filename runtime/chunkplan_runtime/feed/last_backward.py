@@ -21,13 +21,13 @@ model stage comes after that of the next one in every pipeline, whatever the ord
 stages in descending order, and the last backward of one of them waits for no reductions but those of later ones. So
 nobody waits in a circle, and each process reduces its virtual stages from the last to the first.
 
-A process without a chunk runs a padding token in place of a last backward; it meets nobody. What a stage reduces after
+A process without a chunk reduces zeros in place of a last backward; it meets nobody. What a stage reduces after
 its last backwards (embeddings and head) and across stages comes when links are closed, on all processes in one order.
 
 Of a backward that is split (`models.weight_halves`) the gradients of norms and biases are complete after the input half
 and those of matrices after the weight half, so that no layer is before the last weight half. What a process does last
-is one, where a schedule splits; nothing is reduced in it: as a process without a chunk it runs a padding token after
-all else, in which its layers are reduced in the same order. It meets nobody there, nor in its weight halves, so the
+is one, where a schedule splits; nothing is reduced in it: as a process without a chunk it reduces after all else, its
+layers in the same order. It meets nobody there, nor in its weight halves, so the
 order above stands; a stage may have processes of both kinds.
 
 Where the rule does not hold, a process that is done would reduce a layer that another process reaches only after it

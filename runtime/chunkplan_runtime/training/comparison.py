@@ -10,12 +10,13 @@ import torch
 from transformers.utils.hub import cached_file
 
 from chunkplan.cost.adapters import trained_words
-from chunkplan.cost.model import NUM_BYTES, CostModel
+from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import ZERO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
@@ -51,7 +52,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
 
     Of a run that differs in the model, the device, the precision, activation checkpointing, the layers of its stages,
     or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is trained, so only the
-    device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `reshard`) does not matter:
+    device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `sharding`) does not matter:
     fetching them hides behind other work, in the cost model too.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
@@ -82,11 +83,12 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
 
 def _of_sharding(cost: CostModel, config: TrainConfig, plan: Plan) -> list[str]:
     """Say that the plan counts on more being shared among data-parallel ranks than this run shares."""
-    if plan.config.dp == 1 or not cost.shares("gradients") or (cost.shares("weights") and config.reshard):
+    shared = config.sharding or "optimizer"
+    if plan.config.dp == 1 or SHARDINGS.index(shared) >= SHARDINGS.index(cost.sharding):
         return []
-    what = "weights (ZeRO-3)" if cost.shares("weights") else "gradients (ZeRO-2)"
-    helps = "--reshard shares weights" if cost.shares("weights") else "it may not fit"
-    return [f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; {helps}"]
+    here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
+    planned = f"{cost.sharding} ({ZERO[cost.sharding]})"
+    return [f"shares    {here} ({ZERO[shared]}): the plan's memory is that of shared {planned}; it may not fit"]
 
 
 def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> list[_Difference]:

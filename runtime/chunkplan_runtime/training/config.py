@@ -18,6 +18,9 @@ from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
 #: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
 RENAMED = {"schedule": "lr-schedule"}
 
+#: What data-parallel processes can share, each all before it too.
+SHARED = ("optimizer", "gradients", "weights")
+
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
 DATA, MODEL, LORA = "what to train on", "what to train", "adapters"
@@ -116,11 +119,12 @@ class TrainConfig(Options):
         default=None,
         default_words="as even as it goes",
     )
-    reshard: bool = option(
-        FLAG,
-        "Share weights among data-parallel processes also during a step (ZeRO-3); needs K 1, equal chunks.",
+    sharding: str | None = option(
+        one_of(*SHARED),
+        "What data-parallel processes share: optimizer states (ZeRO-1), also gradients (2), also weights (3).",
         group=MODEL,
-        default=False,
+        default=None,
+        default_words="as planned",
     )
     lora_rank: int | None = option(
         whole(),
@@ -283,9 +287,10 @@ class TrainConfig(Options):
         if (self.model is None) == (self.model_config is None):
             found = "neither is given" if self.model is None else "both are given"
             raise UsageError(f"--model or --model-config: {found}", hint="give one of them")
-        if self.reshard and self.precision == "bf16-pure":
+        if self.sharding in SHARED[1:] and self.precision == "bf16-pure":
             raise UsageError(
-                "--reshard with --precision bf16-pure would sum gradients in bf16", hint="use --precision bf16"
+                f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
+                hint="use --precision bf16, or --sharding optimizer",
             )
         if self.lora_rank and self.model is None:
             raise UsageError(

@@ -23,7 +23,7 @@ from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.quantized import in_4bit
-from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 _SAMPLES = 256
 
@@ -158,8 +158,8 @@ def _lora(config: TrainConfig) -> LoraOptions:
     )
 
 
-def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
-    """Refuse options that are not for these processes, or not for this plan.
+def check_layout(config: TrainConfig, layout: RankLayout) -> None:
+    """Refuse options that are not for these processes.
 
     Raises:
         UsageError: naming the option.
@@ -171,16 +171,10 @@ def check_layout(config: TrainConfig, plan: Plan, layout: RankLayout) -> None:
             f"--load-in-4bit with {layout.world_size} processes",
             hint="weights in 4 bits are for one process; leave it out (--no-load-in-4bit where the plan has it)",
         )
-    if not config.reshard:
-        return
-    if layout.dp == 1 or layout.pp > 1:
-        found = f"{layout.pp} pipeline stages" if layout.pp > 1 else "one process to share weights"
-        raise UsageError(f"--reshard with {found}", hint="leave it out; it is for data-parallel processes of one stage")
-    if plan.config.k > 1 or plan.config.k_by_length or not plan.config.equal_chunks:
+    if config.sharding in SHARED[1:] and layout.dp == 1:
         raise UsageError(
-            "--reshard needs a plan of K 1 and equal chunk counts",
-            where=str(plan.path),
-            hint="build it with `--k 1 --equal-chunks`, or leave --reshard out",
+            f"--sharding {config.sharding} with one process a stage, which shares nothing with others",
+            hint="leave it out, or start more data-parallel processes",
         )
 
 

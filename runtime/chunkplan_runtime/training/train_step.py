@@ -5,29 +5,28 @@ On several processes each has a stage of the model and some of the step's chunks
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
-from chunkplan.planfile.plan import Action, PlanStep
-from chunkplan_runtime.distributed.alignment import Aligned, Padding, paddings_of
+from chunkplan.cost.model import Sharding
+from chunkplan.planfile.plan import PlanStep
+from chunkplan_runtime.distributed.alignment import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import Executor, Meet, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.failures.stall import warned_of_stall
-from chunkplan_runtime.feed.joined import process_actions
-from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork
+from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimeline
@@ -79,7 +78,7 @@ class TrainStep:
                 groups.replicas,
                 groups.machines,
                 master_weights=master_weights,
-                reshard_after_forward=config.reshard,
+                sharding=cast(Sharding, config.sharding or "optimizer"),
             )
         self.model = self._shards.model if self._shards else model
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
@@ -115,18 +114,19 @@ class TrainStep:
             if self.router_loss is not None:
                 count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
                 self.router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
-            aligned = Aligned(self._paddings(work), self._run_padding)
+            meet = self._meeting(work)
             summed = self._shards.around if self._shards else lambda inner: inner
             rank_losses = [
                 self.executor.run(
                     rank,
                     work.step.num_target_tokens,
-                    summed(aligned.around(clock.around(rank.dp_rank))),
-                    self._shards.reduce_in_backward if self._shards and rank is work.last else None,
+                    summed(clock.around(rank.dp_rank)),
+                    self._reduce_in_backward if rank is work.last else None,
+                    meet,
                 )
                 for rank in work.ranks
             ]
-            aligned.finish()
+            meet(None)
             self.executor.doing = f"{step}, reducing gradients"
             with clock.reducing():
                 if self._shards:
@@ -191,29 +191,29 @@ class TrainStep:
         ):
             yield
 
-    def _run_forwards(self, work: StepWork, run: Callable[[RankWork], T]) -> list[T]:
-        """Have `run` do all forwards of this process in a step, and gather weights with those that have more to do."""
-        found = [run(rank) for rank in work.ranks]
-        if self._config.reshard:
-            forwards = [len({action.chunk_id for action in each}) for each in self._by_process(work)]
-            for _ in range(max(forwards) - forwards[self._job.layout.dp_rank]):
-                self._run_padding("forward")
+    def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
+        """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
+        if self._shards:
+            self._shards.begin_forwards()
+        meet = self._meeting(work, only_forwards=True)
+        found = [run(rank, meet=meet) for rank in work.ranks]
+        meet(None)
+        if self._shards:
+            self._shards.end_forwards()
         return found
 
-    def _paddings(self, work: StepWork) -> Iterable[Sequence[Padding]]:
-        if not self._config.reshard:
-            return itertools.repeat(())
-        return paddings_of(self._by_process(work), f"step {work.step.step}")[self._job.layout.dp_rank]
+    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
+        """What this process does with others between its actions in a step."""
+        sharding = cast(Sharding, self._config.sharding or "optimizer")
+        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
+            return meet_nobody
+        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
+        return Aligned(paddings, self._shards.pad).meet
 
-    def _run_padding(self, padding: Padding) -> None:
-        assert self._shards is not None, "only shards are gathered together"
-        self._shards.run_padding(padding)
-
-    def _by_process(self, work: StepWork) -> list[list[Action]]:
-        """The actions of each process of this stage in a step."""
-        layout = self._job.layout
-        rows = layout.rows(work.plan.config.dp)
-        return [process_actions(work.step, work.plan, own, layout.stage) for own in rows]
+    @property
+    def _reduce_in_backward(self) -> Callable[[int], None] | None:
+        """Called before last backwards, which reduce gradients where these are not reduced in all of them."""
+        return self._shards.reduce_in_backward if self._shards and not self._shards.reduces_always else None
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
@@ -75,12 +75,12 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     data = open_data(config, model_config, job.layout)
     tokenizer = find_tokenizer(config)
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
-    config = _resolve(config, data, tokenizer)
+    check_layout(config, job.layout)
+    config = _resolve(config, data, tokenizer, job)
     stream, num_steps = data.stream(data.plan), data.num_steps(config)
     fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
     hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
     refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
-    check_layout(config, data.plan, job.layout)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
     for plan in (data.plan, data.evaluation):
@@ -125,7 +125,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     )
 
 
-def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> TrainConfig:
+def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
     """`config` with what was found in place of what was left open.
 
     Raises:
@@ -144,6 +144,7 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> 
     return replace(
         config,
         kv_offload=cost["kv_offload"] if config.kv_offload is None else config.kv_offload,
+        sharding=_sharding(config, data.plan, job),
         checkpointing=cost["checkpointing"] == "full" if config.checkpointing is None else config.checkpointing,
         lora_rank=lora_rank,
         load_in_4bit=in_4bit,
@@ -151,6 +152,17 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path]) -> 
         eval_plan=data.evaluation.path if data.evaluation is not None else None,
         tokenizer=str(tokenizer[0].parent) if tokenizer else None,
     )
+
+
+def _sharding(config: TrainConfig, plan: Plan, job: Job) -> str:
+    """What processes share: what is asked for, or what the plan counts on; optimizer states at least, if anything."""
+    if job.layout.dp == 1:
+        return "optimizer"
+    try:
+        planned = plan.cost.sharding
+    except DataError:  # `compare` says so
+        planned = "optimizer"
+    return config.sharding or ("optimizer" if planned == "none" else planned)
 
 
 def _essence(data: TrainingData) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 
 @two_gpus
 @pytest.mark.parametrize(
-    ("plan", "more"), [("dp", ()), ("pp", ()), ("search", ("--kv-offload",)), ("equal", ("--reshard",))]
+    ("plan", "more"), [("dp", ()), ("pp", ()), ("search", ("--kv-offload",)), ("equal", ("--sharding", "weights"))]
 )
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])
 def test_two_gpus_train_as_one_does(made, tmp_path, plan, more, precision, tolerance):

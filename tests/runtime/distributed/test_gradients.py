@@ -284,11 +284,11 @@ def routed(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
     "scope, dp, pp, how",
     [
         pytest.param("batch", 2, 1, ["checkpointing"], marks=pytest.mark.soak),
-        ("batch", 2, 1, ["reshard"]),
+        ("batch", 2, 1, ["weights"]),
         pytest.param("sequence", 2, 1, [], marks=pytest.mark.soak),
         ("sequence", 1, 2, ["checkpointing"]),
         *(pytest.param(scope, 2, 2, [], marks=pytest.mark.soak) for scope in ("batch", "sequence")),
-        pytest.param("sequence", 2, 1, ["reshard"], marks=pytest.mark.soak),
+        pytest.param("sequence", 2, 1, ["weights"], marks=pytest.mark.soak),
         ("batch", 1, 2, []),
     ],
 )
@@ -296,11 +296,9 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(
     pool: ProcessPool, made: Any, scope: str, dp: int, pp: int, how: list[str]
 ) -> None:
     """Over the batch, tokens of all processes and layers of all stages are counted before the first backward."""
-    settings = {"k": 1, "equal_chunks": True} if "reshard" in how else {"tail_sharing": True}
-    plan = made(routed(), dp=dp, pp=pp, **settings)
-    for error, added, expected in pool.run(
-        dp * pp, compare_router_loss, **plan, scope=scope, **dict.fromkeys(how, True)
-    ):
+    plan = made(routed(), dp=dp, pp=pp, tail_sharing=True)
+    options = {name: True for name in how if name != "weights"} | ({"sharding": "weights"} if "weights" in how else {})
+    for error, added, expected in pool.run(dp * pp, compare_router_loss, **plan, scope=scope, **options):
         assert error <= TOLERANCE
         assert added == pytest.approx(expected, rel=1e-12)
 

@@ -14,7 +14,7 @@ from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
 from tests.support.distributed_cases import compare_master_weights
 from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.reduction_cases import layers_ahead, record, step_gradients
+from tests.support.reduction_cases import Recorded, layers_ahead, record, step_gradients
 
 TIED = "llama with biases, tied"
 
@@ -42,7 +42,13 @@ def test_a_layer_is_reduced_before_the_last_backward_comes_to_the_one_before(
     """Then embeddings and head, on the stages that have any: all do when nothing is tied."""
     for process in record(pool, made(dp=dp, pp=pp, **how)):
         assert process.reduces_early
-        assert layers_ahead(process) == [*reversed(range(len(process.layers))), 0]
+        assert layers_ahead(process) == all_ahead(process)
+
+
+def all_ahead(process: Recorded) -> list[int]:
+    """What `layers_ahead` is where each layer is reduced when the backward has come through it, if there is one."""
+    num_layers = len(process.layers)
+    return [*(reversed(range(num_layers)) if process.num_backwards else [0] * num_layers), 0]
 
 
 def test_a_stage_in_the_middle_is_reduced_though_it_has_no_embeddings_and_no_head(pool: ProcessPool, made: Any) -> None:
@@ -62,6 +68,9 @@ def test_a_virtual_stage_is_reduced_in_its_own_last_backward(pool: ProcessPool, 
     model = {"model_type": "qwen2", "num_hidden_layers": 8}
     for process in record(pool, made(model, dp=2, pp=2, schedule="interleaved", **how)):
         assert process.reduces_early
+        if not process.num_backwards:
+            assert layers_ahead(process) == [0] * 5
+            continue
         *later, one, none, of_rest = layers_ahead(process)
         assert (one, none, of_rest) == (1, 0, 0)
         [two_before, one_before] = later
@@ -98,7 +107,7 @@ def test_machines_reduce_each_layer_within_them_while_the_last_backward_goes_on(
     for process in record(pool, plan, machine_size=2):
         together, within, across = process.reducing
         num_layers = len(process.layers)
-        assert layers_ahead(process) == [*reversed(range(num_layers)), 0]
+        assert layers_ahead(process) == all_ahead(process)
         assert [event.where for event in process.reductions] == [within, *[across, within] * num_layers, across]
         assert all(event.where != together for event in process.reductions)
 

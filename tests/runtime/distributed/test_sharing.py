@@ -254,7 +254,8 @@ def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_redu
     processes = record(pool, plan)
     assert {process.reduces_early for process in processes} == {reduces_early}
     num_layers = len(processes[0].layers)
-    assert [layers_ahead(process) for process in processes] == [[*reversed(range(num_layers)), 0]] * 4
+    expected = [*reversed(range(num_layers)), 0] if reduces_early else [0] * (num_layers + 1)
+    assert [layers_ahead(process) for process in processes] == [expected] * 4
     check(pool, 4, plan)
 
 
@@ -287,8 +288,8 @@ def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: Proc
 def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(
     pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], dp: int, world_size: int
 ) -> None:
-    plan = made(blocks, MODELS["gemma2, softcaps and sliding window"], dp=dp, k=1, equal_chunks=True)
-    check(pool, world_size, plan, reshard=True, checkpointing=world_size == 4, evaluates=True)
+    plan = made(blocks, MODELS["gemma2, softcaps and sliding window"], dp=dp, k=2)
+    check(pool, world_size, plan, sharding="weights", checkpointing=world_size == 4, evaluates=True)
 
 
 def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool: ProcessPool) -> None:
@@ -330,12 +331,16 @@ def test_random_plans_are_exact_where_weights_are_gathered_for_every_chunk(
         chance = random.Random(seed)
         dp = chance.choice([2, 4, 8])
         lengths = chance.sample(range(2, 120), chance.randint(2, 9))
-        settings = {"k": 1, "equal_chunks": True, "split": chance.choice(["full", "cost"])}
+        settings = {
+            "k": chance.choice([1, 2, 5]),
+            "pp": chance.choice([1, 1, 2]),
+            "split": chance.choice(["full", "cost"]),
+        }
         plan = made(
             random_blocks(chance, lengths, dp), lengths=lengths, dp=dp, chunk_size=chance.randint(4, 9), **settings
         )
-        fitting = [size for size in (4, 2) if fits(plan["plan"], size)]
-        check(pool, chance.choice(fitting), plan, reshard=True, evaluates=True)
+        fitting = [size for size in (4, 2) if size > settings["pp"] and fits(plan["plan"], size)]
+        check(pool, chance.choice(fitting), plan, sharding=chance.choice(["gradients", "weights"]), evaluates=True)
 
 
 def random_blocks(chance: random.Random, lengths: Sequence[int], dp: int) -> dict[int, tuple[int, int, int]]:

@@ -123,7 +123,8 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
         [
             (4, "both", ("--stage-layers", "1,2")),
             (4, "split", ("--checkpointing",)),
-            (2, "equal", ("--reshard",)),
+            (2, "equal", ("--sharding", "weights")),
+            (4, "split", ("--sharding", "gradients")),
         ],
         pytest.param(
             [
@@ -142,8 +143,8 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
     more = ("--precision", "fp64", "--model-config", made / "tied.json")
     more = (*more, "--eval-every", 2, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
-    for size, plan, how in layouts:
-        output = tmp_path / f"{plan}-{size}"
+    for place, (size, plan, how) in enumerate(layouts):
+        output = tmp_path / f"{place}-{plan}-{size}"
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
         assert f"{size} processes" in said and "stage  process" in said
@@ -156,14 +157,15 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
 
 
 def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(made, tmp_path, pool):
-    """A process without a chunk runs a padding token, no other one does. An evaluation comes between steps."""
+    """A process without a chunk reduces its layers after all else, no other does. An evaluation is between steps."""
     more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
     how = {"size": 4, "port": free_port(), "arguments": [options(made, tmp_path / "four", *more, plan="four")]}
     told = pool.run(4, run_main_on_machines, machine_size=2, **how)
     pool.stop()
     steps = list(itertools.islice(load_plan(made / "four").iter_steps(), 3))
-    expected = [(0, sum(not step.chunks.get(rank) for step in steps), [2, 2]) for rank in range(4)]
+    num_layers = json.loads((made / "config.json").read_text())["num_hidden_layers"]
+    expected = [(0, num_layers * sum(not step.chunks.get(rank) for step in steps), [2, 2]) for rank in range(4)]
     assert [(code, *rest) for code, _, *rest in told] == expected
     same_run(tmp_path / "one", tmp_path / "four")
 
@@ -174,7 +176,7 @@ def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(ma
         ((), {}),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
-            for each in (((), {"pp": 2}), (("--reshard",), {"equal_chunks": True}))
+            for each in (((), {"pp": 2}), (("--sharding", "weights"), {"pp": 2}), (("--sharding", "gradients"), {}))
         ),
     ],
 )

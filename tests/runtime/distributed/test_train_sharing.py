@@ -61,7 +61,7 @@ def made(
 @pytest.mark.parametrize(
     "layouts",
     [
-        [(4, "pipes", ("--kv-offload",)), (2, "equal", ("--reshard",))],
+        [(4, "pipes", ("--kv-offload",)), (4, "pipes", ("--sharding", "weights"))],
         pytest.param(
             [
                 *((4, "heads", ()), (4, "pages", ("--checkpointing",)), (4, "eight", ())),
@@ -78,8 +78,8 @@ def test_every_layout_that_shares_sequences_trains_as_one_process_does(
     more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 2, "--log-sequences")
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
     of_each = lines(tmp_path / "one" / "sequences.jsonl")
-    for size, plan, how in layouts:
-        output = tmp_path / f"{plan}-{size}"
+    for place, (size, plan, how) in enumerate(layouts):
+        output = tmp_path / f"{place}-{plan}-{size}"
         said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
         found = lines(output / "sequences.jsonl")

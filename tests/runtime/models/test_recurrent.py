@@ -181,8 +181,9 @@ def test_checkpoints_of_transformers_are_refused(model: Any, handmade_plan: Any,
 
 def test_what_cannot_be_done_with_states_is_refused_by_name(model: Any, tmp_path: Any) -> None:
     assert not is_recurrent(AutoConfig.for_model("llama"))
-    with pytest.raises(UsageError, match="--reshard of a mamba2 model"):
-        Shards(model("mamba2"), None, master_weights=False, reshard_after_forward=True)  # type: ignore[arg-type]
+    for sharding in ("gradients", "weights"):
+        with pytest.raises(UsageError, match=f"--sharding {sharding} of a mamba2 model"):
+            Shards(model("mamba2"), None, master_weights=False, sharding=sharding)  # type: ignore[arg-type]
     with given_blocks({40: (0, 2, 1)}):
         np.save(tmp_path / "lengths.npy", [40, 3])
         plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2, cp="auto"))

@@ -51,8 +51,8 @@ def test_a_plan_that_counts_on_more_being_shared_is_told_apart(made, tmp_path, c
     build(made / "analysis", tmp_path / "plan", config, cost=cost)
     assert main([*options(made, tmp_path, plan="dp")[2:], "--plan", str(tmp_path / "plan"), "--max-steps", "1"]) == 0
     said = capsys.readouterr().err
-    assert f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; " in said
-    assert ("--reshard shares weights" in said) == (sharding == "weights"), "also where ranks may share sequences"
+    words = f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; it may not fit"
+    assert words in said, "also where ranks may share sequences"
 
 
 #: What of the plan's cost model is another than that of the run, and what is said of it. `%s`: what this device is.

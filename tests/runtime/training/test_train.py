@@ -201,7 +201,7 @@ def test_what_does_not_fit_one_process_is_refused(made, tmp_path, capsys, monkey
     assert "for 2 pipeline stages, one is there" in error and "--nproc-per-node 2" in hint
     for more, message in (
         (("--stage-layers", "1,1"), "--stage-layers with one stage"),
-        (("--reshard",), "--reshard with one process"),
+        (("--sharding", "weights"), "--sharding weights with one process"),
     ):
         assert main(options(made, tmp_path, *more)) == 2
         assert message in capsys.readouterr().err

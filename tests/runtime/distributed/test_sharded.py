@@ -1,0 +1,93 @@
+"""Whatever processes share, weights and gradients too, gradients of any plan are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.runtime.distributed.test_gradients import check
+from tests.runtime.distributed.test_gradients import made as made  # a fixture
+from tests.runtime.test_parity import MODELS
+from tests.support.distributed_cases import compare_master_weights
+from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.reduction_cases import count_of_slots
+
+UNEVEN = [23, 5, 9, 3, 1, 30, 8]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with process_pool(4) as started:
+        yield started
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize(
+    "world_size, plan, how",
+    [
+        (2, {"dp": 2, "k": 3}, {"evaluates": True}),
+        (2, {"dp": 2, "k": 2, "lengths": [41], "global_batch": 1}, {"evaluates": True, "steps": (0,)}),
+        (2, {"dp": 4, "k": 2}, {"lora": True, "checkpointing": True}),
+        (4, {"dp": 4, "k": 1}, {"checkpointing": True}),
+        (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "1f1b"}, {"evaluates": True}),
+        (4, {"dp": 4, "pp": 2, "k": 3, "schedule": "auto"}, {}),
+        (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}, {}),
+        (4, {"dp": 2, "pp": 2, "schedule": "interleaved"}, {"evaluates": True}),
+        (4, {"dp": 2, "pp": 2, "schedule": "zero-bubble-v"}, {}),
+    ],
+)
+def test_whatever_is_shared_gradients_are_those_of_one_process(
+    pool: ProcessPool, made: Any, sharding: str, world_size: int, plan: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """Of any K, with unequal counts of chunks, or none, on pipelines of any order."""
+    settings = {"lengths": UNEVEN, "global_batch": 4, **plan}
+    check(
+        pool,
+        world_size,
+        made(MODELS["llama with biases, tied"], **settings),
+        sharding=sharding,
+        **{"steps": (0, 1), **how},
+    )
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 4, "k": 2},
+        {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"},
+        pytest.param({"dp": 2, "pp": 2, "schedule": "interleaved"}, marks=pytest.mark.soak),
+    ],
+)
+def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(
+    pool: ProcessPool, made: Any, sharding: str, plan: dict[str, Any]
+) -> None:
+    """Of the same sizes; also a replica that has less to do than others."""
+    settings = {"lengths": UNEVEN, **plan}
+    found = pool.run(4, count_of_slots, **made(**settings), sharding=sharding)
+    for process in found:
+        assert (process.gathers, process.reductions) == (process.expected_gathers, process.expected_reductions)
+    replicas = plan["dp"]
+    for first in range(0, 4, replicas):
+        launched = [process.launched for process in found[first : first + replicas]]
+        assert launched[0]
+        assert all(each == launched[0] for each in launched)
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+def test_bfloat16_is_summed_in_float32_whatever_is_shared(pool: ProcessPool, made: Any, sharding: str) -> None:
+    """Also between the halves of backwards, beside whole ones."""
+    plan = made(lengths=UNEVEN, dp=2, pp=2, k=2, schedule="zero-bubble")
+    found = pool.run(4, compare_master_weights, **plan, sharding=sharding)
+    assert max(error for error, _ in found) < 1e-6
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_layers_before_the_first_that_is_trained_are_in_no_backward(pool: ProcessPool, made: Any, layer: int) -> None:
+    """On the first stage; on the others there is a gradient for the stage before."""
+    plan = made(dp=2, pp=2, k=2)
+    found = pool.run(4, compare_master_weights, **plan, targets=(f"{layer}.self_attn.q_proj",), sharding="weights")
+    assert [count for _, count in found] == ([2, 2, 0, 0] if layer == 0 else [0, 0, 2, 2])
+    assert max(error for error, _ in found) < 2e-2
