@@ -189,7 +189,7 @@ def test_the_line_about_groups_is_as_it_comes():
 def test_the_options_that_are_named_are_there():
     known = {one.flag for config in (TrainConfig, PlanConfig) for one in options_of(config).values()}
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PAGE))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", PAGE))
     assert len(named) > 20
     assert named - {"--gpus", "--hardware", "--nodes"} <= known  # of `chunkplan tune` and `build`, and of sbatch
 

@@ -67,7 +67,7 @@ def test_the_options_that_are_named_are_there():
     known |= {name.replace("--", "--no-", 1) for name in known}
     commands = TRAINING.replace("\\\n", " ")
     commands = re.sub(r"^chunkplan .*$|`chunkplan .*?`|`torchrun .*?`", "", commands, flags=re.M)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", commands))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", commands))
     assert len(named) > 20
     assert named - {"--config", "--help"} <= known
     [table] = re.findall(r"^\| `--precision`.*?\n\n", TRAINING, re.M | re.S)
