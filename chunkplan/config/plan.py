@@ -199,7 +199,7 @@ class PlanConfig(Options):
                 )
 
     def _check_stage_layers(self) -> None:
-        """Refuse layers of other stages than there are; as even as they come, they need not be said."""
+        """Refuse layers of other stages than there are."""
         if self.stage_layers is None:
             return
         num_model_stages = self.pp * self.virtual_stages
@@ -209,8 +209,6 @@ class PlanConfig(Options):
                 f"of which there are {num_model_stages}",
                 hint="give as many, or leave it out",
             )
-        if self.stage_layers == split_layers(sum(self.stage_layers), num_model_stages):
-            object.__setattr__(self, "stage_layers", None)
 
     def _check_groups(self) -> None:
         """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""
@@ -278,7 +276,8 @@ class PlanConfig(Options):
         if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
             raise UsageError(
                 f"stage-layers has {sum(self.stage_layers)} layers, {name} has {num_layers}",
-                hint="leave it out, or name the model with --model-config",
+                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model-config "
+                "names the model",
             )
         if self.pp * self.virtual_stages > num_layers:
             stages, lower = f"{self.pp} stages", "pp"

@@ -204,6 +204,11 @@ WRONG = [
         "… holds activations of … tokens on stage …, memory-tokens allows …",
     ),
     ("build lengths.npy --chunk-size 999 --k 1 --pp 99", 2, "… has … layers, too few for …"),
+    (
+        "build lengths.npy --chunk-size 999 --k 1 --pp 2 --stage-layers 5,4",
+        2,
+        "stage-layers has … layers, … has …",
+    ),
     ("tune lengths.npy --gpus 7919", 2, "… GPUs cannot be used whole"),
     ("tune lengths.npy --hardware none", 2, "… is no hardware profile, and no file that can be read"),
     ("tune lengths.npy --model-config none", 2, "…: no config.json that can be read"),

@@ -77,6 +77,24 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
         build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
 
 
+@pytest.mark.parametrize("layers", [(15, 14), (14, 13), (20, 9)])
+def test_layers_of_stages_that_are_not_the_models_are_refused(tmp_path: Path, layers: tuple[int, int]) -> None:
+    """Also where they are as even as those of a model of so many layers would come."""
+    with pytest.raises(UsageError, match=f"stage-layers has {sum(layers)} layers, Qwen2.5-7B has 28") as refused:
+        build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=2, stage_layers=layers))
+    assert "give 2 numbers that sum to 28, or leave it out" in refused.value.hint
+
+
+def test_layers_as_even_as_they_come_make_the_plan_that_is_made_without_them(tmp_path: Path) -> None:
+    lengths = save(tmp_path, [5, 20, 3])
+    one, other, uneven = (
+        build(lengths, tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=2, stage_layers=layers)).manifest
+        for layers in (None, (14, 14), (13, 15))
+    )
+    assert other["content_hash"] == one["content_hash"] != uneven["content_hash"]
+    assert other["config"] == one["config"] and "stage_layers" not in one["config"]
+
+
 def test_nothing_is_split_where_that_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sequence 1 has 9 tokens, and nothing may be split") as refused:
         build(save(tmp_path, [8, 9, 10]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, split="none"))
