@@ -199,7 +199,12 @@ WRONG = [
     ("build analysis --chunk-size 99 --k 1 --mix none.jsonl=2", 2, "the analysis has no source …"),
     ("build lengths.npy --chunk-size 99 --k 1 --schedule 1f1b", 2, "schedule … is for …, pp is …"),
     (
-        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --memory-tokens 999 --schedule 1f1b",
+        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --memory-tokens 999",
+        2,
+        "a stage has to hold activations of … tokens at once, memory-tokens allows …",
+    ),
+    (
+        "build lengths.npy --chunk-size 3000 --k 1 --pp 2 --memory-tokens 3000 --schedule 1f1b",
         2,
         "… holds activations of … tokens on stage …, memory-tokens allows …",
     ),
