@@ -72,6 +72,12 @@ def test_every_screen_fits_and_says_the_same_without_colour(run: Run, plans: Pat
         assert max(map(len, plain.out.splitlines())) <= width
 
 
+def test_the_legend_says_that_narrow_actions_are_without_their_virtual_stage(run: Run) -> None:
+    screen = run("simulate", *K2, "--schedule", "interleaved", "--virtual-stages", 3, width=80).out
+    assert "F3=" in screen and ".1F" in screen
+    assert "F3.1 chunk 3, virtual stage 1 (F3 if narrow)  . waiting  = on the critical path" in screen
+
+
 def test_the_line_of_a_stage_shows_it_in_proportion(run: Run, plans: Path) -> None:
     """Hundreds of actions in 92 columns: letters, rules and dots are still what the stage does, to a few columns."""
     shown = json.loads(run("simulate", "--json").out)
