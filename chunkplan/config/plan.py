@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from chunkplan.config.plan_domains import (
@@ -34,6 +34,9 @@ MAX_WEIGHT = 1_000_000
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
 SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
+
+#: What `--schedule` may be.
+SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
 
 #: Schedules in which ranks that share chunks meet in one order.
 ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
@@ -84,7 +87,7 @@ class PlanConfig(Options):
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
-        one_of(*SCHEDULES),
+        SCHEDULE,
         "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, zero-bubble-v, or search (slow).",
         group=_ORDER,
         depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
@@ -178,6 +181,11 @@ class PlanConfig(Options):
             raise UsageError(
                 f"schedule {self.schedule} has one virtual stage, virtual-stages is {self.virtual_stages}",
                 hint="virtual stages are for schedule interleaved",
+            )
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise UsageError(
+                "schedule interleaved has two virtual stages or more, virtual-stages is 1",
+                hint="use schedule 1f1b, which has one, or leave virtual-stages out",
             )
         if self.memory_tokens is not None and self.memory_tokens < self.chunk_size:
             raise UsageError(

@@ -222,10 +222,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "no chunk size": (("--lengths", "12", "--k", 1), "--chunk-size is missing"),
     "a chunk size that is none": (("--lengths", "12", "--chunk-size", "big", "--k", 1), "--chunk-size is 'big'"),
     "no K": (("--lengths", "12", "--chunk-size", "8"), "k is missing"),
-    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 or auto or 1f1b or interleaved"),
+    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 (on one stage) or auto or 1f1b"),
     "an unknown schedule to compare": (
         (*K2, "--compare", "1f1b,gpipe"),
-        "--compare is '1f1b,gpipe', expected algorithm2 or auto or 1f1b",
+        "--compare is '1f1b,gpipe', expected algorithm2 (on one stage) or auto or 1f1b",
     ),
     "a schedule of one stage": ((*K2, "--schedule", "algorithm2"), "is for one stage"),
     "both ways to name a schedule": ((*K2, "--schedule", "1f1b", "--compare", "1f1b"), "exclude each other"),
@@ -234,6 +234,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "too little memory for 1F1B": (
         (*K2, "--schedule", "1f1b", "--memory-tokens", 4096),
         "holds activations of 8,192 tokens",
+    ),
+    "virtual stages that are one": (
+        (*K2, "--schedule", "interleaved", "--virtual-stages", 1),
+        "hint: use schedule 1f1b, which has one",
     ),
     "virtual stages where there are none": ((*K2, "--virtual-stages", 2), "has one virtual stage"),
     "more stages than layers": (("--lengths", "9,9", "--chunk-size", "none", "--pp", 40), "28 layers"),

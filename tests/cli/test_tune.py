@@ -167,7 +167,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "schedule of one stage": (("tune", "lengths.npy", "--schedules", "1f1b"), "schedules are for pipelines"),
     "schedule": (
         ("tune", "lengths.npy", "--pp", "2", "--schedules", "best"),
-        "--schedules is 'best', expected algorithm2 or auto or 1f1b",
+        "--schedules is 'best', expected algorithm2 (on one stage) or auto or 1f1b",
     ),
     "from without auto": (("build", "lengths.npy", "--from", "x.json"), "--from is for --auto"),
     "gpus without auto": (("build", "lengths.npy", "--gpus", "8"), "--gpus is for --auto"),
