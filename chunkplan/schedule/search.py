@@ -27,11 +27,12 @@ from chunkplan.schedule.search_small import search_small
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
-#: The local search schedules as many actions, at most: about a tenth of a second.
+#: The local search schedules as many actions, at most, so that it takes a fraction of a second for a rank, about the
+#: same whatever its chunks and stages.
 _ACTIONS = 2_000_000
 
 #: Up to so many (chunk, stage) pairs CP-SAT goes on after fewer actions, most often to a proven optimum, for as many
-#: deterministic seconds at most.
+#: deterministic seconds at most, so that few chunks may take longer than many.
 _PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
 
 #: What is as near to the lower bound is good enough.
