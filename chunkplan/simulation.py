@@ -252,11 +252,10 @@ def reschedule(
     if simulation.step is None:
         return _scheduled(simulation.title, simulation.table, simulation.cost, config)
     if schedule not in ORDERS_OF_GROUPS:
-        others = [other for other in ORDERS_OF_GROUPS if other != "algorithm2"]  # that is for one stage
         raise UsageError(
             f"schedule {schedule} orders every rank by itself: groups of ranks would wait for each other",
             where=simulation.title,
-            hint=f"use {' or '.join(others)}, or a step without shared sequences",
+            hint=f"use {' or '.join(ORDERS_OF_GROUPS[1:])}, or a step without shared sequences",
         )
     return _scheduled(simulation.title, simulation.step.chunks, simulation.cost, config, simulation.rank)
 
@@ -342,8 +341,7 @@ def planned_actions(step: PlanStep, rank: int, pp: int, virtual_stages: int, num
     for action in actions:
         known = action.op in OPS and 0 <= action.virtual_stage < virtual_stages
         if not known or not 0 <= action.chunk_id < num_chunks:
-            what = f"{action.op} of chunk {action.chunk_id} on virtual stage {action.virtual_stage}"
-            raise DataError(f"an action is not of this step: {what}", where=place, hint=VALIDATE_HINT)
+            raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
     return Actions(
         np.array([OPS.index(action.op) for action in actions], np.int8),
         np.array([action.chunk_id for action in actions], np.int32),

@@ -38,7 +38,7 @@ PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 #: What `--schedule` may be.
 SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
 
-#: Schedules in which ranks that share chunks meet in one order.
+#: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.
 ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
 
 #: Schedules of several virtual stages.

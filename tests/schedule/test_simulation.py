@@ -262,7 +262,7 @@ def test_a_comparison_refuses_what_no_schedule_in_it_takes() -> None:
     ("actions", "message"),
     [
         ([("forward", 0), ("backward", 0), ("backward", 7)], "is not of this step"),
-        ([("think", 0)], "is not of this step: think of chunk 0 on virtual stage 0"),
+        ([("think", 0)], "think of chunk 0 on virtual stage 0 is not of this step"),
         ([], "has no actions"),
     ],
 )
