@@ -21,6 +21,7 @@ from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import refuse_other_content, replace_folder
+from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
@@ -158,6 +159,8 @@ def _build_one(
 ) -> BuiltPlan:
     """Plan and write; `output` is where the plan will be."""
     config.check_layers(cost.shape.num_layers, cost.shape.name)
+    if config.stage_layers == split_layers(cost.shape.num_layers, config.pp * config.virtual_stages):
+        config = replace(config, stage_layers=None)  # the same plan, so that it has the same manifest
     check_selection(analysis, config)
     num_steps, num_occurrences, longest = _check_sizes(analysis, config, cost)
     blocks = plan_steps(

@@ -75,7 +75,9 @@ class Option:
 
     def refusal(self, value: Any) -> UsageError:
         """The error of a value that it may not have."""
-        return UsageError(f"{self.spelled} is {value!r}, expected {self.domain.expected}", hint=self.hint)
+        is_list = isinstance(value, tuple) and value and not isinstance(value[0], tuple)
+        shown = ",".join(map(str, value)) if is_list else repr(value)  # a list as it is typed
+        return UsageError(f"{self.spelled} is {shown}, expected {self.domain.expected}", hint=self.hint)
 
     def read(self, typed: Any) -> Any:
         """The value of what was typed after the flag.

@@ -255,7 +255,7 @@ def reschedule(
         raise UsageError(
             f"schedule {schedule} orders every rank by itself: groups of ranks would wait for each other",
             where=simulation.title,
-            hint=f"use {' or '.join(ORDERS_OF_GROUPS)}, or a step without shared sequences",
+            hint=f"use {' or '.join(ORDERS_OF_GROUPS[1:])}, or a step without shared sequences",
         )
     return _scheduled(simulation.title, simulation.step.chunks, simulation.cost, config, simulation.rank)
 
@@ -267,7 +267,7 @@ def compare_schedules(
     virtual_stages: int | None = None,
     memory_tokens: int | None = None,
 ) -> list[Simulation]:
-    """The same chunks on the same stages under each of `schedules`, of which `simulation` may be one.
+    """The same chunks on the same stages under each of `schedules` once, of which `simulation` may be one.
 
     `virtual_stages` is for "interleaved", `memory_tokens` for "search", "auto" and "zero-bubble", and for no others.
 
@@ -282,7 +282,7 @@ def compare_schedules(
                 f"{name.replace('_', '-')} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}"
             )
     compared = []
-    for schedule in schedules:
+    for schedule in dict.fromkeys(schedules):
         name, value = options.get(schedule, ("", None))
         is_same = schedule == simulation.schedule and value is None
         compared.append(simulation if is_same else reschedule(simulation, schedule, **given(**{name: value})))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from chunkplan.config.plan_domains import (
@@ -35,7 +35,10 @@ MAX_WEIGHT = 1_000_000
 SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "search")
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
-#: Schedules in which ranks that share chunks meet in one order.
+#: What `--schedule` may be.
+SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
+
+#: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.
 ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
 
 #: Schedules of several virtual stages.
@@ -84,7 +87,7 @@ class PlanConfig(Options):
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
-        one_of(*SCHEDULES),
+        SCHEDULE,
         "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, zero-bubble-v, or search (slow).",
         group=_ORDER,
         depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
@@ -182,6 +185,11 @@ class PlanConfig(Options):
                 f"schedule {self.schedule} has one virtual stage, virtual-stages is {self.virtual_stages}",
                 hint="virtual stages are for schedule interleaved",
             )
+        if self.virtual_stages == 1 and self.schedule == "interleaved":
+            raise UsageError(
+                "schedule interleaved has two virtual stages or more, virtual-stages is 1",
+                hint="use schedule 1f1b, which has one, or leave virtual-stages out",
+            )
         if self.memory_tokens is not None and self.memory_tokens < self.chunk_size:
             raise UsageError(
                 f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
@@ -202,7 +210,7 @@ class PlanConfig(Options):
                 )
 
     def _check_stage_layers(self) -> None:
-        """Refuse layers of other stages than there are; as even as they come, they need not be said."""
+        """Refuse layers of other stages than there are."""
         if self.stage_layers is None:
             return
         num_model_stages = self.pp * self.virtual_stages
@@ -212,8 +220,6 @@ class PlanConfig(Options):
                 f"of which there are {num_model_stages}",
                 hint="give as many, or leave it out",
             )
-        if self.stage_layers == split_layers(sum(self.stage_layers), num_model_stages):
-            object.__setattr__(self, "stage_layers", None)
 
     def _check_groups(self) -> None:
         """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""
@@ -281,7 +287,8 @@ class PlanConfig(Options):
         if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
             raise UsageError(
                 f"stage-layers has {sum(self.stage_layers)} layers, {name} has {num_layers}",
-                hint="leave it out, or name the model with --model-config",
+                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model-config "
+                "names the model",
             )
         if self.pp * self.virtual_stages > num_layers:
             stages, lower = f"{self.pp} stages", "pp"

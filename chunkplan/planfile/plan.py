@@ -89,6 +89,9 @@ class Action:
     chunk_id: int
     virtual_stage: int
 
+    def __str__(self) -> str:
+        return f"{self.op} of chunk {self.chunk_id} on virtual stage {self.virtual_stage}"
+
 
 @dataclass(frozen=True)
 class PlanStep:

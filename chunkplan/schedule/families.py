@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from chunkplan.schedule.actions import (
     times_of_rank,
     times_of_ranks,
 )
+from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
@@ -75,7 +75,7 @@ def schedule_ranks(
         memory_tokens: what a stage may retain; "search", "auto" and "zero-bubble" make use of it, others are refused
             where they do not fit.
         place: names a rank, for errors.
-        dp: ranks of a step, where they may share chunks.
+        dp: ranks of a step: they may share chunks, and what they need is said together.
         is_cancelled: asked before each rank, where ranks are searched one by one.
 
     Raises:
@@ -83,6 +83,8 @@ def schedule_ranks(
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
+    if memory_tokens is not None:
+        _refuse_too_little(chunks, memory_tokens, place, dp)
     if schedule in _TEMPLATES:
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
@@ -91,14 +93,13 @@ def schedule_ranks(
             splits = _OF_STEPS[schedule]
             for first in range(0, lower_bound.size, dp):
                 ranks = range(first, first + dp)
-                found += _of_step(chunks, times, pp, memory_tokens, ranks, splits, place, is_cancelled)
+                found += _of_step(chunks, times, pp, memory_tokens, ranks, splits, is_cancelled)
         else:
             for rank in range(lower_bound.size):
                 if is_cancelled():
                     raise CancelledError
                 own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-                with _at(place(rank)):
-                    actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
+                actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
@@ -111,14 +112,6 @@ def schedule_ranks(
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound)
 
 
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(error.message, where=where, hint=error.hint) from error
-
-
 def _of_step(
     chunks: Chunks,
     times: ChunkTimes,
@@ -126,16 +119,11 @@ def _of_step(
     memory_tokens: int | None,
     ranks: range,
     splits: bool,
-    place: Callable[[int], str],
     is_cancelled: Callable[[], bool],
 ) -> list[Actions]:
     """The actions of the ranks of a step: together where they share chunks, else one by one."""
     from chunkplan.schedule.auto import AS_TEMPLATE, auto, order_bound
-    from chunkplan.schedule.search import refuse_too_little
 
-    for rank in ranks:
-        with _at(place(rank)):
-            refuse_too_little(chunks_of_rank(chunks, rank), memory_tokens)
     memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
     step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
     step_times = times_of_ranks(chunks, times, ranks.start, ranks.stop)
@@ -174,15 +162,35 @@ def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | Non
     return found.actions, found.lower_bound
 
 
+def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int], str], dp: int) -> None:
+    """Refuse memory that no order of a rank's chunks fits; of the first such step, the rank that needs most is said."""
+    num_ranks = chunks.rank_chunks.size - 1
+    least = np.array([least_memory(chunks_of_rank(chunks, rank)) for rank in range(num_ranks)])
+    over = np.flatnonzero(least > memory_tokens)
+    if over.size:
+        first = int(over[0]) // dp * dp
+        rank = first + int(np.argmax(least[first : first + dp]))
+        who = "all ranks of the step" if dp > 1 else "this rank"
+        raise UsageError(
+            f"a stage has to hold activations of {least[rank]:,} tokens at once, memory-tokens allows "
+            f"{memory_tokens:,}",
+            where=place(rank),
+            hint=f"--memory-tokens {least[rank]} is the least for {who}, no rank takes more than K times "
+            "ChunkSize; a smaller --k or --chunk-size holds less",
+        )
+
+
 def _refuse_too_large(
     retained: Int64Array, pp: int, schedule: str, memory_tokens: int, place: Callable[[int], str]
 ) -> None:
     over = np.flatnonzero(retained > memory_tokens)
     if over.size:
+        # Memory that no order fits was refused before, so that one of them does.
+        other = "use schedule auto, which fits" if schedule in ("1f1b", "interleaved", "zero-bubble-v") else ""
+        other += " (without --virtual-stages)" if schedule == "interleaved" else ""
         raise UsageError(
             f"{schedule} holds activations of {retained[over[0]]:,} tokens on stage {over[0] % pp}, "
             f"memory-tokens allows {memory_tokens:,}",
             where=place(int(over[0]) // pp),
-            hint=("schedule auto looks for an order that fits; " if pp > 1 else "")
-            + "a smaller k or chunk-size holds less",
+            hint=f"{other}; or a smaller --k or --chunk-size holds less".removeprefix("; or "),
         )

@@ -18,21 +18,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import Actions, empty_actions
-from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
+from chunkplan.schedule.bounds import jobs_of, makespan_bound
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.local_search import local_search
 from chunkplan.schedule.search_small import search_small
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
-#: The local search schedules as many actions, at most: about a tenth of a second.
+#: The local search schedules as many actions, at most, so that it takes a fraction of a second for a rank, about the
+#: same whatever its chunks and stages.
 _ACTIONS = 2_000_000
 
 #: Up to so many (chunk, stage) pairs CP-SAT goes on after fewer actions, most often to a proven optimum, for as many
-#: deterministic seconds at most.
+#: deterministic seconds at most, so that few chunks may take longer than many.
 _PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
 
 #: What is as near to the lower bound is good enough.
@@ -51,12 +51,9 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     """The fastest schedule found: orders of forwards and of backwards, and how they interleave on every stage.
 
     Args:
-        memory_tokens: tokens whose activations a stage may retain at any time; without, only K bounds them.
-
-    Raises:
-        UsageError: no schedule fits `memory_tokens`.
+        memory_tokens: tokens whose activations a stage may retain at any time, no fewer than `least_memory`; without,
+            only K bounds them.
     """
-    refuse_too_little(chunks, memory_tokens)
     memory = max(int(chunks.num_tokens.sum()) if memory_tokens is None else memory_tokens, 1)
     actions, template = (empty_actions(chunks.keeps_activations, pp, pp, False) for _ in range(2))
     is_small = chunks.keeps_activations.size * pp <= _PAIRS
@@ -69,17 +66,3 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     if is_small and makespan - lower_bound > _GAP * lower_bound:
         return Found(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
     return Found(actions, makespan, lower_bound)
-
-
-def refuse_too_little(chunks: Chunks, memory_tokens: int | None) -> None:
-    """Refuse memory that no order of these chunks fits.
-
-    Raises:
-        UsageError: a stage has to hold activations of more tokens than `memory_tokens` at once.
-    """
-    least = int(least_memory(chunks))
-    if memory_tokens is not None and memory_tokens < least:
-        raise UsageError(
-            f"a stage has to hold activations of {least:,} tokens at once, memory-tokens allows {memory_tokens:,}",
-            hint=f"--memory-tokens {least} is the least for this rank; a smaller --k or --chunk-size holds less",
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULES, VIRTUAL, PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, Checkpointing, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
@@ -107,7 +107,7 @@ class TuneOptions(Options):
     )
     ks: tuple[int, ...] = option(several(whole(1, MOST)), "Ks to try.", group=_TRIED, default=KS)
     schedules: tuple[str, ...] | None = option(
-        several(one_of(*SCHEDULES)),
+        several(SCHEDULE),
         "Schedules to try on a pipeline.",
         group=_TRIED,
         default=None,

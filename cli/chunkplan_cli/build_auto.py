@@ -66,6 +66,7 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
     config = plan_config(settings)
+    config.check_layers(found.cost.shape.num_layers, found.cost.shape.name)
     if plan_only := why_plan_only(config, found.cost):
         warn(f"plan only: the runtime cannot run {plan_only} yet")
     if file is not None:

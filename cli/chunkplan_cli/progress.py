@@ -1,4 +1,4 @@
-"""How far long work is: a bar with rate and time left on a terminal, else a line every few seconds.
+"""How far long work is: a bar on a terminal, else a line every few seconds; rate and time left once they can be told.
 
 And why nothing seems to happen where the planner's loops are compiled.
 """
@@ -18,6 +18,9 @@ LINE_EVERY = 10.0
 #: Seconds of silence that need no explanation.
 PATIENCE = 2.0
 
+#: Rate and time left are said after so many seconds and so many per cent: what comes first may be slow, or other work.
+_SOUND_AFTER, _SOUND_PERCENT = 10.0, 5
+
 #: Called with what is done and what there is to do.
 Report = Callable[[int, int], None]
 
@@ -32,16 +35,16 @@ def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
     if not console.is_terminal:
         yield _lines(doing, unit, scale)
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(doing, total=None, rate="")
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(doing, total=None, speed="")
         started = time.monotonic()
 
         def report(done: int, total: int) -> None:
-            rate = done / scale / max(time.monotonic() - started, 1e-9)
-            bar.update(task, completed=done, total=total, rate=f"{rate:,.0f} {unit}/s")
+            speed = _speed(done, total, time.monotonic() - started, unit, scale)
+            bar.update(task, completed=done, total=total, speed=speed)
 
         yield report
 
@@ -109,10 +112,10 @@ def _lines(doing: str, unit: str, scale: int) -> Report:
     def report(done: int, total: int) -> None:
         if not done or not is_due():
             return
-        rate = done / (time.monotonic() - started)
+        speed = _speed(done, total, time.monotonic() - started, unit, scale)
         note(
-            f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%), "
-            f"{rate / scale:,.1f} {unit}/s, {_left(done, total, rate)}"
+            f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%)"
+            + (f", {speed}" if speed else "")
         )
 
     return report
@@ -131,6 +134,14 @@ class _Every:
             return False
         self._last = now
         return True
+
+
+def _speed(done: int, total: int, seconds: float, unit: str, scale: int) -> str:
+    """Say rate and time left; nothing as long as too little was done to tell."""
+    if seconds < _SOUND_AFTER or 100 * done < _SOUND_PERCENT * total:
+        return ""
+    rate = done / seconds
+    return f"{rate / scale:,.1f} {unit}/s, {_left(done, total, rate)}"
 
 
 def _left(done: int, total: int, rate: float) -> str:

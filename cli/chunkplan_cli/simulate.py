@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from chunkplan.config.plan import SCHEDULES, PlanConfig
+from chunkplan.config.plan import SCHEDULE, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
@@ -64,7 +64,7 @@ class SimulateOptions(Options):
         default_words="the plan's; for lengths algorithm2 or auto",
     )
     compare: tuple[str, ...] = option(
-        several(one_of(*SCHEDULES)), "The same chunks under each of these schedules.", group=_ORDER, default=()
+        several(SCHEDULE), "The same chunks under each of these schedules.", group=_ORDER, default=()
     )
     virtual_stages: int = same(PlanConfig, "virtual_stages", group=_ORDER)
     memory_tokens: int | None = same(PlanConfig, "memory_tokens", group=_ORDER, default_words="")

@@ -72,6 +72,12 @@ def test_every_screen_fits_and_says_the_same_without_colour(run: Run, plans: Pat
         assert max(map(len, plain.out.splitlines())) <= width
 
 
+def test_the_legend_says_that_narrow_actions_are_without_their_virtual_stage(run: Run) -> None:
+    screen = run("simulate", *K2, "--schedule", "interleaved", "--virtual-stages", 3, width=80).out
+    assert "F3=" in screen and ".1F" in screen
+    assert "F3.1 chunk 3, virtual stage 1 (F3 if narrow)  . waiting  = on the critical path" in screen
+
+
 def test_the_line_of_a_stage_shows_it_in_proportion(run: Run, plans: Path) -> None:
     """Hundreds of actions in 92 columns: letters, rules and dots are still what the stage does, to a few columns."""
     shown = json.loads(run("simulate", "--json").out)
@@ -216,10 +222,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "no chunk size": (("--lengths", "12", "--k", 1), "--chunk-size is missing"),
     "a chunk size that is none": (("--lengths", "12", "--chunk-size", "big", "--k", 1), "--chunk-size is 'big'"),
     "no K": (("--lengths", "12", "--chunk-size", "8"), "k is missing"),
-    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 or auto or 1f1b or interleaved"),
+    "an unknown schedule": ((*K2, "--schedule", "gpipe"), "expected algorithm2 (on one stage) or auto or 1f1b"),
     "an unknown schedule to compare": (
         (*K2, "--compare", "1f1b,gpipe"),
-        "--compare is '1f1b,gpipe', expected algorithm2 or auto or 1f1b",
+        "--compare is '1f1b,gpipe', expected algorithm2 (on one stage) or auto or 1f1b",
     ),
     "a schedule of one stage": ((*K2, "--schedule", "algorithm2"), "is for one stage"),
     "both ways to name a schedule": ((*K2, "--schedule", "1f1b", "--compare", "1f1b"), "exclude each other"),
@@ -228,6 +234,10 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "too little memory for 1F1B": (
         (*K2, "--schedule", "1f1b", "--memory-tokens", 4096),
         "holds activations of 8,192 tokens",
+    ),
+    "virtual stages that are one": (
+        (*K2, "--schedule", "interleaved", "--virtual-stages", 1),
+        "hint: use schedule 1f1b, which has one",
     ),
     "virtual stages where there are none": ((*K2, "--virtual-stages", 2), "has one virtual stage"),
     "more stages than layers": (("--lengths", "9,9", "--chunk-size", "none", "--pp", 40), "28 layers"),

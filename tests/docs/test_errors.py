@@ -199,11 +199,21 @@ WRONG = [
     ("build analysis --chunk-size 99 --k 1 --mix none.jsonl=2", 2, "the analysis has no source …"),
     ("build lengths.npy --chunk-size 99 --k 1 --schedule 1f1b", 2, "schedule … is for …, pp is …"),
     (
-        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --memory-tokens 999 --schedule 1f1b",
+        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --memory-tokens 999",
+        2,
+        "a stage has to hold activations of … tokens at once, memory-tokens allows …",
+    ),
+    (
+        "build lengths.npy --chunk-size 3000 --k 1 --pp 2 --memory-tokens 3000 --schedule 1f1b",
         2,
         "… holds activations of … tokens on stage …, memory-tokens allows …",
     ),
     ("build lengths.npy --chunk-size 999 --k 1 --pp 99", 2, "… has … layers, too few for …"),
+    (
+        "build lengths.npy --chunk-size 999 --k 1 --pp 2 --stage-layers 5,4",
+        2,
+        "stage-layers has … layers, … has …",
+    ),
     ("tune lengths.npy --gpus 7919", 2, "… GPUs cannot be used whole"),
     ("tune lengths.npy --hardware none", 2, "… is no hardware profile, and no file that can be read"),
     ("tune lengths.npy --model-config none", 2, "…: no config.json that can be read"),

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
 
 #: What only a slow machine prints.
-SLOW = r"\w+: [\d.]+ of [\d.]+ .* left$|compiling the planner's loops: "
+SLOW = r"\w+: [\d.,]+ of [\d.,]+ .*( left|%\))$|compiling the planner's loops: "
 
 
 @pytest.fixture

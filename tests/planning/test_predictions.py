@@ -125,9 +125,26 @@ def test_a_memory_bound_that_cannot_be_kept_names_the_step_and_what_is_needed(tm
     one = given | {"k": 1}
     with pytest.raises(UsageError, match="step 0, rank 0: 1f1b holds activations of") as error:
         build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8, schedule="1f1b"))
-    assert "schedule auto" in error.value.hint
+    assert "schedule auto, which fits" in error.value.hint
     assert not (tmp_path / "plan").exists()
     assert build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "search", "zero-bubble", "zero-bubble-v", "interleaved"])
+def test_the_memory_that_a_refusal_names_is_enough_for_all_ranks_of_the_step(tmp_path: Path, schedule: str) -> None:
+    """It is that of the rank that needs most. Schedules that do not look for what fits name one that does."""
+    lengths = save(tmp_path, [17, 9, 30, 3, 29, 25, 20, 20])
+    given: dict[str, Any] = {"chunk_size": 8, "k": 4, "dp": 2, "pp": 2, "cp": "off", "global_batch": 8}
+    with pytest.raises(UsageError, match="a stage has to hold activations of 30 tokens at once") as error:
+        build(lengths, tmp_path / "plan", PlanConfig(**given, memory_tokens=8, schedule=schedule))
+    assert "--memory-tokens 30 is the least for all ranks of the step" in error.value.hint
+    enough = PlanConfig(**given, memory_tokens=30, schedule=schedule)
+    if schedule in ("1f1b", "interleaved", "zero-bubble-v"):
+        with pytest.raises(UsageError, match=f"{schedule} holds activations of") as error:
+            build(lengths, tmp_path / "plan", enough)
+        assert error.value.hint.startswith("use schedule auto, which fits")
+        enough = replace(enough, schedule="auto", virtual_stages=1)
+    assert max(build(lengths, tmp_path / "plan", enough).steps().column("peak_retained_tokens").to_pylist()) <= 30
 
 
 def test_a_sequence_that_exceeds_its_ranks_share_is_reported_with_the_bound(tmp_path: Path) -> None:

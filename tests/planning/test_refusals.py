@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from tests.support.planned_steps import first_step, save, write_analysis
     [
         (
             {"schedule": "fastest"},
-            "expected algorithm2 or auto or 1f1b or interleaved or zero-bubble or zero-bubble-v or search",
+            re.escape(
+                "expected algorithm2 (on one stage) or auto or 1f1b or interleaved or zero-bubble or zero-bubble-v "
+                "or search"
+            ),
         ),
         ({"schedule": "1f1b"}, "for two stages or more, pp is 1"),
         ({"schedule": "algorithm2", "pp": 2}, "for one stage, pp is 2"),
@@ -26,6 +30,8 @@ from tests.support.planned_steps import first_step, save, write_analysis
         ({"virtual_stages": 1, "pp": 2, "schedule": "zero-bubble-v"}, "zero-bubble-v has two virtual stages"),
         ({"virtual_stages": 4, "pp": 2, "schedule": "zero-bubble-v"}, "has two virtual stages, virtual-stages is 4"),
         ({"schedule": "interleaved", "pp": 2, "virtual_stages": 0}, "virtual-stages is 0"),
+        ({"schedule": "interleaved", "pp": 2, "virtual_stages": 1}, "two virtual stages or more, virtual-stages is 1"),
+        ({"stage_layers": (9, -1), "pp": 2}, "stage-layers is 9,-1, expected a whole number from 1"),
         ({"memory_tokens": 0}, "memory-tokens is 0"),
         ({"k_by_length": ((5, 1), (5, 2))}, "tokens ascending"),
         ({"k_by_length": (5, 1)}, "pairs of tokens and K"),
@@ -75,6 +81,24 @@ def test_schedules_in_which_groups_could_wait_for_ever_are_refused(schedule: str
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="28 layers, too few for 15 stages of 2 virtual stages"):
         build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=15, schedule="interleaved"))
+
+
+@pytest.mark.parametrize("layers", [(15, 14), (14, 13), (20, 9)])
+def test_layers_of_stages_that_are_not_the_models_are_refused(tmp_path: Path, layers: tuple[int, int]) -> None:
+    """Also where they are as even as those of a model of so many layers would come."""
+    with pytest.raises(UsageError, match=f"stage-layers has {sum(layers)} layers, Qwen2.5-7B has 28") as refused:
+        build(save(tmp_path, [5]), tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=2, stage_layers=layers))
+    assert "give 2 numbers that sum to 28, or leave it out" in refused.value.hint
+
+
+def test_layers_as_even_as_they_come_make_the_plan_that_is_made_without_them(tmp_path: Path) -> None:
+    lengths = save(tmp_path, [5, 20, 3])
+    one, other, uneven = (
+        build(lengths, tmp_path / "plan", PlanConfig(chunk_size=8, k=1, pp=2, stage_layers=layers)).manifest
+        for layers in (None, (14, 14), (13, 15))
+    )
+    assert other["content_hash"] == one["content_hash"] != uneven["content_hash"]
+    assert other["config"] == one["config"] and "stage_layers" not in one["config"]
 
 
 def test_nothing_is_split_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -152,5 +152,6 @@ def test_another_schedule_is_that_of_all_ranks_or_refused(tmp_path: Path) -> Non
     assert again.waits.tolist() == found.waits.tolist()
     plain, _, split = compare_schedules(found, ["1f1b", "auto", "zero-bubble"])
     assert split.makespan < found.makespan <= plain.makespan
-    with pytest.raises(UsageError, match="orders every rank by itself"):
+    with pytest.raises(UsageError, match="orders every rank by itself") as refused:
         compare_schedules(found, ["1f1b", "search"])
+    assert refused.value.hint == "use auto or 1f1b or zero-bubble, or a step without shared sequences"

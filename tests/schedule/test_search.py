@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.errors import UsageError
+from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.search import Found, search
 from tests.support.schedule_checks import Rank, example, look, make_rank, ranks, template
 
@@ -68,7 +69,7 @@ def test_what_cannot_fit_is_refused_with_what_it_takes() -> None:
     rank = make_rank([3, 4, 4, 5, 2], [-1, 0, 0, 0, -1], [1, 0, 1, 1, 1], [1, 1], UNIT)
     assert max(look_at(rank, 2, search(*rank, 2, 9))) == 9
     with pytest.raises(UsageError, match="9 tokens at once, memory-tokens allows 8") as caught:
-        search(*rank, 2, 8)
+        schedule_ranks(*rank, 2, "search", 8, str)
     assert "--memory-tokens 9" in caught.value.hint
 
 

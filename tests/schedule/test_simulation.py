@@ -210,6 +210,11 @@ def test_schedules_are_compared_on_the_same_chunks() -> None:
     assert all(found.chunks == base.chunks for found in compared)
 
 
+def test_a_schedule_that_is_named_twice_is_compared_once() -> None:
+    compared = chunkplan.compare_schedules(example(2048, 1, "1f1b"), ["auto", "1f1b", "auto"])
+    assert [found.schedule for found in compared] == ["auto", "1f1b"]
+
+
 def test_search_fits_the_memory_it_is_given() -> None:
     found = example(2048, 2, "search", memory_tokens=4096)
     assert max(found.peak_retained_tokens) <= 4096
@@ -257,7 +262,7 @@ def test_a_comparison_refuses_what_no_schedule_in_it_takes() -> None:
     ("actions", "message"),
     [
         ([("forward", 0), ("backward", 0), ("backward", 7)], "is not of this step"),
-        ([("think", 0)], "is not of this step"),
+        ([("think", 0)], "think of chunk 0 on virtual stage 0 is not of this step"),
         ([], "has no actions"),
     ],
 )
