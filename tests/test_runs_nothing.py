@@ -22,7 +22,7 @@ ONLY_WITH = {
     ("np", "load"): {"allow_pickle": False},
     ("AutoConfig", "from_pretrained"): {"trust_remote_code": False},
     ("AutoTokenizer", "from_pretrained"): {"trust_remote_code": False},
-    ("AUTO_MODEL", "from_pretrained"): {"trust_remote_code": False, "use_safetensors": True},
+    ("loader", "from_pretrained"): {"trust_remote_code": False, "use_safetensors": True},
     ("AutoModelForCausalLM", "from_pretrained"): {"trust_remote_code": False, "use_safetensors": True},
 }
 

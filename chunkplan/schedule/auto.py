@@ -65,8 +65,8 @@ AS_TEMPLATE = -1
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 20_000
 
-#: So many changes in a row that made nothing faster are enough: what few chunks have is found by then.
-_IN_VAIN = 64
+#: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
+_IN_VAIN = 256
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000

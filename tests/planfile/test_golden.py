@@ -42,7 +42,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "b0fbdae573de063e64d6616d1bcf8cd2e25ba598cf0a08edc9c8da34b152d84c",
+        "dd5bf58c8cf7f97e17e02eda01c1809e85858e00c816384663bb27456d8b01ff",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},

@@ -30,6 +30,7 @@ from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import open_data
+from chunkplan_runtime.training.model_setup import Built
 from chunkplan_runtime.training.run_summary import describe_run
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
@@ -285,7 +286,7 @@ def test_a_run_prints_why_flash_attn_is_left_aside(
     model_config = read_config(made / "config.json")
     model = new_model(model_config, torch.bfloat16, 0, attention=attention, runs_on=torch.device("cuda", 0))
     said = describe_run(
-        config, open_data(config, model_config, RankLayout()), model, 12, [], Comparison(True, None, [])
+        config, open_data(config, model_config, RankLayout()), Built(model, model), 12, [], Comparison(True, None, [])
     )
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
