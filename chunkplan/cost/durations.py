@@ -106,8 +106,8 @@ def durations(
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
     of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Frozen weights have none,
-    see `Rates`. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them reduces
-    them: both over one link, one after another.
+    see `Rates`. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them
+    reduces them: both over one link, one after another.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
