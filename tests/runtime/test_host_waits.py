@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from tests.support.host_waits import NoHostWaits, Refused
+from tests.support.host_waits import NoHostWaits, RefusedError
 
 WINDOW = {"sliding_window": 7}
 EXPERTS = {"num_experts_per_tok": 2, "pad_token_id": 0}
@@ -74,7 +74,7 @@ def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(ho
 
 def test_pages_and_buffers_of_a_step_are_those_of_the_step_before(make_step):
     executor, work = make_step("qwen3", kv_offload=True)
-    with pytest.raises(Refused, match="takes memory"):
+    with pytest.raises(RefusedError, match="takes memory"):
         executor.run(work, 30, strict(work, steady=["device_waits.py", "host_memory.py"]))
     executor, work = make_step("qwen3", kv_offload=True)
     executor.run(work, 30)
@@ -98,7 +98,7 @@ def test_pages_and_buffers_of_a_step_are_those_of_the_step_before(make_step):
 )
 def test_the_mode_refuses_what_waits_and_lets_the_host_look_at_its_own(wait):
     tensor = torch.ones(1)
-    with pytest.raises(Refused, match="waits for the device"), NoHostWaits():
+    with pytest.raises(RefusedError, match="waits for the device"), NoHostWaits():
         wait(tensor)
     with NoHostWaits(host=[tensor]):
         wait(tensor)

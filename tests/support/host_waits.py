@@ -16,8 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 #: Operators whose result, or its shape, the host has to know: on a GPU it waits for it.
 _WAITS = frozenset(
-    ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive")
-    + ("bincount", "equal", "is_nonzero")
+    (
+        *("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"),
+        *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    )
 )
 
 #: Operators that wait where they are given a mask.
@@ -30,7 +32,7 @@ _READS = frozenset(("tolist", "numpy", "__array__"))
 _TAKES = frozenset(("empty", "empty_strided", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros"))
 
 
-class Refused(AssertionError):
+class RefusedError(AssertionError):
     """Something waited for the device, or took memory, where it must not."""
 
 
@@ -41,7 +43,7 @@ class NoHostWaits:
     """
 
     def __init__(self, host: Iterable[Tensor] = (), steady: Iterable[str] = ()) -> None:
-        self._host: Any = WeakIdKeyDictionary({tensor: True for tensor in host})
+        self._host: Any = WeakIdKeyDictionary(dict.fromkeys(host, True))
         self._steady = frozenset(steady)
         self._modes = _Operators(self), _Functions(self)
 
@@ -57,7 +59,7 @@ class NoHostWaits:
     def refuse(self, what: str, given: list[Tensor]) -> None:
         """Refuse that `what` is done with tensors, unless all of them are of the host."""
         if not given or not all(tensor in self._host for tensor in given):
-            raise Refused(f"{what} waits for the device")
+            raise RefusedError(f"{what} waits for the device")
 
     def follow(self, given: list[Tensor], made: Any) -> None:
         """What is made of tensors of the host alone is one too."""
@@ -73,7 +75,7 @@ class NoHostWaits:
             while frame is not None:
                 if "chunkplan_runtime" in frame.f_code.co_filename:
                     if (name := Path(frame.f_code.co_filename).name) in self._steady:
-                        raise Refused(f"{name} takes memory, in {frame.f_code.co_name}")
+                        raise RefusedError(f"{name} takes memory, in {frame.f_code.co_name}")
                     return
                 frame = frame.f_back
 
