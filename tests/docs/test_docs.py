@@ -59,6 +59,8 @@ COMMANDS = {
     "torch-pipelining.md": ("export", "build"),
     "concepts.md": ("build", "train"),
     "guide.md": PROGRAMS,
+    "migration.md": PROGRAMS,
+    "is-it-for-me.md": PROGRAMS,
     "tutorial.md": PROGRAMS,
     "errors.md": PROGRAMS,
 }
@@ -161,14 +163,14 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", COMMANDS)
 def test_the_options_a_document_names_are_those_of_the_command_line(document: str) -> None:
-    """In a span or line that begins with `chunkplan COMMAND` those of that command, in other spans of `COMMANDS`."""
+    """In a span or line that begins with a command those of that command, in other spans of `COMMANDS`."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]*--[^`\n]*)`", text)
     spans += re.findall(r"^(?:\$ )?(chunkplan \w+ [^\n]*--[^\n]*)$", text, re.M)
     known = {command: options_of(command) for command in PROGRAMS}
     assert spans
     for span in spans:
-        command = re.match(r"chunkplan (\w+)", span)
+        command = re.match(rf"(?:chunkplan )?({'|'.join(PROGRAMS)}) ", span)
         commands = (command[1],) if command else COMMANDS[document]
         assert set(re.findall(OPTION, span)) <= set().union(*(known[name] for name in commands)), span
 
