@@ -199,10 +199,9 @@ def test_the_planner_names_the_packers_there_are() -> None:
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == set(PACKERS)
 
 
-@pytest.mark.parametrize(("text", "least"), [(CHANGES, 20), (TUNING, 10)], ids=["contributing", "tuning"])
-def test_the_files_a_document_names_exist(text: str, least: int) -> None:
-    paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", text)
-    assert len(paths) > least
+def test_the_files_to_change_exist() -> None:
+    paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", CHANGES)
+    assert len(paths) > 30
     for path in paths:
         assert [*ROOT.glob(path), *(ROOT / "chunkplan").glob(path)], path
 
