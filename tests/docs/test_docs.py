@@ -183,7 +183,7 @@ OPTION = r"(?<!\S)--[a-z][a-z-]*"
 def options_of(command: str) -> set[str]:
     """What `--help` names; of the trainer also what torchrun is given."""
     if command == "train":
-        return {*(one.flag for one in declared_by(TrainConfig).values()), "--nproc-per-node", "--nproc"}
+        return {*(one.flag for one in declared_by(TrainConfig).values()), "--nproc-per-node", "--nproc", "--workspace"}
     ran = subprocess.run(
         [str(SCRIPTS / "chunkplan"), command, "--help"],
         env={"PATH": "", "COLUMNS": "200", "NO_COLOR": "1"},
