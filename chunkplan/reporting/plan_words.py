@@ -89,10 +89,11 @@ def rank_time_words(row: RankRow) -> list[str]:
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
     if all(each.num_tokens is None for each in longest):
-        return "Sequences of any length fit"
+        return "room in any step for a sequence of any length"
     alone, *shared = ("none" if each.num_tokens == 0 else tokens_words(each.num_tokens) for each in longest)
-    words = [f"by {each.num_ranks:,} {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
-    return f"Longest sequence that fits, in tokens: {alone}{'; shared ' if words else ''}{', '.join(words)}"
+    words = [f"by {each.num_ranks:,} ranks {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
+    ranks = f"; shared {', '.join(words)}" if words else ""
+    return f"room in any step, in tokens of a sequence: {alone}{ranks}"
 
 
 def tokens_words(num_tokens: int | None) -> str:
