@@ -237,5 +237,16 @@ def test_a_profile_is_of_the_device_it_was_measured_on_or_is_called_after():
     assert is_profile_of(calibrated_name("mine", "NVIDIA A10"), "NVIDIA A10")
     assert not is_profile_of(calibrated_name("h100", "NVIDIA A10"), "NVIDIA H100 80GB HBM3")
     assert is_profile_of("RTX 4090", "NVIDIA GeForce RTX 4090")
+    for device, profile in {
+        "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA B200": "b200",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA L40": None,
+        "NVIDIA GH200 480GB": None,
+    }.items():
+        assert shipped_profile(device) == profile, device
     assert is_profile_of("h100 pcie", "NVIDIA H100 PCIe")
     assert not any(is_profile_of(name, HERE) for name in ("cpu", HERE, "", "mine"))
