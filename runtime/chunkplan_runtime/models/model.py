@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.attention.mask import borders_from_plan
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
@@ -159,7 +160,8 @@ class CausalLM:
             spans = own.spans
             self.current.context = ChunkContext(spans, store, self.kernels, self.is_causal, its_seed, own.shared)
             self.current.cache = cache
-            hidden: Tensor = self.call(self._decode, own, its_inputs, cache)
+            # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
+            hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden[0]
 
         if not self.is_recurrent:
@@ -177,7 +179,7 @@ class CausalLM:
         kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
         [cut] = self.cuts
         decoder = decoder_of(self.model)
-        with cut.in_place(decoder):
+        with cut.in_place(decoder), borders_from_plan():
             hidden: Tensor = decoder(
                 **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
             ).last_hidden_state
