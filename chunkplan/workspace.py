@@ -1,4 +1,4 @@
-"""The workspace: the folder of the latest analysis and the latest plan, with optional settings of its own."""
+"""The workspace: the folder of the latest analysis, tuning, plan and run, with optional settings of its own."""
 
 from __future__ import annotations
 
@@ -54,6 +54,16 @@ class Workspace:
     def plan(self) -> Path:
         """The folder of the latest plan."""
         return self.root / "plan"
+
+    @property
+    def tuning(self) -> Path:
+        """The file of the latest tuning."""
+        return self.root / "tuning.json"
+
+    @property
+    def run(self) -> Path:
+        """The folder of a training run that was given no other."""
+        return self.root / "run"
 
     @property
     def cache(self) -> Path:

@@ -1,4 +1,4 @@
-"""A tuning as one JSON document, and back: what `tune --output` writes, and `build --auto --from` reads."""
+"""A tuning as one JSON document, and back: what `tune` writes, and `build --auto` reads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from chunkplan.tuning.document_entries import (
     ChoiceEntry,
     CostModelEntry,
     LayoutEntry,
+    OptionsEntry,
     TuningDocument,
 )
 from chunkplan.tuning.grid import Choice
+from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.tune import FirstLook, Tuning
 from chunkplan.version import __version__
 
-_HINT = "write it again with `chunkplan tune --output FILE`"
+_HINT = "write it again with `chunkplan tune`"
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
         "kind": "tuning",
         "schema_version": VERSION,
         "tool_version": __version__,
-        "options": {
-            "gpus": options.gpus,
-            "gpu_memory": options.gpu_memory,
-            "precision": options.precision,
-            "sharding": options.sharding,
-            "global_batch": options.global_batch,
-            "seed": options.seed,
-            "chunk_sizes": list(options.chunk_sizes),
-            "ks": list(options.ks),
-        },
+        "options": _options_entry(options),
         "data": {
             "num_sequences": tuning.num_sequences,
             "longest_sequence": tuning.longest_sequence,
@@ -93,6 +86,33 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
         "speedup_over_best": None if best is None else best.step_ns / chosen.step_ns,
         "cost_model": cast(CostModelEntry, chosen.cost.to_dict()),
     }
+
+
+def _options_entry(options: TuneOptions) -> OptionsEntry:
+    return {
+        "gpus": options.gpus,
+        "dp": options.dp,
+        "tp": options.tp,
+        "pp": options.pp,
+        "gpu_memory": options.gpu_memory,
+        "precision": options.precision,
+        "sharding": options.sharding,
+        "lora_rank": options.lora_rank,
+        "load_in_4bit": options.load_in_4bit,
+        "global_batch": options.global_batch,
+        "seed": options.seed,
+        "chunk_sizes": list(options.chunk_sizes),
+        "ks": list(options.ks),
+        "schedules": None if options.schedules is None else list(options.schedules),
+        "cp": options.cp,
+    }
+
+
+def answers(document: TuningDocument, options: TuneOptions) -> bool:
+    """Whether a document is what `tune` with these options has found, for whatever data."""
+    cost = CostModel.from_dict(document["cost_model"], where="")
+    same = (cost.shape, cost.hardware) == (options.shape, options.hardware)
+    return same and document["options"] == _options_entry(options)
 
 
 def _choice_entry(choice: Choice) -> ChoiceEntry:
@@ -172,7 +192,7 @@ def read_tuning_document(path: Path) -> TuningDocument:
         DataError: it is not a document of `write_tuning`, or damaged.
     """
     if not path.is_file():
-        raise UsageError(f"there is no file {path}", hint="`chunkplan tune --output FILE` writes one")
+        raise UsageError(f"there is no file {path}", hint="`chunkplan tune` writes one")
     document = read_json(path, hint=_HINT)
     if found := find_mismatch(document, EXPECTED):
         raise DataError(found, where=str(path), hint=_HINT)

@@ -88,13 +88,20 @@ class OptionsEntry(TypedDict):
     """What was tuned for. `gpu_memory` is in bytes."""
 
     gpus: NotRequired[int | None]
+    dp: NotRequired[int]
+    tp: NotRequired[int]
+    pp: NotRequired[int]
     gpu_memory: int
     precision: NotRequired[str]
     sharding: Sharding | Literal["auto"]
+    lora_rank: NotRequired[int]
+    load_in_4bit: NotRequired[bool]
     global_batch: int
     seed: int
     chunk_sizes: NotRequired[list[int]]
     ks: NotRequired[list[int]]
+    schedules: NotRequired[list[str] | None]
+    cp: NotRequired[str | int]
 
 
 class DataEntry(TypedDict):

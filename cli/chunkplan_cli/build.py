@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,7 +45,7 @@ def build(
     machine: Given,
     tuning: Given,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Choose what is not given for this model and hardware, as `tune` does.")
+        bool, typer.Option("--auto", help="Choose what is not given as `tune` found it, or as it does.")
     ] = False,
     how: Given,
     output: Annotated[Path | None, output_option("Where to write the plan. Default: WORKSPACE/plan.")] = None,
@@ -77,7 +77,8 @@ def build(
     found: Tuned | None = None
     with note_compilation():
         if auto:
-            settings, found = choose(loaded, values, Given(machine | tuning), options.from_file)
+            asked = Given(machine | tuning)
+            settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
             cost = found.cost
         else:
             _refuse_without_auto(tuning, options.from_file)
@@ -112,6 +113,16 @@ def build(
     if not dry_run:
         flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
         note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
+        if _can_be_trained(plans[target].manifest, settings, cost):
+            flags = ["--plan", str(target)] if output else flags
+            note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
+
+
+def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostModel) -> bool:
+    from chunkplan.tuning.plan_only import why_plan_only
+
+    described = manifest["analysis"]
+    return described["exact"] and described["sample"] is None and why_plan_only(config, cost) is None
 
 
 #: What `tune` is asked for a plan that does not fit, by field.

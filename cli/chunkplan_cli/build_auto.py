@@ -1,4 +1,4 @@
-"""`build --auto`: what a plan is built with is tuned, or read from an earlier tuning."""
+"""`build --auto`: what a plan is built with is read from an earlier tuning, or tuned."""
 
 from __future__ import annotations
 
@@ -21,10 +21,20 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None) -> tuple[PlanConfig, Tuned]:
+#: Options of a plan of which a tuning tries several, by what these are called.
+_TRIED = {"chunk_size": "chunk_sizes", "k": "ks", "schedule": "schedules"}
+
+#: Options of a plan that a tuning has too.
+_SHARED = ("dp", "cp", "pp", "global_batch", "seed")
+
+
+def choose(
+    analysis: Analysis, values: Given, machine: Given, *, file: Path | None, saved: Path
+) -> tuple[PlanConfig, Tuned]:
     """Choose what the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
 
-    The configuration that is returned has `values`, and of the tuning what these do not say.
+    The configuration that is returned has `values`, and of the tuning what these do not say. Where `file` is None, and
+    there is the tuning `saved`, of this machine or none is given, it is taken.
     """
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.document_entries import PLAN_ENTRIES
@@ -42,11 +52,13 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
             )
     if file is not None:
         _refuse_machine(machine)
+    elif saved.is_file() and _is_tuned_for(saved, values, machine):
+        file = saved
+    if file is not None:
         found = read_tuning(file)
     else:
-        only = {"chunk_sizes": "chunk_size", "ks": "k", "schedules": "schedule"}
-        tried = {many: (values[one],) for many, one in only.items() if one in values}
-        shared = {name: values[name] for name in ("dp", "cp", "pp", "global_batch", "seed") if name in values}
+        tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
+        shared = {name: values[name] for name in _SHARED if name in values}
         options = tune_options(Given(machine | shared | tried))
         with progress("simulating", "runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
@@ -72,6 +84,21 @@ def choose(analysis: Analysis, values: Given, machine: Given, file: Path | None)
     if file is not None:
         _compare(analysis, found, config)
     return config, found
+
+
+def _is_tuned_for(saved: Path, values: Given, machine: Given) -> bool:
+    """Whether a tuning is one of the machine that was given, if any; a note says where it is not."""
+    from chunkplan.tuning.document import answers, read_tuning_document
+
+    if not machine:
+        return True
+    if not values.keys().isdisjoint(_TRIED):
+        return False
+    options = tune_options(Given(machine | {name: values[name] for name in _SHARED if name in values}))
+    if answers(read_tuning_document(saved), options):
+        return True
+    note(f"{saved} was found with other options than these: tuning again")
+    return False
 
 
 def _refuse_machine(machine: Given) -> None:

@@ -17,7 +17,12 @@ class BuildOptions(Options):
     """Where the options of a plan come from beside the command line, and how much of the machine plans."""
 
     from_file: Path | None = option(
-        path("FILE"), "With --auto: what `tune --output FILE` found.", group=OPTIONS, default=None, flag="--from"
+        path("FILE"),
+        "With --auto: what `tune` found.",
+        group=OPTIONS,
+        default=None,
+        flag="--from",
+        default_words="WORKSPACE/tuning.json, where it is of this model and hardware",
     )
     config: Path | None = option(
         path("FILE.toml"), "These options as `chunk-size = 8192`; options given win.", group=OPTIONS, default=None

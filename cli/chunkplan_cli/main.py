@@ -26,6 +26,7 @@ from chunkplan_cli.merge import merge
 from chunkplan_cli.parity import parity
 from chunkplan_cli.simulate import simulate
 from chunkplan_cli.terminal import note, print_error
+from chunkplan_cli.train import train
 from chunkplan_cli.tune import tune
 from chunkplan_cli.validate import validate
 
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
-    "Analyze a dataset, build a plan, inspect it, then train: torchrun -m chunkplan_runtime.train --plan DIR ...",
+    "Analyze a dataset, tune for a model and GPUs, build a plan, inspect it, train.",
     epilog="Example: chunkplan analyze train.jsonl && chunkplan tune --gpus 8",
 )
 
@@ -66,7 +67,7 @@ def _register(command: Callable[..., None]) -> None:
     app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
 
 
-_COMMANDS = (analyze, merge, tune, build, inspect, diff, simulate, validate, export, parity, calibrate)
+_COMMANDS = (analyze, merge, tune, build, inspect, train, diff, simulate, validate, export, parity, calibrate)
 for command in _COMMANDS:
     _register(command)
 

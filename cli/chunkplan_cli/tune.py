@@ -21,7 +21,8 @@ def tune(
     *,
     asked: Given,
     output: Annotated[
-        Path | None, output_option("Write what was found, for `build --auto --from FILE`.", metavar="FILE")
+        Path | None,
+        output_option("Where to write what was found. Default: WORKSPACE/tuning.json.", metavar="FILE"),
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
@@ -43,13 +44,11 @@ def tune(
     options = tune_options(asked)
     place = Workspace.find(workspace)
     source = find_analysis(analysis, place)
-    if output is not None:
-        refuse_overwriting(output, (source, *files_read(asked)))
+    target = output or place.tuning
+    refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
     with note_compilation(), progress("simulating", "runs") as report_progress:
         tuning = run(loaded, options, progress=report_progress)
-    if output is not None:
-        write_tuning(tuning, output)
     if as_json:
         print_json(tuning_document(tuning))
     else:
@@ -57,8 +56,11 @@ def tune(
     warn_of_positions(tuning.positions, options.shape.name)
     if not loaded.is_exact:
         warn("the lengths are estimated from bytes: times and memory are, too")
-    if output is not None:
-        note(f"tuning in {output}")
-        where = [str(analysis)] if analysis else []
-        where += ["--workspace", str(workspace)] if workspace else []
-        note("next: " + shlex.join(["chunkplan", "build", *where, "--auto", "--from", str(output)]))
+    if output is None:
+        place.root.mkdir(parents=True, exist_ok=True)
+    write_tuning(tuning, target)
+    note(f"tuning in {target}")
+    where = [str(analysis)] if analysis else []
+    where += ["--workspace", str(workspace)] if workspace else []
+    where += ["--auto", *(["--from", str(output)] if output else [])]
+    note("next: " + shlex.join(["chunkplan", "build", *where]))

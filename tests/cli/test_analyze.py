@@ -39,7 +39,7 @@ def test_a_bare_dataset_is_estimated_and_says_so_loudly(run: Run) -> None:
         assert title in ran.out
     assert "warning: no tokenizer" in ran.err
     assert "hint: give --tokenizer FILE" in ran.err
-    assert "next: chunkplan tune --gpus 8 --output tune.json\n" in ran.err
+    assert "next: chunkplan tune --gpus 8\n" in ran.err
     assert not load_analysis(Path("chunkplan-out/analysis")).is_exact
 
 
@@ -48,7 +48,7 @@ def test_with_a_tokenizer_nothing_is_estimated(run: Run) -> None:
     assert "estimated" not in (ran.out + ran.err).lower()
     assert "read dataset.jsonl: text, 10 records (`text` in 10 of the first 10 records)\n" in ran.err
     assert "analysis in ws/analysis\n" in ran.err
-    assert "next: chunkplan tune --workspace ws --gpus 8 --output tune.json\n" in ran.err
+    assert "next: chunkplan tune --workspace ws --gpus 8\n" in ran.err
     assert " cut by " in ran.out
     assert load_analysis(Path("ws/analysis")).num_tokens.max() == 100
 
@@ -62,7 +62,7 @@ def test_the_tokenizer_of_the_workspace_is_used(run: Run) -> None:
 def test_a_second_run_says_what_it_replaced(run: Run) -> None:
     first = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "replaced" not in first
-    assert "next: chunkplan tune there --gpus 8 --output tune.json\n" in first
+    assert "next: chunkplan tune there --gpus 8\n" in first
     second = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "analysis in there (replaced the analysis of dataset.jsonl, 10 sequences)" in second
     Path("there/manifest.json").write_text('{"kind": "analysis", "schem')

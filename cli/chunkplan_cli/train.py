@@ -1,0 +1,93 @@
+"""`chunkplan train`: trains with the plan of the workspace, on as many processes as it is for."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from chunkplan.domains import MOST, path, whole
+from chunkplan.options import Options, option, options_of, read_toml, same
+from chunkplan_cli.declared import OPTIONS, Given, WorkspaceOption, takes
+from chunkplan_cli.places import find_plan
+from chunkplan_cli.terminal import note
+from chunkplan_runtime.training.config import RENAMED, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions(Options):
+    """What is trained with, where the run goes, and how it is started."""
+
+    plan: Path | None = same(TrainConfig, "plan", group=OPTIONS, default=None, default_words="WORKSPACE/plan")
+    output: Path | None = same(TrainConfig, "output", group=OPTIONS, default=None, default_words="WORKSPACE/run")
+    config: Path | None = option(
+        path("FILE.toml"), "Options as `lr = 1e-5`; options given win.", group=OPTIONS, default=None
+    )
+    nproc: int | None = option(
+        whole(1, MOST),
+        "Processes on this machine, one for each GPU.",
+        group=OPTIONS,
+        default=None,
+        default_words="as many as the plan is for (dp x pp)",
+    )
+
+
+#: What the flags of a run are, beside those with a default here.
+_FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", "output"))
+
+
+@takes(how=StartOptions, run=(TrainConfig, _FLAGS))
+def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
+    """Train a model with a plan: gradients equal to those of whole sequences, in chunks.
+
+    Starts as many processes on this machine as the plan is for. On several machines `torchrun -m
+    chunkplan_runtime.train` takes the same options; `parity` proves that the gradients of a model are exact.
+
+    Example: chunkplan train --model path/to/model --lr 1e-5
+    """
+    from chunkplan.planfile.load import load_plan
+    from chunkplan.workspace import Workspace
+    from chunkplan_runtime.requirements import require_torch
+    from chunkplan_runtime.train import main
+    from chunkplan_runtime.training.options import read_options
+
+    options = StartOptions(**how)
+    place = Workspace.find(workspace)
+    in_file = read_toml(options.config, TrainConfig, renamed=RENAMED) if options.config else {}
+    plan = find_plan(options.plan or in_file.get("plan"), place, "--plan")
+    output = options.output or in_file.get("output") or place.run
+    arguments = ["--plan", str(plan), "--output", str(output)]
+    arguments += ["--config", str(options.config)] if options.config else []
+    arguments += _typed(run)
+    config = read_options(arguments, _report)
+    require_torch()
+    loaded = load_plan(config.plan).config
+    count = options.nproc or loaded.dp * loaded.pp
+    if count == 1:
+        raise typer.Exit(main(arguments))
+    from chunkplan_runtime.distributed.start import start
+
+    note(
+        "started as: "
+        + shlex.join(["torchrun", "--nproc-per-node", str(count), "-m", "chunkplan_runtime.train", *arguments])
+    )
+    raise typer.Exit(start(arguments, count))
+
+
+def _report(error: Exception) -> int:
+    """Raise what is wrong with the options: this command reports it as all others do."""
+    raise error
+
+
+def _typed(run: Given) -> list[str]:
+    """The flags of a run as they are typed."""
+    words = []
+    for name, value in run.items():
+        flag = options_of(TrainConfig)[name].flag
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, run.typed[name]]
+    return words

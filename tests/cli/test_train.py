@@ -1,0 +1,122 @@
+"""`chunkplan train`: the trainer on the plan of the workspace, on as many processes as the plan is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkplan.errors import UsageError
+from chunkplan.options import Option, options_of
+from chunkplan_cli.declared import Given
+from chunkplan_cli.train import _typed
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.options import read_options
+from tests.support.places import ROOT
+
+MODEL = ("--model-config", str(ROOT / "sample_data" / "model"))
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "chunkplan"), *words],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose workspace has an analysis and a plan for two ranks."""
+    folder = tmp_path_factory.mktemp("planned")
+    records = [{"text": "some words " * count} for count in (9, 30, 200, 12)] * 4
+    (folder / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    tokenizer = str(ROOT / "sample_data" / "tokenizer")
+    for words in (
+        ("analyze", "data.jsonl", "--tokenizer", tokenizer),
+        ("build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--global-batch", "8", *MODEL),
+    ):
+        ran = run(folder, *words)
+        assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+def test_it_trains_with_the_plan_of_the_workspace_on_as_many_processes_as_that_is_for(planned: Path) -> None:
+    """What was started is said as torchrun takes it; the command that `build` names is this one."""
+    built = run(planned, "build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--global-batch", "8", *MODEL)
+    assert "to train: chunkplan train --model NAME" in built.stderr
+    ran = run(planned, "train", *MODEL)
+    assert ran.returncode == 0, ran.stderr
+    assert "started as: torchrun --nproc-per-node 2 -m chunkplan_runtime.train --plan chunkplan-out/plan" in ran.stderr
+    assert "2 processes (2 data parallel)" in ran.stderr
+    assert len((planned / "chunkplan-out" / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    again = run(planned, "train", *MODEL)
+    assert again.returncode == 2
+    assert again.stderr.endswith("go on with it with --resume, give another --output, or remove that run\n")
+    assert "Traceback" not in again.stderr and "ChildFailedError" not in again.stderr
+
+
+def test_one_process_is_this_one_and_a_file_has_what_is_not_typed(planned: Path) -> None:
+    """The file's plan and output stand, and what is typed wins."""
+    (planned / "run.toml").write_text('plan = "chunkplan-out/plan"\noutput = "elsewhere"\nlr = 0.5\nmax-steps = 2\n')
+    ran = run(planned, "train", "--config", "run.toml", "--nproc", "1", "--max-steps", "1", "--no-kv-offload", *MODEL)
+    assert ran.returncode == 0, ran.stderr
+    assert "torchrun" not in ran.stderr
+    config = json.loads((planned / "elsewhere" / "config.json").read_text())
+    config = config["config"]
+    assert (config["lr"], config["max_steps"], config["kv_offload"]) == (0.5, 1, False)
+
+
+def test_mistakes_are_found_before_a_process_is_started(planned: Path, tmp_path: Path) -> None:
+    for words, message in {
+        (): "error: --model or --model-config: neither is given",
+        ("--lr", "fast", *MODEL): "error: --lr is 'fast', expected a number above 0",
+        ("--plan", "none", *MODEL): "none",
+        ("--config", "none.toml", *MODEL): "error: none.toml: cannot be read",
+    }.items():
+        ran = run(planned, "train", *words)
+        assert ran.returncode == 2 and message in ran.stderr and "hint: " in ran.stderr, ran.stderr
+        assert "started as" not in ran.stderr
+    ran = run(tmp_path, "train", *MODEL)
+    assert ran.returncode == 2 and "there is no plan in the workspace" in ran.stderr
+
+
+def test_a_run_on_processes_that_cannot_share_the_plan_ends_with_its_own_exit_code(planned: Path) -> None:
+    ran = run(planned, "train", "--nproc", "3", "--output", "three", *MODEL)
+    assert ran.returncode == 2, ran.stderr
+    assert "3 processes cannot share the plan's 2 data-parallel ranks evenly" in ran.stderr
+    assert "hint: " in ran.stderr.splitlines()[-1]
+
+
+#: Each option can have one of these.
+EXAMPLES = ("1", "0.5", "2", "cpu", "torch-cpu")
+
+
+def is_value(one: Option, typed: str) -> bool:
+    """Whether `typed` is something that an option may be."""
+    try:
+        one.check(one.domain.load(one.read(typed)))
+    except UsageError:
+        return False
+    return True
+
+
+def test_every_flag_is_passed_on_as_it_is_typed() -> None:
+    """Whatever the trainer takes, in the form that it takes."""
+    for name, one in options_of(TrainConfig).items():
+        is_switch = one.domain.metavar == ""
+        typed = next(each for each in (*one.domain.choices, *EXAMPLES) if is_switch or is_value(one, each))
+        given = Given({name: False if is_switch else one.read(typed)})
+        given.typed[name] = typed
+        needed = [] if name in ("model", "model_config") else ["--model", "m"]
+        needed += [f"--{required}=x" for required in ("plan", "output") if required != name]
+        needed += ["--lora-rank", "4"] if name.startswith("lora_") and name != "lora_rank" else []
+        config = read_options([*needed, *_typed(given)], lambda error: pytest.fail(str(error)))
+        assert getattr(config, name) == one.domain.load(given[name]), name
