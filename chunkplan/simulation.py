@@ -27,7 +27,7 @@ from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.meetings import StepRanks
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
-from chunkplan.step_ranks import checked_ends, planned_actions, simulate_together, times_of
+from chunkplan.schedule.step_ranks import checked_ends, planned_actions, simulate_together, times_of
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18

@@ -13,7 +13,7 @@ from chunkplan.cost.model_config import read_model_config
 from chunkplan.operations import OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.schedule.alignment import align, meeting_of
-from chunkplan.step_ranks import simulate_together, times_of
+from chunkplan.schedule.step_ranks import simulate_together, times_of
 from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
