@@ -64,9 +64,9 @@ def measure(name: str, lengths: Int64Array, config: PlanConfig, schedules: list[
     for schedule in schedules:
         of_schedule = replace(config, schedule=schedule, virtual_stages=2 if schedule in VIRTUAL else 1)
         chunked = [chunk_block(block, dataset, of_schedule, cost) for block in blocks]
-        schedule_block(blocks[0], chunked[0], of_schedule)  # compiles
+        schedule_block(blocks[0], chunked[0], of_schedule, cost)  # compiles
         started = time.perf_counter()
-        scheduled = [schedule_block(*each, of_schedule) for each in zip(blocks, chunked, strict=True)]
+        scheduled = [schedule_block(*each, of_schedule, cost) for each in zip(blocks, chunked, strict=True)]
         seconds = time.perf_counter() - started
         planned = [
             predict_block(block, dataset, of_schedule, cost, each, found)

@@ -11,25 +11,23 @@ from typing import Literal
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
-from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.rates import UNIT
-from chunkplan.errors import DataError, UsageError
-from chunkplan.operations import OPS
+from chunkplan.errors import UsageError
 from chunkplan.options import given
-from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, exchange_of
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
-from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
+from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
-from chunkplan.schedule.actions import Actions, actions_of_rank, join_actions, times_of_rank
+from chunkplan.schedule.actions import actions_of_rank, times_of_rank
+from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.meetings import StepRanks, simulate_steps
+from chunkplan.schedule.meetings import StepRanks
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.step_ranks import checked_ends, planned_actions, simulate_together, times_of
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
@@ -72,15 +70,18 @@ def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
 
 
 def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dict[int, Simulation]:
-    """Simulate a step of `plan` on some of its data-parallel ranks; where one shares chunks, all ranks together.
+    """Simulate a step of `plan` on some of its data-parallel ranks; where these meet, all ranks together.
+
+    Ranks meet for chunks that they share, and in slots where they share gradients or weights.
 
     Raises:
         DataError: the plan is damaged.
     """
     config, number = plan.config, described.step
     pp, virtual_stages = config.pp, config.virtual_stages
-    shares = any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
-    step = _together(plan, described) if shares else None
+    meets = meeting_on(plan.cost, config.dp) is not None
+    meets |= any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
+    step = simulate_together(plan, described) if meets else None
     found = {}
     for rank in ranks:
         title = f"step {number}, rank {rank}"
@@ -89,8 +90,8 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
             continue
         chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
-        times = _times(chunks, plan.cost, config)
-        ends = _checked_ends(simulate(actions, times, config.v_shaped), title)
+        times = times_of(chunks, plan.cost, config)
+        ends = checked_ends(simulate(actions, times, config.v_shaped), title)
         found[rank] = Simulation(
             title,
             config.schedule,
@@ -108,50 +109,6 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
     return found
 
 
-def _together(plan: Plan, described: PlanStep) -> StepRanks:
-    """All ranks of a step, some of which share chunks, simulated together."""
-    config, place = plan.config, f"step {described.step}"
-    rows = [described.chunks.get(rank, []) for rank in range(config.dp)]
-    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.sights)
-    chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
-    actions = join_actions(
-        [
-            planned_actions(described, rank, config.pp, config.virtual_stages, len(of_rank), f"{place}, rank {rank}")
-            for rank, of_rank in enumerate(rows)
-        ]
-    )
-    _check_groups(chunks, place)
-    times = _times(chunks, plan.cost, config)
-    ends = _checked_ends(simulate_steps(chunks, actions, times, config.dp, config.pp), place)
-    return StepRanks(chunks, times, actions, ends)
-
-
-def _check_groups(chunks: Chunks, place: str) -> None:
-    """Raises DataError where ranks do not share chunks of the same kind, so that they could not meet."""
-    rank = np.repeat(np.arange(chunks.rank_chunks.size - 1), np.diff(chunks.rank_chunks))
-    number = np.arange(rank.size) - chunks.rank_chunks[rank]
-    first, size, heads = (column.astype(np.int64) for column in (chunks.cp_first_rank, chunks.cp_size, chunks.cp_heads))
-    shared = size > 1
-    is_block = (heads > 0) & (size % np.maximum(heads, 1) == 0) & (first >= 0) & (first <= rank)
-    is_block &= (rank < first + size) & (first + size < chunks.rank_chunks.size)
-    on_first = chunks.rank_chunks[np.where(is_block, first, 0)] + number
-    is_block &= on_first < chunks.rank_chunks[np.where(is_block, first, 0) + 1]
-    on_first = np.where(is_block, on_first, 0)
-    same = (first, size, heads, chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index, chunks.keeps_activations)
-    for column in same:
-        is_block &= column[on_first] == column
-    wrong = np.flatnonzero(shared & ~is_block)
-    if wrong.size:
-        where = f"{place}, rank {rank[wrong[0]]}, chunk {number[wrong[0]]}"
-        raise DataError("the ranks that share the chunk do not agree on it", where=where, hint=VALIDATE_HINT)
-
-
-def _checked_ends(ends: Int64Array, place: str) -> Int64Array:
-    if (ends < 0).any():
-        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
-    return ends
-
-
 def _of_rank(
     step: StepRanks, rank: int, title: str, config: PlanConfig, cost: CostModel | None, proved_ticks: int = 0
 ) -> Simulation:
@@ -159,6 +116,7 @@ def _of_rank(
     chunks = chunks_of_rank(step.chunks, rank)
     start, stop = step.actions.stages[[rank * config.pp, (rank + 1) * config.pp]]
     times = times_of_rank(step.chunks, step.times, rank)
+    shares = bool(np.any(chunks.cp_size > 1))
     return Simulation(
         title,
         config.schedule,
@@ -172,7 +130,7 @@ def _of_rank(
         proved_ticks,
         step,
         rank,
-        times.durations - _times(chunks, cost, config, with_exchange=False).durations,
+        times.durations - times_of(chunks, cost, config, with_exchange=False).durations if shares else None,
         config.stage_layers,
         config.dp,
     )
@@ -251,7 +209,7 @@ def reschedule(
     )
     if simulation.step is None:
         return _scheduled(simulation.title, simulation.table, simulation.cost, config)
-    if schedule not in ORDERS_OF_GROUPS:
+    if schedule not in ORDERS_OF_GROUPS and np.any(simulation.step.chunks.cp_size > 1):
         raise UsageError(
             f"schedule {schedule} orders every rank by itself: groups of ranks would wait for each other",
             where=simulation.title,
@@ -298,10 +256,13 @@ def _scheduled(
     """
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
-    times, num_ranks = _times(chunks, cost, config), chunks.rank_chunks.size - 1
-    found = schedule_ranks(chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks)
+    times, num_ranks = times_of(chunks, cost, config), chunks.rank_chunks.size - 1
+    meeting = None if cost is None else meeting_on(cost, num_ranks)
+    found = schedule_ranks(
+        chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks, meeting=meeting
+    )
     if rank is not None:
-        step = StepRanks(chunks, times, found.actions, found.ends)
+        step = StepRanks(chunks, times, found.actions, found.ends, meeting)
         return _of_rank(step, rank, title, config, cost, int(found.lower_bound[rank]))
     return Simulation(
         title,
@@ -319,32 +280,6 @@ def _scheduled(
     )
 
 
-def _times(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:
-    """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
-    rates = UNIT if cost is None else cost.rates_on(config.dp)
-    layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
-    exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
-    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange)
-
-
 def _last_rank(step: PlanStep) -> int:
     """The one that is done last; of several, the first."""
     return max(step.schedule_us, key=lambda place: step.schedule_us[place], default=(0, 0))[0]
-
-
-def planned_actions(step: PlanStep, rank: int, pp: int, virtual_stages: int, num_chunks: int, place: str) -> Actions:
-    """The actions of a rank's stages, checked as far as simulating them asks for."""
-    stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
-    actions = [action for stage in stages for action in stage]
-    if not all(stages):
-        raise DataError("a stage has no actions", where=place, hint=VALIDATE_HINT)
-    for action in actions:
-        known = action.op in OPS and 0 <= action.virtual_stage < virtual_stages
-        if not known or not 0 <= action.chunk_id < num_chunks:
-            raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
-    return Actions(
-        np.array([OPS.index(action.op) for action in actions], np.int8),
-        np.array([action.chunk_id for action in actions], np.int32),
-        np.array([action.virtual_stage for action in actions], np.int32),
-        np.cumsum([0, *(len(stage) for stage in stages)]),
-    )

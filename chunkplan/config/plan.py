@@ -44,6 +44,9 @@ ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
 #: Schedules of several virtual stages.
 VIRTUAL = ("interleaved", *V_SHAPED)
 
+#: Those that split backwards.
+_SPLIT = ("zero-bubble", *V_SHAPED)
+
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 
 
@@ -277,6 +280,11 @@ class PlanConfig(Options):
     def v_shaped(self) -> bool:
         """Whether the second virtual stages lie on the stages in descending order, see `model_stage_of`."""
         return self.schedule in V_SHAPED
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether backwards are done in two halves."""
+        return self.schedule in _SPLIT
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of each model stage: those of `stage_layers`, or as even as they come."""

@@ -107,7 +107,8 @@ def durations(
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
     of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Frozen weights have none,
     see `Rates`. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them
-    reduces them: both over one link, one after another.
+    reduces them: both over one link, one after another. As this goes on beside the work of the layer before or after,
+    layers take no less than it does; the head hides nothing of it.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
@@ -131,8 +132,10 @@ def durations(
             "backward_weight": weights,
         }
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
+        of_head = dict.fromkeys(("forward", "recompute"), head)
+        of_head |= dict.fromkeys(("backward", "backward_input"), 2 * head - frozen_head)
         for op, nanoseconds in by_op.items():
-            sent = num_layers * least.get(op, rates.gather)
+            sent = num_layers * least.get(op, rates.gather) + of_head.get(op, 0.0)
             times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, sent))
     return times
 

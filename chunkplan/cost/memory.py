@@ -28,7 +28,8 @@ KV_GRADIENT_BYTES = 4
 _STATE_BYTES = 4
 
 #: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
-#: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step.
+#: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step,
+#: and copied one after the other when their gradients are reduced.
 _WHOLE_LAYERS = 2
 
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
@@ -158,7 +159,9 @@ def stage_memory(
         trained = weights.trained_layers + weights.trained_ends
         held_gradients, held_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
         if dp > 1 and cost.shares("gradients"):
-            held_gradients = trained / dp + weights.trained_ends + _largest(on_stage, adapters.trained_parameters) / tp
+            at_work = _largest(on_stage, adapters.trained_parameters) / tp
+            reduced = min(weights.trained_ends, shape.embedding_parameters / tp)
+            held_gradients = trained / dp + weights.trained_ends + max(at_work, reduced)
         if dp > 1 and cost.shares("weights"):
             whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
             held_bytes = held_bytes / dp + whole_bytes
@@ -193,6 +196,23 @@ def stage_memory(
             )
         )
     return tuple(stages)
+
+
+def split_gradient_bytes(
+    cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_shaped: bool = False
+) -> tuple[int, ...]:
+    """What a GPU of each stage holds more of gradients where backwards are split: 0 unless gradients are shared.
+
+    The weight half of a backward has those of its virtual stage whole, in the dtype of the weights, before it reduces
+    them a layer at a time. `layers` and `v_shaped` as in `stage_parameters`.
+    """
+    if dp == 1 or not cost.shares("gradients"):
+        return (0,) * pp
+    trained = cost.adapters.trained_parameters
+    return tuple(
+        ceil(max(sum(trained(layer) * count for layer, count in part) for part in own) / cost.tp * cost.num_bytes)
+        for own in stage_parts(cost.shape.split(layers), pp, v_shaped)
+    )
 
 
 def exchange_bytes(

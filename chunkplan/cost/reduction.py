@@ -54,8 +54,10 @@ def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_
     A ring over the float32 gradients that no backward has reduced, and one over the updated weights, but for those of
     layers that every chunk fetches; nothing of frozen weights. Ranks that share nothing each update all weights: they
     share the sums instead. The same on every rank: it takes as long as on the stage that has most. What the runtime
-    hides of it behind the last backwards of a step is not taken off.
+    hides of it behind the last backwards of a step is not taken off. Of what goes on within actions, the first gather
+    and the last reduction of a layer have no work beside them, and are in it too.
     """
+    rates = cost.rates_on(dp)
     most = 0.0
     for of_stage in stage_parameters(cost, pp, layers, v_shaped):
         of_ends = of_stage.trained_ends
@@ -64,4 +66,4 @@ def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_
         updated = cost.num_bytes * (of_ends if cost.shares("weights") else everything)
         shared = updated if cost.shares("optimizer") else summed
         most = max(most, cost.ring_ns(summed + shared, dp))
-    return round(most)
+    return round(most + rates.gather + rates.reduce)

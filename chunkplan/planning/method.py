@@ -37,6 +37,7 @@ from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
+from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
 
@@ -74,7 +75,7 @@ def plan_block(
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
-    scheduled = schedule_block(block, chunked, config, is_cancelled)
+    scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
     return predict_block(block, dataset, config, cost, chunked, scheduled)
 
 
@@ -123,9 +124,13 @@ def chunk_block(
 
 
 def schedule_block(
-    block: StepBlock, chunked: ChunkedBlock, config: PlanConfig, is_cancelled: Callable[[], bool] = lambda: False
+    block: StepBlock,
+    chunked: ChunkedBlock,
+    config: PlanConfig,
+    cost: CostModel,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Scheduled:
-    """Order: what the stages of all ranks of a block do with their chunks, one action after another.
+    """Order: what the stages of all ranks of a block do with their chunks, one action after another, and when.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
@@ -137,7 +142,15 @@ def schedule_block(
         return f"step {block.first_step + step}, rank {rank}"
 
     return schedule_ranks(
-        chunked.chunks, chunked.times, config.pp, config.schedule, config.memory_tokens, place, config.dp, is_cancelled
+        chunked.chunks,
+        chunked.times,
+        config.pp,
+        config.schedule,
+        config.memory_tokens,
+        place,
+        config.dp,
+        is_cancelled,
+        meeting_on(cost, config.dp),
     )
 
 

@@ -31,6 +31,10 @@ _WORTH = 256
 #: See `_near_enough`.
 _MUCH = 48
 
+#: Where ranks meet in slots, all of them share a sequence or none do, unless a step takes more than this many times as
+#: long then: ranks that share with fewer have other chunks, and wait for each other in most slots.
+_WORTH_SLOTS = 1.08
+
 #: When all ranks are to be done, in parts of the bound: each is tried.
 _TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.3, 1.4, 1.55, 1.7, 2.0, 2.5])
 
@@ -74,15 +78,21 @@ def share_sequences(
     first_rank = np.full(large.size, -1, np.int64)  # [m]
     short_tokens = np.maximum(sum_runs(is_short * sequences.tokens, step_starts), 1)  # [num_steps]
     full_chunk = sum_runs(is_short * alone, step_starts) * config.chunk_size // short_tokens  # [num_steps]
-    _choose_steps(
+    of_steps = (
         offsets_of(np.bincount(step[large], minlength=bounds.size)),
         Step(times, is_short[large], sizes, 0, 0, chunk_ns, 0, dp),
         sum_runs(~is_large * alone, step_starts),
         np.maximum(full_chunk, chunk_ns + 1),
         bounds,
-        chosen,
-        first_rank,
     )
+    slowest = _choose_steps(*of_steps, chosen, first_rank)
+    if cost.shares("gradients") and sizes.size > 2:
+        by_all, all_first = np.zeros(large.size, np.int64), np.full(large.size, -1, np.int64)  # [m] both
+        ends = np.array([0, sizes.size - 1])
+        few = of_steps[1]._replace(times=times[ends], sizes=sizes[ends])
+        is_even = _choose_steps(of_steps[0], few, *of_steps[2:], by_all, all_first) <= _WORTH_SLOTS * slowest
+        chosen = np.where(is_even[step[large]], ends[by_all], chosen)
+        first_rank = np.where(is_even[step[large]], all_first, first_rank)
     shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
     shares.size[large] = sizes[chosen]
     shares.heads[large] = heads[chosen, np.arange(large.size)]
@@ -162,20 +172,28 @@ def _choose_steps(
     bounds: Int64Array,
     chosen: Int64Array,
     first_rank: Int64Array,
-) -> None:
-    """`choose_groups` for some steps: `large` are those of all of them, which begin at `first` [num_steps + 1]."""
+) -> Int64Array:
+    """`choose_groups` for some steps: `large` are those of all of them, which begin at `first` [num_steps + 1].
+
+    Returns when the ranks of each are done, [num_steps].
+    """
+    slowest = np.zeros(bounds.size, np.int64)
     for index in range(bounds.size):
         own = slice(first[index], first[index + 1])
         times, is_short = large.times[:, own], large.is_short[own]
         totals = rest[index], full_chunk[index], large.chunk_ns, bounds[index]
-        choose_groups(Step(times, is_short, large.sizes, *totals, large.dp), chosen[own], first_rank[own])
+        slowest[index] = choose_groups(
+            Step(times, is_short, large.sizes, *totals, large.dp), chosen[own], first_rank[own]
+        )
+    return slowest
 
 
 @compiled
-def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> None:
+def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> int:
     """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m].
 
-    `chosen` are places in `step.sizes`, and 0 when it comes; `first_rank` is -1 where nobody shares.
+    `chosen` are places in `step.sizes`, and 0 when it comes; `first_rank` is -1 where nobody shares. Returns when all
+    ranks are done.
     """
     best = _place(step, chosen, first_rank, 2 * step.bound)
     tried = chosen.copy()
@@ -188,8 +206,9 @@ def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> Non
             best = slowest
             chosen[:] = tried
     _improve(step, best, chosen, first_rank)
-    _place(step, chosen, first_rank, 0)
+    slowest = _place(step, chosen, first_rank, 0)
     first_rank[chosen == 0] = -1
+    return slowest
 
 
 @compiled

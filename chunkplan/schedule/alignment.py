@@ -23,9 +23,9 @@ import numpy as np
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.cost.model import Sharding
+from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
-from chunkplan.planfile.chunks import Chunks
+from chunkplan.planfile.chunks import Chunks, chunks_of_ranks
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -33,7 +33,9 @@ from chunkplan.schedule.actions import (
     FORWARD,
     Actions,
     Int8Array,
+    actions_of_rank,
     model_stages_of,
+    times_of_ranks,
 )
 
 _NEVER = 1 << 62
@@ -101,6 +103,27 @@ def meeting_of(sharding: Sharding) -> Int8Array:
     if sharding == "gradients":
         return np.array([-1, -1, -1, BACKWARD_WEIGHT, -1, BACKWARD_WEIGHT], np.int8)
     return np.full(len(OPS), -1, np.int8)
+
+
+def meeting_on(cost: CostModel, dp: int) -> Int8Array | None:
+    """`meeting_of` what `dp` data-parallel ranks share; None where they meet for nothing within a step."""
+    return meeting_of(cost.sharding) if dp > 1 and cost.shares("gradients") else None
+
+
+def align_steps(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
+) -> Int64Array:
+    """When each action ends in the slots of its step, int64 [num_actions]: see `Slots.ends`.
+
+    The `dp` ranks of a step follow one another, as do the steps. The other arguments are those of `align`.
+    """
+    ends = np.empty(actions.ops.size, np.int64)
+    for step in range((chunks.rank_chunks.size - 1) // dp):
+        first, last = step * dp, (step + 1) * dp
+        own = chunks_of_ranks(chunks, first, last), actions_of_rank(actions, step, dp * pp)
+        slots = align(*own, times_of_ranks(chunks, times, first, last), meeting, dp, pp, v_shaped)
+        ends[actions.stages[first * pp] : actions.stages[last * pp]] = slots.ends
+    return ends
 
 
 def align(

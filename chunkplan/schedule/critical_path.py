@@ -7,7 +7,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions, model_stages_of
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions, Int8Array, model_stages_of
 
 
 def start_times(
@@ -64,33 +64,52 @@ def critical_path(
     pp: int,
     last: int,
     v_shaped: bool = False,
+    meeting: Int8Array | None = None,
 ) -> list[int]:
     """The places in `actions` of those on the critical path to the one at `last`, in order of time.
 
     Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
     just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
     on the stage. What ranks do with a chunk that they share starts when the last of them is there: the walk goes on
-    with what this one did before, on its own stages. What lies between two actions of the path is the way over a link,
-    so their times and those of the links add up to the end of `last`.
+    with what this one did before, on its own stages. Of what ranks do in a slot, it goes on with the longest, and from
+    there with whatever that slot has waited for. What lies between two actions of the path is the way over a link, so
+    their times and those of the links add up to the end of `last`.
 
     Args:
         chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
         ends: int64 [num_actions], see `simulate` and `simulate_steps`.
         pp: stages of a rank.
         v_shaped: see `model_stage_of`.
+        meeting: which ops ranks meet for in slots, see `meeting_of`; None: for none.
     """
     starts = start_times(chunks, actions, times, ends, pp, v_shaped)
     arrivals, came_from = arrival_times(chunks, actions, times, ends, pp, v_shaped)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    action = last
-    path = [action]
-    while starts[action] > 0:
-        if arrivals[action] < starts[action]:
-            action = _last_to_come(chunks, actions, arrivals, row, pp, action)
-        before = int(came_from[action])
-        assert before >= 0 and starts[before] <= starts[action], "an action that starts later than it has to"
-        path.append(action := before)
-    return path[::-1]
+    slots = np.full(ends.size, -1, np.int64)
+    if meeting is not None:
+        met = meeting[actions.ops].astype(np.int64)
+        slots = np.where(met < 0, -1, met * times.durations.shape[1] + actions.virtual_stages)
+    action, path = last, list[int]()
+    together = np.empty(0, np.int64)
+    while True:
+        on_stage = row % pp == row[action] % pp
+        if slots[action] >= 0:  # those in a slot end together: the longest
+            together = np.flatnonzero(on_stage & (ends == ends[action]) & (slots == slots[action]))
+            action = int(together[np.argmin(starts[together])])
+        path.append(action)
+        start = starts[action]
+        if start <= 0:
+            return path[::-1]
+        if arrivals[action] == start:
+            before = int(came_from[action])
+        elif meeting is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
+            before = int(over[0])  # the slot before it, or what somebody else has done before theirs
+        elif slots[action] >= 0:
+            before = int(came_from[together[np.argmax(arrivals[together])]])
+        else:
+            before = int(came_from[_last_to_come(chunks, actions, arrivals, row, pp, action)])
+        assert before >= 0 and starts[before] <= start, "an action that starts later than it has to"
+        action = before
 
 
 def _last_to_come(chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int) -> int:

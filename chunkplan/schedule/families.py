@@ -15,12 +15,14 @@ from chunkplan.layers import V_SHAPED
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
+    Int8Array,
     actions_of_rank,
     empty_actions,
     join_actions,
     times_of_rank,
     times_of_ranks,
 )
+from chunkplan.schedule.alignment import align_steps
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate_ranks
@@ -67,6 +69,7 @@ def schedule_ranks(
     place: Callable[[int], str],
     dp: int = 1,
     is_cancelled: Callable[[], bool] = lambda: False,
+    meeting: Int8Array | None = None,
 ) -> Scheduled:
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
 
@@ -77,6 +80,8 @@ def schedule_ranks(
         place: names a rank, for errors.
         dp: ranks of a step: they may share chunks, and what they need is said together.
         is_cancelled: asked before each rank, where ranks are searched one by one.
+        meeting: which ops the ranks of a step meet for, see `meeting_of`, None: for none. When actions end is then what
+            `align` says; their order is the same.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still a rank to search.
@@ -103,7 +108,9 @@ def schedule_ranks(
                 found.append(actions)
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
-    if np.any(chunks.cp_size > 1):
+    if meeting is not None:
+        ends = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
+    elif np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
     if memory_tokens is not None:

@@ -10,17 +10,22 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions, model_stage_at
+from chunkplan.schedule.actions import BACKWARD_WEIGHT, FORWARD_KV, RECOMPUTE, Actions, Int8Array, model_stage_at
 from chunkplan.schedule.simulate import arrival
 
 
 class StepRanks(NamedTuple):
-    """What all ranks of a step do, which follow one another in `chunks`; `ends` is that of `simulate_steps`."""
+    """What all ranks of a step do, which follow one another in `chunks`.
+
+    `ends` is that of `simulate_steps`, or where ranks meet in slots for what `meeting` says
+    (`alignment.meeting_of`), that of `alignment.align`.
+    """
 
     chunks: Chunks
     times: ChunkTimes
     actions: Actions
     ends: Int64Array
+    meeting: Int8Array | None = None
 
 
 @compiled

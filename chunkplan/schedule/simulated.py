@@ -36,8 +36,9 @@ class Simulation:
     stage, whose backward takes twice as long. Only `times`, `starts`, `ends` (int64 [num_actions]) and `proved_ticks`,
     a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
 
-    Where the rank shares chunks, `step` is what all ranks of its step do, and `rank` its place among them. `exchange`
-    is what of `times.durations` is exchange with other ranks; None where there is none. `stage_layers` and
+    Where the rank meets others, for chunks that they share or in slots, `step` is what all ranks of its step do, and
+    `rank` its place among them. `exchange` is what of `times.durations` is exchange with other ranks; None where there
+    is none. `stage_layers` and
     `dp`: as in `PlanConfig`.
     """
 
@@ -120,6 +121,16 @@ class Simulation:
         return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers, v_shaped=self.v_shaped))
 
     @property
+    def shares_chunks(self) -> bool:
+        """Whether the rank shares chunks with others."""
+        return bool(np.any(self.table.cp_size > 1))
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether ranks meet in slots, as they share gradients or weights."""
+        return self.step is not None and self.step.meeting is not None
+
+    @property
     def v_shaped(self) -> bool:
         """Where model stages lie, see `model_stage_of`."""
         return self.schedule in V_SHAPED
@@ -161,7 +172,7 @@ class Simulation:
     def waiting_per_stage(self) -> list[dict[str, float]]:
         """The time in which each stage does nothing: before its first action, between actions, after its last one.
 
-        That in which it waits for ranks that share a chunk is not in it: see `waiting_for_ranks_per_stage`.
+        That in which it waits for other ranks is not in it: see `waiting_for_ranks_per_stage`.
         """
         waiting = []
         for stage in range(self.pp):
@@ -174,7 +185,8 @@ class Simulation:
 
     @property
     def waiting_for_ranks_per_stage(self) -> list[float]:
-        """The time in which each stage could do something with a shared chunk, but not all of its ranks are there."""
+        """The time in which each stage could do something, but waits until other ranks that share a chunk, or meet
+        in a slot, are there, or in a slot until those are done who take longer."""
         return [self.in_unit(ticks) for ticks in self._for_ranks]
 
     @property
@@ -239,7 +251,8 @@ class Simulation:
 
     @cached_property
     def waits(self) -> Int64Array:
-        """How long each action waits for other ranks that share its chunk, in ticks, int64 [num_actions]."""
+        """How long each action waits for other ranks, in ticks, int64 [num_actions]: until all that share its chunk are
+        there, or until its slot is due, and in this for those whose action takes longer."""
         if self.step is None:
             return np.zeros_like(self.ends)
         return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp, self.v_shaped)[0]
@@ -304,7 +317,9 @@ class Simulation:
         """The critical path, as places among the actions of all ranks that it is simulated with."""
         step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
         last = self._places[0] + int(np.argmax(self.ends))
-        return critical_path(step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped)
+        return critical_path(
+            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped, step.meeting
+        )
 
     @cached_property
     def _for_ranks(self) -> Int64Array:

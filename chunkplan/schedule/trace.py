@@ -49,8 +49,8 @@ def write_trace(path: str | Path, simulations: Sequence[Simulation]) -> None:
 def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
     """The events of the Chrome trace format: names, then the actions and the counters of one stage after the other.
 
-    A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Before an action with
-    a chunk that ranks share comes an event while the stage waits for them, if it does. Counters (`C`) of each stage are
+    A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Before an action for
+    which ranks meet comes an event while the stage waits for the others, if it does. Counters (`C`) of each stage are
     its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where the unit of the
     simulation is "tokens", one of these counts as one.
     """
@@ -70,7 +70,7 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
         waits = _microseconds(simulation, simulation.waits[action])
         if waits:
             yield {
-                "name": f"waits for ranks {ranks_of(chunk)}",
+                "name": "waits for other ranks" if simulation.has_slots else f"waits for ranks {ranks_of(chunk)}",
                 "cat": "waiting",
                 "ph": "X",
                 "ts": round(start - waits, 3),

@@ -19,6 +19,7 @@ from chunkplan.cost.reduction import reduction_ns
 from chunkplan.cost.shape import Sight
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -183,7 +184,8 @@ def _simulate(
     times = chunk_times(
         tokens, attention_pairs, cost.rates_on(config.dp), config.layers(cost.shape.num_layers), exchange
     )
-    scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str)
+    meeting = meeting_on(cost, config.dp)
+    scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str, num_groups, meeting=meeting)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
     moments = np.stack([retained, *[0 * retained] * 3], axis=1)

@@ -11,7 +11,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.longest import LongestSequence, longest_sequences
-from chunkplan.cost.memory import StageMemory, stage_memory, stage_token_bytes
+from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
@@ -70,7 +70,14 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         v_shaped=config.v_shaped,
     )
     more = np.ceil(pending * _token_bytes(config, cost)[:, PENDING]).astype(np.int64).tolist()
-    return tuple(replace(each, activations=each.activations + own) for each, own in zip(stages, more, strict=True))
+    whole = (0,) * config.pp
+    if config.splits_backwards:
+        layers = config.layers(cost.shape.num_layers)
+        whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
+    return tuple(
+        replace(each, activations=each.activations + own, gradients=each.gradients + gradients)
+        for each, own, gradients in zip(stages, more, whole, strict=True)
+    )
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
@@ -101,7 +108,7 @@ def try_out(
     block = StepBlock(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
     dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
-    scheduled = schedule_block(block, chunked, config, is_cancelled)
+    scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
     rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)
     step_of_chunk = np.repeat(step_of_rank, np.diff(chunked.chunks.rank_chunks))

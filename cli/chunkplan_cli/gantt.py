@@ -145,6 +145,8 @@ def _legend(simulation: Simulation) -> tuple[Text, Text]:
         legend.append(LETTERS[op], style=f"black on {_COLOURS[op]}")
         legend.append(f" {OP_WORDS[op]}  ", style="dim")
     label = "F3.1 chunk 3, virtual stage 1 (F3 if narrow)" if simulation.virtual_stages > 1 else "F3 chunk 3"
+    if simulation.shares_chunks:
+        label += "  F3x4 shared by 4 ranks"
     if simulation.step is not None:
-        label += "  F3x4 shared by 4 ranks  : for ranks"
+        label += "  : for ranks"
     return legend, Text(f"{label}  . waiting  = on the critical path", style="dim")

@@ -31,7 +31,8 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     console.print(_stages(simulation))
     held = "held: of that many tokens at once"
     if simulation.step is not None:
-        held += "; for ranks: waiting for those that share a chunk"
+        why = "meet in a slot" if simulation.has_slots else "share a chunk"
+        held += f"; for ranks: waiting for those that {why}"
     console.print(Text(held, style="dim"))
     if len(simulation.chunks) <= _MAX_CHUNKS:
         console.print()
@@ -80,8 +81,11 @@ def _totals(simulation: Simulation) -> Table:
         after = "then; the trainer hides some of it behind last backwards"
         grid.add_row("reduction", f"{_time(simulation, simulation.reduction)} {after}")
     grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
-    if simulation.step is not None:
+    if simulation.shares_chunks:
         grid.add_row("shared chunks", _shared(simulation))
+    if simulation.has_slots:
+        waiting = sum(simulation.waiting_for_ranks_per_stage) / simulation.pp
+        grid.add_row("slots", f"waiting for other ranks in them {_share(simulation, waiting)} of the stages' time")
     if simulation.recompute_share > 0:
         grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
     grid.add_row("critical path", _critical_path(simulation))
@@ -101,9 +105,11 @@ def _shared(simulation: Simulation) -> str:
     waiting, exchange = (
         sum(times) / simulation.pp for times in (simulation.waiting_for_ranks_per_stage, simulation.exchange_per_stage)
     )
+    ranks = (
+        "" if simulation.has_slots else f"waiting for their ranks {_share(simulation, waiting)} of the stages' time, "
+    )
     return (
-        f"{num_shared:,} of {len(simulation.chunks):,}: waiting for their ranks {_share(simulation, waiting)} of the "
-        f"stages' time, exchange {_share(simulation, exchange)} (part of busy)"
+        f"{num_shared:,} of {len(simulation.chunks):,}: {ranks}exchange {_share(simulation, exchange)} (part of busy)"
     )
 
 

@@ -212,7 +212,7 @@ def test_no_rank_waits_for_ever_and_none_is_done_before_the_bound(
     block, config = chunked(lengths, **how, pp=pp, schedule=schedule)
     assert (block.bound_ns is None) == (config.dp == 1)
     step = StepBlock(0, 0, np.arange(len(lengths), dtype=np.int32), np.array([len(lengths)]))
-    ends = schedule_block(step, block, config).stage_end
+    ends = schedule_block(step, block, config, COST).stage_end
     assert ends.min() >= 0
     assert block.bound_ns is None or ends.max() >= int(block.bound_ns[0]) // pp * (1 - 1e-6)
 

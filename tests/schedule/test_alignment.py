@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from chunkplan import PlanConfig, build
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.cost.model import Sharding
+from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import V_SHAPED
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule.actions import Actions, model_stages_of
 from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.trace import trace_events
+from chunkplan.simulation import simulate_ranks
 
 #: Schedules with their virtual stages, and whether ranks may share sequences under them.
 PIPELINES = [("1f1b", 1), ("auto", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)]
@@ -168,3 +172,136 @@ def test_actions_that_wait_for_each_other_for_ever_are_never_done() -> None:
     actions = Actions(ops, np.zeros(4, np.int32), np.zeros(4, np.int32), np.array([0, 2, 4]))
     times = ChunkTimes(np.ones((len(OPS), 2, 1), np.int64), np.zeros(1, np.int64))
     assert (align(chunks, actions, times, meeting_of("weights"), 1, 2).ends < 0).any()
+
+
+def played(step: Step, sharding: Sharding) -> dict[int, int]:
+    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is."""
+    slots, meeting = step.aligned(sharding), meeting_of(sharding)
+    ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
+    stages = model_stages_of(step.actions, step.pp, step.v_shaped)
+    queues: dict[tuple[int, int], list[tuple[object, int]]] = {}  # of each rank and stage: events with actions, or -1
+    chunk_of: dict[int, int] = {}
+    for rank in range(step.dp):
+        for stage in range(step.pp):
+            queue: list[tuple[object, int]] = []
+            over = 0
+            for action in step.row(rank, stage):
+                chunk_of[action] = int(step.chunks.rank_chunks[rank] + chunk_ids[action])
+                shares = step.chunks.cp_size[chunk_of[action]] > 1 and OPS[ops[action]] != "backward_weight"
+                event: object = ("alone", action)
+                if meeting[ops[action]] >= 0:
+                    event = ("slot", stage, int(slots.before[action]))
+                elif shares:
+                    event = ("shared", stage, int(stages[action]), int(ops[action]), int(chunk_ids[action]))
+                queue += [(("slot", stage, each), -1) for each in range(over, int(slots.before[action]))]
+                over = int(slots.before[action]) + (meeting[ops[action]] >= 0)
+                queue.append((event, action))
+            queue += [(("slot", stage, each), -1) for each in range(over, int(np.diff(slots.stages)[stage]))]
+            queues[rank, stage] = queue
+    members: dict[object, list[tuple[int, int]]] = {}
+    for key, queue in queues.items():
+        for event, _ in queue:
+            members.setdefault(event, []).append(key)
+    free = dict.fromkeys(queues, 0)
+    sent: dict[tuple[bool, int, int], int] = {}
+    ends: dict[int, int] = {}
+    while any(queues.values()):
+        ready = [
+            event
+            for event in dict.fromkeys(queue[0][0] for queue in queues.values() if queue)
+            if all(queues[key] and queues[key][0][0] == event for key in members[event])
+            and all(_needed(step, stages, chunk_of, queues[key][0][1], sent) is not None for key in members[event])
+        ]
+        assert ready, "they wait for each other for ever"
+        for event in ready:
+            own = [(key, queues[key].pop(0)[1]) for key in members[event]]
+            needed = [_needed(step, stages, chunk_of, action, sent) or 0 for _, action in own]
+            begin = max([*needed, *(free[key] for key, _ in own)])
+            took = [int(step.times.durations[ops[a], stages[a], chunk_of[a]]) if a >= 0 else 0 for _, a in own]
+            for (key, action), own_time in zip(own, took, strict=True):
+                is_slot = isinstance(event, tuple) and event[0] == "slot"
+                free[key] = begin + (max(took) if is_slot else own_time)
+                if action >= 0:
+                    ends[action] = free[key]
+                    for is_forward, names in ((True, FORWARDS), (False, BACKWARDS)):
+                        if OPS[ops[action]] in names:
+                            sent[is_forward, int(stages[action]), chunk_of[action]] = free[key]
+    return ends
+
+
+def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: int, sent: dict) -> int | None:
+    """When what an action waits for from another stage is there; None: not yet."""
+    op = OPS[step.actions.ops[action]]
+    if action < 0 or op not in (*FORWARDS, *BACKWARDS):
+        return 0
+    is_forward = op in FORWARDS
+    sender = int(stages[action]) + (-1 if is_forward else 1)
+    if not 0 <= sender < step.times.durations.shape[1]:
+        return 0
+    end = sent.get((is_forward, sender, chunk_of[action]))
+    turns = step.v_shaped and min(sender, int(stages[action])) == step.pp - 1
+    link = 0 if turns or step.pp == 1 else int(step.times.link[chunk_of[action]])
+    return None if end is None else end + link
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+def test_actions_end_when_a_simulation_of_events_has_them_end(sharding: Sharding) -> None:
+    for seed in range(40):
+        step = random_step(seed)
+        ends = played(step, sharding)
+        assert step.aligned(sharding).ends.tolist() == [ends[action] for action in range(step.actions.ops.size)]
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dp": 4, "cp": "off"},
+        {"dp": 4, "cp": "auto"},
+        {"dp": 2, "pp": 2, "schedule": "zero-bubble", "cp": "off"},
+        {"dp": 2, "pp": 2, "schedule": "zero-bubble-v", "cp": "off"},
+    ],
+)
+def test_a_plan_takes_what_its_slots_take(config: dict[str, Any], sharding: Sharding, tmp_path: Path) -> None:
+    """In its files, and played through, where waiting is told from work; without slots it takes no longer."""
+    lengths = np.array([9000, 700, 40_000, 1200, 300, 5000, 2500, 800, 16_000, 90, 3000, 4100])
+    np.save(tmp_path / "lengths.npy", lengths)
+    settings = PlanConfig(chunk_size=4096, k=1, global_batch=6, **config)
+    plans = [
+        build(tmp_path / "lengths.npy", tmp_path / each, settings, cost=CostModel(sharding=each))
+        for each in (sharding, "optimizer")
+    ]
+    later = 0
+    for described, without in zip(*(plan.iter_steps() for plan in plans), strict=True):
+        found = simulate_ranks(plans[0], described, range(settings.dp))
+        for rank, simulation in found.items():
+            assert simulation.makespan == pytest.approx(
+                max(described.schedule_us[rank, stage] for stage in range(settings.pp)), rel=1e-6
+            )
+            assert simulation.has_slots and (simulation.waits >= 0).all()
+            assert sum(simulation.critical_path.values()) == pytest.approx(simulation.makespan)
+            for stage in range(settings.pp):
+                idle = sum(simulation.waiting_per_stage[stage].values())
+                busy = simulation.busy_per_stage[stage] * simulation.makespan
+                waiting = simulation.waiting_for_ranks_per_stage[stage]
+                assert idle + busy + waiting == pytest.approx(simulation.makespan)
+            assert any(event.get("name") == "waits for other ranks" for event in trace_events(simulation)) == (
+                simulation.waits.max() > 0
+            )
+        if config["cp"] == "off":
+            assert described.predicted_us >= without.predicted_us
+            later += described.predicted_us > without.predicted_us
+    assert later or config["cp"] != "off"
+
+
+def test_of_ranks_that_meet_in_slots_all_share_a_sequence_or_none(tmp_path: Path) -> None:
+    """Where blocks of fewer would have them wait in slots."""
+    np.save(tmp_path / "lengths.npy", np.array([60_000, 30_000, 25_000, *[2000] * 61]))
+    sizes = {}
+    for sharding in ("optimizer", "weights"):
+        config = PlanConfig(chunk_size=8192, k=1, global_batch=64, dp=8, cp="auto")
+        plan = build(tmp_path / "lengths.npy", tmp_path / sharding, config, cost=CostModel(sharding=sharding))
+        chunks = [chunk for step in plan.iter_steps() for of_rank in step.chunks.values() for chunk in of_rank]
+        sizes[sharding] = {chunk.cp_size for chunk in chunks}
+    assert sizes["weights"] == {1, 8}
+    assert sizes["optimizer"] - {1, 8}

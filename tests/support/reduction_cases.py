@@ -169,7 +169,7 @@ class Counted(NamedTuple):
 
 
 def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -> Counted:
-    """Those of the first step. Embeddings and head are gathered and reduced once, on stages that have any."""
+    """Those of the first step. Embeddings and head are gathered and reduced once each, on stages that have any."""
     opened, analysis = open_for_its_stages(plan)
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), torch.float32, seed=1), sharding=sharding)
     work, layout = stage.work(0), stage.groups.layout
@@ -177,7 +177,9 @@ def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -
     own = [(action.op, action.virtual_stage) for each in work.ranks for action in each.actions]
     slots = [*itertools.chain.from_iterable(paddings), *own]
     layers = [len(part.own_layers) for part in stage.model.parts]
-    is_end = bool(layout.is_first or layout.is_last)
+    num_ends = layout.is_first + layout.is_last
+    if stage.model.config.tie_word_embeddings:
+        num_ends = min(num_ends, 1)
     recorder = _Recorder()
     with recorder:
         stage.run(work)
@@ -190,6 +192,6 @@ def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -
         launched,
         sum("allgather" in what for what, _ in launched),
         sum("reduce_scatter" in what for what, _ in launched),
-        is_end + sum(layers[each] for each in (gathering if sharding == "weights" else range(len(layers)))),
-        is_end + sum(layers[each] for each in reducing),
+        num_ends + sum(layers[each] for each in (gathering if sharding == "weights" else range(len(layers)))),
+        num_ends + sum(layers[each] for each in reducing),
     )

@@ -39,7 +39,8 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(length
         [plain] = [one for one in least.choices if one.config == each.config] or [None]
         if plain is not None and each.fits:
             assert not plain.fits or (plain.cost.checkpointing == "full" and each.cost.checkpointing == "none")
-    assert found.best.step_ns < least.best.step_ns
+    shares_more = found.best.cost.sharding != "optimizer"  # only where that is faster, slots and all
+    assert found.best.step_ns < least.best.step_ns if shares_more else found.best.step_ns == least.best.step_ns
     wide = tune(lengths, options_with(**FOUR | {"gpu_memory": 1000 * GIB}))
     assert {each.cost.sharding for each in wide.choices} == {"optimizer"}
 

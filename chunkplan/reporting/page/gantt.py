@@ -76,7 +76,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
                 is_named = True
     long = _LEAST_SHOWN * float((actions.start + actions.duration).max())
     if (actions.wait > long).any():
-        figure.add_trace(_waits(actions, long))
+        figure.add_trace(_waits(actions, long, has_slots=ranks[0].has_slots))
     labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
     for row in range(ranks[0].pp, len(labels), ranks[0].pp):
         figure.add_hline(y=row - 0.5, line={"color": GREY, "width": 0.5})
@@ -185,15 +185,17 @@ def _bars(actions: _Actions, words: str, colour: str, kind: int, *, with_model_s
     )
 
 
-def _waits(actions: _Actions, least: float) -> go.Bar:
-    """Draw where stages wait longer than `least` seconds for the ranks that share a chunk."""
+def _waits(actions: _Actions, least: float, *, has_slots: bool) -> go.Bar:
+    """Draw where stages wait longer than `least` seconds for ranks that share a chunk, or meet in a slot."""
     chosen = np.flatnonzero(actions.wait > least)
     waits = _Actions._make(column[chosen] for column in actions)
-    lines = ["<b>waiting</b> for ranks %{customdata[1]} to %{customdata[2]}", "that share chunk %{customdata[0]}"]
+    lines = ["<b>waiting</b> for other ranks", "before chunk %{customdata[0]}"]
+    if not has_slots:
+        lines = ["<b>waiting</b> for ranks %{customdata[1]} to %{customdata[2]}", "that share chunk %{customdata[0]}"]
     return go.Bar(
         orientation="h",
         width=0.35,
-        name="waiting for ranks that share",
+        name="waiting for ranks" if has_slots else "waiting for ranks that share",
         y=waits.row.astype(np.int16),
         base=waits.start - waits.wait,
         x=waits.wait,
@@ -206,7 +208,7 @@ def _waits(actions: _Actions, least: float) -> go.Bar:
 def gantt_table(drawn: list[DrawnStep]) -> Table:
     """List of each stage that is drawn how much it does, how busy it is and when it is done.
 
-    Where ranks share chunks, also what of its work is exchange, and how long it waits for them.
+    Where ranks meet, also what of its work is exchange, and how long it waits for them.
     """
     shares = any(simulation.step is not None for each in drawn for simulation in each.ranks.values())
     head = ("stage", "actions", "busy", "done after", *(("exchange", "waiting for ranks") if shares else ()))

@@ -60,7 +60,7 @@ def paddings_of(
     # Compiled loops, which a run that does not share so much does not load.
     from chunkplan.arrays import offsets_of
     from chunkplan.cost.durations import chunk_times
-    from chunkplan.planfile.chunks import chunks_of_rows
+    from chunkplan.planfile.chunks import chunks_of_rows, exchange_of
     from chunkplan.schedule.actions import Actions
     from chunkplan.schedule.alignment import align, meeting_of
 
@@ -84,7 +84,9 @@ def paddings_of(
         cp_size=np.array([block.size for block in blocks], np.int32),
     )
     layers = plan.config.layers(cost.shape.num_layers)
-    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(layout.dp), layers)
+    # Ranks that are joined exchange otherwise than the plan has it.
+    exchange = exchange_of(chunks, cost) if layout.dp == plan.config.dp else None
+    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(layout.dp), layers, exchange)
     meeting = meeting_of(sharding)
     slots = align(chunks, actions, times, meeting, layout.dp, layout.pp, layout.v_shaped)
     if (slots.ends < 0).any():

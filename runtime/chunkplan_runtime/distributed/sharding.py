@@ -1,12 +1,13 @@
 """A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
-A step gathers the weights once, a layer when it is first at work. Gradients of its chunks are summed on each process,
-in float32 where weights are narrower, and reduced once, however many chunks each process had: a layer's while the last
-backward of its virtual stage goes on to the layers before it (`feed.last_backward` says when it may), those of
-embeddings and head at the end. A process without a backward, or that may not reduce in it, reduces after all else; so
-does one whose backwards are split. So every process takes part in the same reductions in the same order: virtual stages
-from last to first, of each the layers from last to first, then embeddings and head. The loss is divided by the step's
-target tokens already, so gradients are summed, not averaged.
+A step gathers the weights once, a layer when it is first at work, the first one as the step begins. Gradients of its
+chunks are summed on each process, in float32 where weights are narrower, and reduced once, however many chunks each
+process had: a layer's while the last backward of its virtual stage goes on to the layers before it
+(`feed.last_backward` says when it may), those of head and embeddings at the end, one after the other. A process without
+a backward, or that may not reduce in it, reduces after all else; so does one whose backwards are split. So every
+process takes part in the same reductions in the same order: virtual stages from last to first, of each the layers from
+last to first, then head and embeddings. The loss is divided by the step's target tokens already, so gradients are
+summed, not averaged.
 
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
@@ -18,7 +19,7 @@ beginning of a step to its end, in which their gradients are reduced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,20 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
-from chunkplan_runtime.distributed.stages import trains_before_layers
+from chunkplan_runtime.distributed.sharded_rows import give_rows, take_rows
+from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.execution.executor import Around
-from chunkplan_runtime.models.hollow import replace_weights
 from chunkplan_runtime.models.model import CausalLM
-
-#: A module, the name of a weight in it, and the rows of that which this process has.
-_Place = tuple[nn.Module, str, Tensor]
 
 
 class Shards:
@@ -72,7 +69,7 @@ class Shards:
                 hint="use --sharding optimizer",
             )
         dtype = model.dtype
-        places = _take_rows(model, replicas, master_weights=master_weights)
+        places = take_rows(model, replicas, master_weights=master_weights)
         narrow = dtype.itemsize < torch.float32.itemsize
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if master_weights else None,
@@ -82,9 +79,14 @@ class Shards:
         root: Any = _Root(model.model)
         for layer in model.own_layers.values():
             fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=self._reshards)
+        head = own_head(model.model)
+        if head is not None:
+            fully_shard(head, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
         fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
-        _give_rows(places)
+        give_rows(places)
         self._root = root
+        #: Where it is sharded by itself.
+        self._head: Any = head
         #: By virtual stage; and those that a backward comes to, in its order.
         self._layers: list[list[Any]] = [
             [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.parts
@@ -98,7 +100,7 @@ class Shards:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
             module.set_custom_reduce_scatter(self._reductions)
             # Else a backward that gathers ahead would gather again what the last one has sharded.
-            module.set_reshard_after_backward(self._reshards and module is not root, recurse=False)
+            module.set_reshard_after_backward(self._reshards and module not in (root, head), recurse=False)
             # By itself FSDP2 gathers ahead in the order of forwards, in which other processes may have other chunks.
             module.set_modules_to_backward_prefetch([root])
         for backward in self._backward:
@@ -108,12 +110,15 @@ class Shards:
         self._reduced: set[int] = set()
         #: Of chunks between the halves of their backward, what the first half has found of gradients of weights.
         self._left: dict[Any, Tensor] = {}
-        self.model = replace(model, call=root, compute_dtype=dtype)
+        #: When the weights of a step were there to be gathered, on a GPU.
+        self._ready: torch.cuda.Event | None = None
+        self.model = replace(model, call=self._call, compute_dtype=dtype)
 
     @property
     def _modules(self) -> list[Any]:
         """All that is sharded by itself: layers, and the rest."""
-        return [self._root, *itertools.chain.from_iterable(self._layers)]
+        heads = [] if self._head is None else [self._head]
+        return [self._root, *heads, *itertools.chain.from_iterable(self._layers)]
 
     def begin_step(self) -> None:
         """From now on gradients are summed here, and what is gathered once a step stays gathered."""
@@ -126,13 +131,31 @@ class Shards:
         )
         self._root.set_is_last_backward(False)
         self._root.set_requires_gradient_sync(False, recurse=False)
+        if self._head is not None:
+            self._head.set_requires_gradient_sync(False, recurse=False)
         for virtual_stage in range(len(self._layers)):
             self._sync_layers(virtual_stage, False)
 
     def begin_forwards(self) -> None:
-        """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them."""
+        """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them.
+
+        And begin to gather the first layer, which all are at work in first: its weights are there when inputs are.
+        """
+        self._ready = None
         with torch.no_grad():
             self._root(_nothing)
+        if self.model.device.type == "cuda":
+            self._ready = torch.cuda.current_stream().record_event()
+        if self._head is not None:
+            self._head.unshard()
+        if self._layers[0]:
+            self._layers[0][0].unshard(async_op=True)
+
+    def _call(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        """Run the model. By itself FSDP2 would have gathers wait for all that its stream has still to do."""
+        if self._ready is not None:
+            self._root.set_post_optim_event(self._ready)
+        return self._root(do, *arguments)
 
     def end_forwards(self) -> None:
         """Gather what stays gathered in a step, unless it is: other processes may have had more to do with it."""
@@ -185,6 +208,9 @@ class Shards:
             if virtual_stage not in self._reduced:
                 for layer in self._backward[virtual_stage]:
                     self._reduce(layer)
+        if self._head is not None:
+            self._reduce(self._head)
+            self._reductions.finish()  # so that what is sent of the head is gone before what is of the embeddings
         _sum_up(self._root, with_zeros=True)
         self._root.set_is_last_backward(True)
         self._root.set_requires_gradient_sync(True, recurse=False)
@@ -248,47 +274,6 @@ class Shards:
             if found is not None:
                 self._left[weight] = found + self._left[weight] if weight in self._left else found
                 weight.unsharded_accumulated_grad = weight.unsharded_param.grad = None
-
-
-def _take_rows(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) -> list[_Place]:
-    """Leave the shapes of a model's weights, on torch's meta device, and return of each the rows of this process.
-
-    It is done weight by weight, so that there are never more than the rows and one weight: of a whole weight its rows
-    are copied, and where these are `master_weights` it is they that become float32.
-    """
-    device = torch.device(replicas.device_type)
-    rows: dict[nn.Parameter, Tensor] = {}
-
-    def take(weight: nn.Parameter) -> nn.Parameter:
-        own = model.rows.pop(weight, None)
-        if own is None:
-            chunks = torch.chunk(weight.data, replicas.size())
-            own = next(iter(chunks[replicas.get_local_rank() :]), weight.data[:0]).clone()
-        if master_weights and weight.requires_grad:
-            own = own.float()
-        shape = nn.Parameter(own.new_empty(weight.shape, device="meta"), requires_grad=weight.requires_grad)
-        rows[shape] = own.to(device)
-        return shape
-
-    replace_weights(model.model, take)
-    return [
-        (module, name, rows[shape])
-        for module in model.model.modules()
-        for name, shape in module._parameters.items()
-        if shape is not None
-    ]
-
-
-def _give_rows(places: Sequence[_Place]) -> None:
-    """Put the rows of this process where FSDP2 has sharded shapes."""
-    made: dict[int, nn.Parameter] = {}
-    for module, name, own in places:
-        if id(own) not in made:
-            sharded: Any = module._parameters[name]
-            how = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
-            filled = DTensor.from_local(own, sharded.device_mesh, sharded.placements, **how)
-            made[id(own)] = nn.Parameter(filled, requires_grad=sharded.requires_grad)
-        module._parameters[name] = made[id(own)]
 
 
 class _Root(nn.Module):

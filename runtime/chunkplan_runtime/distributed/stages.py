@@ -22,7 +22,7 @@ from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.parts import decoder_of, layers_of
+from chunkplan_runtime.models.parts import decoder_of, layers_of, whole_of
 from chunkplan_runtime.models.tiny import returned_by_layers
 
 #: Names of the norm behind the last layer.
@@ -125,6 +125,14 @@ def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned:
 def has_tied_embeddings(model: Any) -> bool:
     """Whether the head of a whole model has the weight of its embeddings."""
     return getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
+
+
+def own_head(model: Any) -> Any:
+    """The vocabulary head of a process's part of a model that has embeddings of its own beside it, else None."""
+    whole = whole_of(model)
+    head, embeddings = whole.get_output_embeddings(), whole.get_input_embeddings()
+    own, other = getattr(head, "weight", None), getattr(embeddings, "weight", None)
+    return None if own is None or other is None or own is other else head
 
 
 def trains_before_layers(model: Any) -> bool:

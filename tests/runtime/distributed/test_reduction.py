@@ -39,16 +39,16 @@ def pool() -> Iterator[ProcessPool]:
 def test_a_layer_is_reduced_before_the_last_backward_comes_to_the_one_before(
     pool: ProcessPool, made: Any, dp: int, pp: int, how: dict[str, Any]
 ) -> None:
-    """Then embeddings and head, on the stages that have any: all do when nothing is tied."""
+    """Then head and embeddings, on the stages that have any: all do when nothing is tied."""
     for process in record(pool, made(dp=dp, pp=pp, **how)):
         assert process.reduces_early
-        assert layers_ahead(process) == all_ahead(process)
+        assert layers_ahead(process) == all_ahead(process, num_ends=2 if pp == 1 else 1)
 
 
-def all_ahead(process: Recorded) -> list[int]:
+def all_ahead(process: Recorded, *, num_ends: int) -> list[int]:
     """What `layers_ahead` is where each layer is reduced when the backward has come through it, if there is one."""
     num_layers = len(process.layers)
-    return [*(reversed(range(num_layers)) if process.num_backwards else [0] * num_layers), 0]
+    return [*(reversed(range(num_layers)) if process.num_backwards else [0] * num_layers), *[0] * num_ends]
 
 
 def test_a_stage_in_the_middle_is_reduced_though_it_has_no_embeddings_and_no_head(pool: ProcessPool, made: Any) -> None:
@@ -107,7 +107,7 @@ def test_machines_reduce_each_layer_within_them_while_the_last_backward_goes_on(
     for process in record(pool, plan, machine_size=2):
         together, within, across = process.reducing
         num_layers = len(process.layers)
-        assert layers_ahead(process) == all_ahead(process)
+        assert layers_ahead(process) == all_ahead(process, num_ends=1)
         assert [event.where for event in process.reductions] == [within, *[across, within] * num_layers, across]
         assert all(event.where != together for event in process.reductions)
 

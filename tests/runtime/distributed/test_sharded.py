@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model_config import read_model_config
+from chunkplan.operations import OPS
+from chunkplan.planfile.load import load_plan
+from chunkplan.schedule.alignment import align, meeting_of
+from chunkplan.schedule.step_ranks import simulate_together, times_of
 from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
@@ -74,6 +81,60 @@ def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(
         launched = [process.launched for process in found[first : first + replicas]]
         assert launched[0]
         assert all(each == launched[0] for each in launched)
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize(
+    "world_size, plan",
+    [
+        (2, {"dp": 2, "k": 2}),
+        (4, {"dp": 4, "k": 1}),
+        (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}),
+        pytest.param(4, {"dp": 2, "pp": 2, "schedule": "interleaved"}, marks=pytest.mark.soak),
+    ],
+)
+def test_processes_send_the_bytes_that_predicted_times_are_of(
+    pool: ProcessPool, made: Any, sharding: Sharding, world_size: int, plan: dict[str, Any]
+) -> None:
+    """In a step, of layers in all slots: what a ring of the ranks sends in the times that slots are predicted with.
+
+    Predicted are matrices; two norms a layer come to them.
+    """
+    settings = made({"model_type": "llama"}, lengths=UNEVEN, **plan)
+    found = pool.run(world_size, count_of_slots, **settings, sharding=sharding)
+    opened = load_plan(settings["plan"])
+    dp, pp = opened.config.dp, opened.config.pp
+    cost = CostModel(shape=read_model_config(settings["config"]), precision="fp32", sharding=sharding)
+    step = simulate_together(opened, next(opened.iter_steps()))
+    planned = replace(opened.cost, sharding=sharding)
+    meeting = meeting_of(sharding)
+    times = times_of(step.chunks, planned, opened.config)
+    slots = align(step.chunks, step.actions, times, meeting, dp, pp, opened.config.v_shaped)
+    rates, layers = cost.rates_on(dp), opened.config.layers(cost.shape.num_layers)
+    norms = 2 * cost.shape.hidden_size * 4 * (dp - 1) / dp
+    gathered, reduced = (
+        (each - cost.hardware.link_ns) * cost.ring_bytes(dp) / 1e9 + norms for each in (rates.gather, rates.reduce)
+    )
+    for number, process in enumerate(found):
+        stage = number // dp
+        own = slice(*slots.stages[stage : stage + 2])
+        ops = [OPS[op] for op in slots.ops[own]]
+        counts = [layers[virtual_stage * pp + stage] for virtual_stage in slots.virtual_stages[own]]
+        gathers = sum(n for op, n in zip(ops, counts, strict=True) if op != "backward_weight")
+        reductions = sum(n for op, n in zip(ops, counts, strict=True) if op in ("backward", "backward_weight"))
+        of_layers = cost.shape.layer_parameters + 2 * cost.shape.hidden_size
+        sent = {
+            kind: sum(numbers * share for what, numbers in process.launched if kind in what and numbers in sizes)
+            for kind, share, sizes in (
+                ("allgather", 4 * (dp - 1) / dp, {of_layers}),
+                ("reduce_scatter", 4 * (dp - 1), {of_layers / dp}),
+            )
+        }
+        assert sent["reduce_scatter"] == pytest.approx(reductions * reduced, rel=1e-9)
+        if sharding == "weights":
+            assert sent["allgather"] == pytest.approx(gathers * gathered, rel=1e-9)
+        else:
+            assert rates.gather == 0
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
