@@ -92,7 +92,7 @@ def as_baseline(model: CausalLM) -> Iterator[None]:
     """Within the block the same model runs as transformers has it: SDPA, with activation checkpointing."""
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("sdpa")
-    model.enable_checkpointing()
+    model.set_checkpointing("full")
     try:
         yield
     finally:

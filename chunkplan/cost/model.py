@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.entries import from_entries
@@ -20,7 +20,10 @@ from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
 
-Checkpointing = Literal["none", "full"]
+#: What a chunk in flight holds of each layer, from everything to the layer's input alone. Each runs again in the
+#: backward what it does not hold, and all that those before it do.
+Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full"]
+CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Precision = Literal["bf16", "fp32"]
 
 #: Which of optimizer states, gradients and weights are sharded over data-parallel ranks, each with those before it

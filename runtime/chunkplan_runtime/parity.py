@@ -142,7 +142,7 @@ def parity(
         )
         model = new_model(config, torch.float64, seed, attention=attention)
         if checkpointing:
-            model.enable_checkpointing()
+            model.set_checkpointing("full")
         report = compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)
 

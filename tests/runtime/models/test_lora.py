@@ -43,7 +43,7 @@ def adapted(tiny_config):
 def test_gradients_of_adapters_are_exact(adapted, handmade_plan, random_sequences, checkpointing, targets):
     model = adapted(targets=targets)
     if checkpointing:
-        model.enable_checkpointing()
+        model.set_checkpointing("full")
     report = compare_plan(*handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2), model)
     assert report.max_relative_error <= 1e-12
     assert report.relative_errors
@@ -88,7 +88,7 @@ def gradients(model, plan, analysis, seed=0):
 def test_with_dropout_gradients_are_the_same_bits_whatever_k(adapted, handmade_plan, random_sequences, checkpointing):
     model = adapted(dropout=0.3)
     if checkpointing:
-        model.enable_checkpointing()
+        model.set_checkpointing("full")
     sequences, by_k = random_sequences([23, 4, 9]), []
     for k in (1, 2, 4):
         torch.manual_seed(k)  # what was drawn before does not matter
