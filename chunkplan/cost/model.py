@@ -13,7 +13,7 @@ from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
-from chunkplan.cost.rates import Rates
+from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
@@ -126,8 +126,8 @@ class CostModel(Options):
     tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
     checkpointing: Checkpointing = option(
-        one_of("none", "full"),
-        "Whether layers are recomputed in a chunk's backward: none or full.",
+        one_of(*CHECKPOINTINGS, metavar="LEVEL"),
+        "What a chunk's backward runs again: none, or all but keep-products, keep-projections or keep-attention, or full.",
         group=MACHINE,
         default="none",
     )
@@ -209,11 +209,34 @@ class CostModel(Options):
             pair=2e9 * slower * shape.mean(_attention_width) / tp / hardware.attention_flops,
             chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
-            layer_passes=3 if self.checkpointing == "full" else 2,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
         )
+        rates = rates._replace(again=self._again(rates, product, ramp, copies * 1e9))
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
+
+    def _again(self, rates: Rates, product: float, ramp: float, copies: float) -> Again:
+        """What a backward runs again: of a layer whose input alone is held, all of its forward.
+
+        Else all but attention; where results of projections are held, of products the MLP and what expands latents;
+        where those of all are, the latter alone. `product`: of a multiply-add, `ramp` and `copies` those of `rates`.
+        """
+        if self.checkpointing == "none":
+            return Again()
+        if self.checkpointing == "full":
+            return Again(rates.token, rates.pair, rates.chunk, (1, 1))
+        if self.checkpointing == "keep-attention":
+            return Again(rates.token, 0.0, rates.chunk, (1, 0))
+        shape = self.shape
+        expanding = shape.mean(lambda layer: layer.latent_width * layer.expanded_width)
+        mixing = shape.mean(lambda layer: layer.mixer_parameters)
+        is_mlp_run = self.checkpointing == "keep-projections"
+        run, idle = (
+            expanding + (of_all - mixing) * is_mlp_run for of_all in (shape.active_layer_parameters, shape.layer_parameters)
+        )
+        states = shape.mean(lambda layer: layer.state_elements * layer.state_products)
+        kept_ramp = ramp * max(0.0, 1 - idle / shape.layer_parameters)
+        return Again(product * (run + states) + copies, 0.0, rates.chunk - kept_ramp, (1, 0))
 
     def rates_on(self, dp: int) -> Rates:
         """`rates` on `dp` data-parallel ranks, with what they send each other of a layer in every chunk: its gradients
@@ -264,21 +287,24 @@ class CostModel(Options):
 
     @property
     def passes(self) -> int:
-        """Forward and backward of a layer take as long as this many forwards, less what `Rates.frozen` says."""
-        return 1 + self.rates.layer_passes
+        """Forward and backward of a layer take about as long as this many forwards, less what `Rates.frozen` says."""
+        return 3 + round(self.rates.again.token / self.rates.token)
 
     @property
     def chunk_ns(self) -> int:
         """What a chunk's forward and backward take beside its tokens and attention pairs, on all model stages."""
-        return self.passes * self.chunk_overhead_ns - round(self.shape.num_layers * self.rates.frozen.chunk)
+        more = round(self.shape.num_layers * (self.rates.again.chunk - self.rates.frozen.chunk))
+        return 3 * self.chunk_overhead_ns + min(more, round(_MOST_OVERHEAD_NS))
 
     @property
     def linear_over_pair(self) -> float:
         """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
         rates, num_layers = self.rates, self.shape.num_layers
-        frozen = (rates.frozen.token + rates.frozen_head / num_layers) / self.passes
-        linear = rates.token + rates.head / num_layers - frozen
-        return linear / self.rates.pair if self.rates.pair else math.inf
+        frozen = rates.frozen.token + rates.frozen_head / num_layers
+        if not rates.pair:
+            return math.inf
+        pair = 3 * rates.pair + rates.again.pair
+        return (3 * rates.token + rates.again.token + pair / rates.pair * rates.head / num_layers - frozen) / pair
 
     @property
     def offload_chunk_size(self) -> int:

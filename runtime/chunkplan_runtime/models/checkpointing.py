@@ -6,8 +6,8 @@ what the level says: results of products, of those that mix tokens alone, or of 
 (`attention.operator`). Nothing of a model's code changes, and what runs again computes the very same numbers.
 
 Three products are run again at every level, as they take little for what holding them would: those that expand latents
-to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP adds
-to the hidden states as it is, which no backward reads.
+to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
+a shared expert adds to the hidden states as it is, which no backward reads.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _STACKED = (
 
 #: Norms behind the MLP: what it makes is read in their backward.
 _NORM_BEHIND = re.compile(r"post_?(feedforward|ffw|ffn|mlp)")
+
+#: An expert by itself, whose result is weighted: the weights' backward reads it.
+_OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 #: Both contexts of a checkpoint: around a layer, and around it when it runs again.
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
@@ -107,10 +110,11 @@ def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, Mark]]:
             yield module, Mark.RUN_AGAIN
     has_norm_behind = any(_NORM_BEHIND.search(name) for name, _ in layer.named_children())
     for name, child in layer.named_children():
-        if has_norm_behind or name in mixers or any(weight.ndim > 2 for weight in child.parameters()):
+        if has_norm_behind or name in mixers:
             continue
-        for module in child.modules():
-            if isinstance(module, nn.Linear) and module.out_features == hidden_size != module.in_features:
+        for place, module in child.named_modules():
+            is_last = isinstance(module, nn.Linear) and module.out_features == hidden_size != module.in_features
+            if is_last and not _OF_EXPERT.search(place):
                 yield module, Mark.RUN_AGAIN
 
 
