@@ -96,7 +96,7 @@ def as_baseline(model: CausalLM) -> Iterator[None]:
     try:
         yield
     finally:
-        model.model.gradient_checkpointing_disable()
+        model.set_checkpointing("none")
         model.model.set_attn_implementation(attention)
 
 

@@ -50,7 +50,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
     def chunked_checkpointing() -> float:
         model.set_checkpointing("full")
         loss = run_chunks(model, batch)
-        model.model.gradient_checkpointing_disable()
+        model.set_checkpointing("none")
         return loss
 
     ways: dict[str, Callable[[], float]] = {

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chunkplan.cost.model import CHECKPOINTINGS, GRADIENT_BYTES, CostModel
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.model import GRADIENT_BYTES, CostModel
 from chunkplan.cost.shape import Layer
 
 #: Norms and the log-sum-exp of attention are in float32.
@@ -51,8 +52,8 @@ def _everything(cost: CostModel, layer: Layer) -> float:
     of a mixture: each expert's input and output; scores of all, in float32                   2 h an expert
     of a recurrent layer, of latents and of gates: what `mixed_width` counts
 
-    An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and where it
-    multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too.
+    An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and
+    where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too.
     """
     num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
     normed = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes)
@@ -68,8 +69,7 @@ def _everything(cost: CostModel, layer: Layer) -> float:
 
 
 def _of_router(cost: CostModel, layer: Layer) -> int:
-    """What it reads in float32, scores of all experts before and after what makes weights of them, and where tokens go.
-    """
+    """What it reads in float32, scores of experts before and after they become weights, and where tokens go."""
     read = layer.router_width if cost.num_bytes < _FLOAT32 else 0
     return _FLOAT32 * (read + 2 * layer.num_experts) + _ROUTED_BYTES * layer.experts_per_token
 

@@ -7,23 +7,20 @@ import re
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, again_of
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
-from chunkplan.cost.rates import Again, Rates
+from chunkplan.cost.rates import Rates
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
 
-#: What a chunk in flight holds of each layer, from everything to the layer's input alone. Each runs again in the
-#: backward what it does not hold, and all that those before it do.
-Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full"]
-CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Precision = Literal["bf16", "fp32"]
 
 #: Which of optimizer states, gradients and weights are sharded over data-parallel ranks, each with those before it
@@ -98,7 +95,7 @@ class CostModel(Options):
     the layers that a stage has (`memory.stage_memory`).
 
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
-    "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
+    what a chunk in flight holds of each layer; the rest is run again in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
@@ -127,7 +124,7 @@ class CostModel(Options):
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
     checkpointing: Checkpointing = option(
         one_of(*CHECKPOINTINGS, metavar="LEVEL"),
-        "What a chunk's backward runs again: none, or all but keep-products, keep-projections or keep-attention, or full.",
+        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says.",
         group=MACHINE,
         default="none",
     )
@@ -212,31 +209,8 @@ class CostModel(Options):
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
         )
-        rates = rates._replace(again=self._again(rates, product, ramp, copies * 1e9))
+        rates = rates._replace(again=again_of(self.checkpointing, shape, rates, product, ramp, copies * 1e9))
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
-
-    def _again(self, rates: Rates, product: float, ramp: float, copies: float) -> Again:
-        """What a backward runs again: of a layer whose input alone is held, all of its forward.
-
-        Else all but attention; where results of projections are held, of products the MLP and what expands latents;
-        where those of all are, the latter alone. `product`: of a multiply-add, `ramp` and `copies` those of `rates`.
-        """
-        if self.checkpointing == "none":
-            return Again()
-        if self.checkpointing == "full":
-            return Again(rates.token, rates.pair, rates.chunk, (1, 1))
-        if self.checkpointing == "keep-attention":
-            return Again(rates.token, 0.0, rates.chunk, (1, 0))
-        shape = self.shape
-        expanding = shape.mean(lambda layer: layer.latent_width * layer.expanded_width)
-        mixing = shape.mean(lambda layer: layer.mixer_parameters)
-        is_mlp_run = self.checkpointing == "keep-projections"
-        run, idle = (
-            expanding + (of_all - mixing) * is_mlp_run for of_all in (shape.active_layer_parameters, shape.layer_parameters)
-        )
-        states = shape.mean(lambda layer: layer.state_elements * layer.state_products)
-        kept_ramp = ramp * max(0.0, 1 - idle / shape.layer_parameters)
-        return Again(product * (run + states) + copies, 0.0, rates.chunk - kept_ramp, (1, 0))
 
     def rates_on(self, dp: int) -> Rates:
         """`rates` on `dp` data-parallel ranks, with what they send each other of a layer in every chunk: its gradients

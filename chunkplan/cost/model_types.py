@@ -228,7 +228,13 @@ FAMILIES: dict[str, Family] = {
         of.lfm2_type,
         True,
         (FULL, CONVOLUTION),
-        {**_TIED, **_NORMED, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        {
+            **_TIED,
+            **_NORMED,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
     ),
     "lfm2_moe": Family(
         {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": _COUNT},

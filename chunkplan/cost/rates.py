@@ -29,12 +29,12 @@ class Rates(NamedTuple):
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
-    model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what `frozen` and, of a token in the head, `frozen_head` say: gradients of
-    weights that are not trained. `weight_half`: what the weight half of a backward takes, None: as long as a forward
-    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
-    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
-    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
-    no less.
+    model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
+    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. `weight_half`:
+    what the weight half of a backward takes, None: as long as a forward without attention. `link_token` and `link` are
+    a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes where they are
+    sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both go on beside
+    the work of the layer before, so what needs them takes no less.
     """
 
     token: float

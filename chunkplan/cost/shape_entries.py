@@ -16,7 +16,10 @@ _MOST_LAYERS = 100_000
 #: Entries of a layer that are there only where they say something: earlier versions did not have them.
 _IF_SET = ("normed_width", "wide_norms", "router_width")
 _LAYER: dict[str, Expected] = {
-    field.name + "?" * (field.name in _IF_SET): {"int": _COUNT, "bool": FLAG}.get(str(field.type), or_null(whole(1, 10**18))) for field in fields(Layer)
+    field.name + "?" * (field.name in _IF_SET): {"int": _COUNT, "bool": FLAG}.get(
+        str(field.type), or_null(whole(1, 10**18))
+    )
+    for field in fields(Layer)
 }
 _OF_KIND = {name.removesuffix("?") for name in _LAYER}
 _AROUND: dict[str, Domain] = {

@@ -1,4 +1,4 @@
-"""Attention over one chunk as one operator of torch: what decides which results are kept sees a call, and not its steps.
+"""Attention over one chunk as one operator of torch: what decides which results are kept sees one call.
 
 A checkpoint that keeps what the operator gave (`models.checkpointing`) does not run it again, so that keys and values
 are written, fetched and exchanged once.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from chunkplan.cost.model import Checkpointing
+from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current, Mark
 from chunkplan_runtime.attention.operator import ATTEND

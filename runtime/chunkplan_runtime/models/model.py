@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from chunkplan.cost.model import Checkpointing
+from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json

@@ -180,7 +180,7 @@ def run_segments(
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
         raise UsageError(
             f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
-            hint="leave gradient_checkpointing out, or train with `python -m chunkplan_runtime.train --checkpointing full`",
+            hint="leave gradient_checkpointing out, or use `python -m chunkplan_runtime.train --checkpointing full`",
         )
     kind: Any = type(decoder_of(model))
     new_cache = cache_class(kind)
