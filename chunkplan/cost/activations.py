@@ -31,7 +31,7 @@ def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     """
     if cost.checkpointing == "none":
         return _everything(cost, layer) / cost.tp
-    held = cost.shape.hidden_size * cost.num_bytes
+    held: float = cost.shape.hidden_size * cost.num_bytes
     if cost.checkpointing != "full":
         held += layer.output_width * cost.num_bytes + _FLOAT32 * layer.num_query_heads
     if cost.checkpointing in ("keep-products", "keep-projections"):

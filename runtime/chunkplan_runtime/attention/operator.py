@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 #: From query, key, value, sink and latents to out and log-sum-exp.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
 
-_library = torch.library.Library("chunkplan", "DEF")
+_library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] latents, int call) -> (Tensor, Tensor)"
 )

@@ -87,7 +87,9 @@ def _layers(model: Any) -> list[nn.Module]:
     try:
         return list(layers_of(model))
     except LookupError:
-        found = [each for each in decoder_of(model).modules() if isinstance(each, GradientCheckpointingLayer)]
+        found: list[nn.Module] = [
+            each for each in decoder_of(model).modules() if isinstance(each, GradientCheckpointingLayer)
+        ]
     if not found:
         raise UsageError(
             f"a {model.config.model_type} model has no layers that can be run again in a backward",
@@ -153,7 +155,8 @@ def _contexts(current: Current, level: Checkpointing) -> _Contexts:
     computing = as_now()
     if level == "full":
         return nullcontext(), computing()
-    first, again = create_selective_checkpoint_contexts(partial(_policy, current, level))
+    policy = partial(_policy, current, level)
+    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return first, _both(computing(), again)
 
 

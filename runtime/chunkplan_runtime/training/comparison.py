@@ -117,11 +117,11 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
         )
     checkpointing = config.checkpointing or "none"
     if checkpointing != cost.checkpointing:
-        planned, here = (
+        of_plan, of_run = (
             "no activation checkpointing" if level == "none" else f"{level} activation checkpointing"
             for level in (cost.checkpointing, checkpointing)
         )
-        found.append(_Difference(planned, here, f"--checkpointing {checkpointing}"))
+        found.append(_Difference(of_plan, of_run, f"--checkpointing {checkpointing}"))
     planned = data.plan.config.layers(data.model_config.num_hidden_layers)
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))
