@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.manifest_entries import Selection
@@ -116,7 +117,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
     if rank := cost_model.get("lora_rank", 0):
         words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
-    words += ["activation checkpointing"] if cost_model["checkpointing"] == "full" else []
+    words += checkpointing_words(cost_model["checkpointing"], "activation checkpointing")
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])
 

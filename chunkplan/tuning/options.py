@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, Checkpointing, CostModel, Precision, Sharding
+from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import MOST, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
@@ -44,12 +45,7 @@ class MemorySaving(NamedTuple):
 
 
 #: From the fastest to the one that takes least memory.
-LADDER = (
-    MemorySaving("none", False),
-    MemorySaving("none", True),
-    MemorySaving("full", False),
-    MemorySaving("full", True),
-)
+LADDER = tuple(MemorySaving(level, kv_offload) for level in CHECKPOINTINGS for kv_offload in (False, True))
 
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"

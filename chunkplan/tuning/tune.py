@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
@@ -249,7 +250,7 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
     memory, layout = smallest.memory, smallest.layout
     states = memory.weights + memory.gradients + memory.optimizer
     how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
-    how += ["full checkpointing"] if smallest.cost.checkpointing == "full" else []
+    how += checkpointing_words(smallest.cost.checkpointing, "full checkpointing")
     how += ["KV offload"] if smallest.cost.kv_offload else []
     how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
     everything = options.sharding in ("auto", "weights")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _baselines(tuning: Tuning) -> Table:
     table = _table("What people run today", *layouts, "step", "tokens/s", "memory", "notes", first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
-        notes = ["checkpointing"] if row.checkpointing == "full" else []
+        notes = checkpointing_words(row.checkpointing)
         notes += [ZERO[row.sharding]] if row.sharding != "optimizer" and row.layout.dp > 1 else []
         notes += [f"{percent(row.lost)} lost"] if row.lost else []
         table.add_row(
@@ -226,7 +227,7 @@ def split_words(config: PlanConfig) -> list[str]:
 
 def memory_words(choice: Choice) -> list[str]:
     """Say how a choice saves memory."""
-    words = ["checkpointing"] if choice.cost.checkpointing == "full" else []
+    words = checkpointing_words(choice.cost.checkpointing)
     words += ["KV offload"] if choice.cost.kv_offload else []
     shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1
     return words + ([ZERO[choice.cost.sharding]] if shares_otherwise else [])
