@@ -94,7 +94,10 @@ def _baselines(tuning: Tuning) -> Table:
 def _choices(tuning: Tuning, *, wide: bool) -> Table:
     fitting = [choice for choice in tuning.choices if choice.fits]
     others = [place for place, choice in enumerate(fitting) if choice.plan_only and tuning.recommended]
-    shown = set([place for place in range(len(fitting)) if place not in others][:_MOST_FASTEST])
+    of_each: dict[tuple[object, ...], int] = {}  # a K beyond what sequences need changes nothing
+    for place, choice in enumerate(fitting):
+        of_each.setdefault((choice.config.chunk_size, choice.layout, *_how(choice), choice.step_ns), place)
+    shown = set([place for place in of_each.values() if place not in others][:_MOST_FASTEST])
     shown |= set([place for place in tuning.pareto if place not in shown][:_MOST_PARETO])
     shown |= set(others[:_MOST_PLAN_ONLY])
     shown |= {place for place, choice in enumerate(fitting) if choice in (tuning.chosen, tuning.recommended)}
