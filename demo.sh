@@ -13,8 +13,9 @@ run() { printf '$ %s\n' "$*"; "$@"; }
 say "1. How long are the sequences? (1,030 real records, four schemas)"
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer
 
-say "2. Plan them, for Qwen2.5-7B on 8 H100s: ChunkSize, K and layout are chosen by simulating steps"
-run chunkplan build --auto --gpus 8
+say "2. Choose ChunkSize, K and layout for Qwen2.5-7B on 8 H100s by simulating steps, and plan with them"
+run chunkplan tune --gpus 8
+run chunkplan build --auto
 
 say "3. Look at one step of the plan, and check every invariant of its files"
 run chunkplan inspect --step 1
@@ -25,8 +26,7 @@ export CHUNKPLAN_WORKSPACE=chunkplan-out/demo
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer --max-length 4096 --json >/dev/null
 run chunkplan build --chunk-size 1024 --k 2 --global-batch 16 --model-config sample_data/model
 rm -rf chunkplan-out/demo/run
-run torchrun --nproc-per-node 1 -m chunkplan_runtime.train --plan chunkplan-out/demo/plan \
-    --model-config sample_data/model/config.json --output chunkplan-out/demo/run --max-steps 8 --lr 1e-3
+run chunkplan train --model-config sample_data/model --max-steps 8 --lr 1e-3
 
 say "5. Are the gradients exact? Chunks of 128 tokens against whole sequences, in float64"
 run chunkplan parity --model-config sample_data/model/config.json --lengths 700,130,90 --chunk-size 128 --k 2
@@ -40,7 +40,8 @@ chunkplan-out/demo/run       metrics.jsonl and the trained weights (final/)
 Next, on your own data:
   source .venv/bin/activate
   chunkplan analyze dataset.jsonl --tokenizer path/to/tokenizer.json
-  chunkplan tune --model-config path/to/model --gpus 8 --output tune.json
-  chunkplan build --auto --from tune.json
+  chunkplan tune --model-config path/to/model --gpus 8
+  chunkplan build --auto
   chunkplan inspect
+  chunkplan train --model path/to/model
 END

@@ -92,11 +92,11 @@ def as_baseline(model: CausalLM) -> Iterator[None]:
     """Within the block the same model runs as transformers has it: SDPA, with activation checkpointing."""
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("sdpa")
-    model.enable_checkpointing()
+    model.set_checkpointing("full")
     try:
         yield
     finally:
-        model.model.gradient_checkpointing_disable()
+        model.set_checkpointing("none")
         model.model.set_attn_implementation(attention)
 
 

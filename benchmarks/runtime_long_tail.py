@@ -48,9 +48,9 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
             return run_rows(model, batch.packed, num_targets)
 
     def chunked_checkpointing() -> float:
-        model.enable_checkpointing()
+        model.set_checkpointing("full")
         loss = run_chunks(model, batch)
-        model.model.gradient_checkpointing_disable()
+        model.set_checkpointing("none")
         return loss
 
     ways: dict[str, Callable[[], float]] = {

@@ -49,7 +49,7 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> list[Row]
     weights = sum(parameter.nbytes for parameter in model.model.parameters())
 
     def chunked(batch: Batch) -> None:
-        model.enable_checkpointing()
+        model.set_checkpointing("full")
         Executor(model, kv_offload=True).run(batch.work.ranks[0], batch.work.step.num_target_tokens)
 
     rows = []

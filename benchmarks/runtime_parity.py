@@ -78,7 +78,7 @@ def _measure_family(folder: Path, device: torch.device, family: str) -> Row:
     model = new_model(AutoConfig.for_model(**{**_CONFIG, **MODELS[family]}), torch.float64, 1, device=device)
     for checkpointing in (False, True):
         if checkpointing:
-            model.enable_checkpointing()
+            model.set_checkpointing("full")
         for plan, kv_offload in product(sorted((folder / "plans").iterdir()), (False, True)):
             error = compare_plan(plan, folder / "analysis", model, kv_offload=kv_offload).max_relative_error
             num_cases += 1

@@ -64,6 +64,10 @@ FUNCTIONS = {
     "parity": ["chunkplan_runtime.parity.parity"],
     "calibrate": ["chunkplan_runtime.calibration.calibrate.calibrate"],
     "export": ["chunkplan.export", "chunkplan.export_order"],
+    "train": [
+        "chunkplan_runtime.training.processes.train_alone",
+        "chunkplan_runtime.training.processes.train_together",
+    ],
 }
 
 RESULTS = """## What they give back

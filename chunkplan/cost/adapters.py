@@ -132,8 +132,12 @@ class Adapters:
         """
         if not self.rank:
             return 0
-        made = self.rank * adapted(layer, self.shape.hidden_size).number
-        return (made - layer.num_norms * self.shape.hidden_size) * self.num_bytes
+        normalised = layer.num_norms * self.shape.hidden_size + layer.normed_width
+        return self.between_bytes(layer) - normalised * (4 if layer.wide_norms else self.num_bytes)
+
+    def between_bytes(self, layer: Layer) -> int:
+        """Of a token, what lies between the two matrices of each adapter of a layer."""
+        return self.rank * adapted(layer, self.shape.hidden_size).number * self.num_bytes
 
     def pending_bytes(self, layer: Layer) -> int:
         """By how much what a token holds between the halves of a backward is more than where all weights are trained.

@@ -119,7 +119,8 @@ def durations(
         is_last = model_stage == len(layers) - 1
         head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
         frozen = num_layers * (rates.frozen.token * tokens + rates.frozen.chunk) + frozen_head
-        backward = rates.layer_passes * layer_forward + 2 * head + waits_backward - frozen
+        again = num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs + rates.again.chunk)
+        backward = 2 * layer_forward + again + 2 * head + waits_backward - frozen
         half = rates.weight_half
         weights = linear if half is None else num_layers * (half.token * tokens + half.chunk)
         layer_forward = layer_forward + waits_forward
@@ -143,7 +144,8 @@ def durations(
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
     """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
     rates, tokens = cost.rates, num_tokens.astype(np.float64)
-    everything = cost.passes * _all_layers(cost, num_tokens, attention_pairs) + 3 * (rates.head * tokens)
+    again = cost.shape.num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs)
+    everything = 3 * _all_layers(cost, num_tokens, attention_pairs) + again + 3 * (rates.head * tokens)
     return whole_ns(everything - (cost.shape.num_layers * rates.frozen.token + rates.frozen_head) * tokens)
 
 
@@ -186,7 +188,8 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
     rates, num_layers = cost.rates, cost.shape.num_layers
     if num_model_stages == 1:
         return (num_layers,)
-    layer = cost.passes * (rates.token + rates.pair * pairs_per_token) - rates.frozen.token
+    forward, again = (each.token + each.pair * pairs_per_token for each in (rates, rates.again))
+    layer = 3 * forward + again - rates.frozen.token
     head = (3 * rates.head - rates.frozen_head) / layer  # in layers
     others = num_model_stages - 1
 

@@ -55,10 +55,10 @@ def exchange_times(
     forward = np.maximum(fetched * cost.num_bytes * ns + launches - attention, hardware.link_ns)
     both_ways = fetched * (cost.num_bytes + KV_GRADIENT_BYTES) * ns + 2 * launches
     backward = np.maximum(both_ways - 2 * attention, hardware.link_ns)
-    forward = all_to_alls + np.where(by_pages > 1, forward, 0.0)
-    backward = all_to_alls + np.where(by_pages > 1, backward, 0.0)
-    recomputed = (cost.rates.layer_passes - 2) * forward  # where layers are recomputed inside the backward
-    return ExchangeTimes(forward, backward + recomputed)
+    of_pages = np.where(by_pages > 1, forward, 0.0)
+    heads_again, pages_again = cost.rates.again.exchange
+    again = heads_again * all_to_alls + pages_again * of_pages
+    return ExchangeTimes(all_to_alls + of_pages, all_to_alls + np.where(by_pages > 1, backward, 0.0) + again)
 
 
 def _link_bytes(cost: CostModel, size: IntArray) -> Float64Array:

@@ -43,7 +43,7 @@ class Hardware:
 
 
 #: The profiles that come with chunkplan, in chunkplan/cost/profiles.
-SHIPPED = ("a100", "h100", "h200")
+SHIPPED = ("a100", "b200", "h100", "h200", "l40s", "mi300x", "rtx4090", "rtx5090")
 
 _HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/profiles/*.toml"
 

@@ -7,11 +7,12 @@ An estimate from the tensors that are known to be there; what a framework holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from math import ceil
 
 import numpy as np
 
+from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token, working_bytes_per_token
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import GRADIENT_BYTES, CostModel
 from chunkplan.cost.reduction import stage_parameters
@@ -39,10 +40,6 @@ _OFFLOAD_BLOCKS = 2
 _LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
 
 
-#: A gradient is as long as the numbers it belongs to, so a layer's backward holds at once those of the MLP (3 widths
-#: where it is gated, else 2) and of what goes in and out, in elements of each width.
-_GRADIENTS_OF_HIDDEN = 2
-
 #: Layers of some kinds, and how many of each.
 Layers = Sequence[tuple[Layer, int]]
 
@@ -66,55 +63,6 @@ class StageMemory:
     def total(self) -> int:
         """The bytes of all parts together."""
         return sum(astuple(self))
-
-
-def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
-    """What a chunk that keeps its activations holds for each token of a layer, on one GPU.
-
-    With activation checkpointing the layer's input. Without, for h, q, kv and i elements of hidden size, queries, keys,
-    and gated MLP, what the backward of a Hugging Face decoder layer with a fused attention kernel reads:
-
-        two norms: the input in float32, the normalised input, the output that projections read   2 (4 bytes + 2) h
-        queries and keys after rotary embedding, values                                           q + 2 kv
-        attention: its output, which the projection reads too; a float32 a head                   q
-        gate, its activation, up, and their product, which the projection reads                   4 i
-        of a mixture: each expert's input and output                                              2 h an expert
-        of a recurrent layer, of latents and of gates: what `mixed_width` counts
-
-    An MLP without a gate has 2 i, and layers may have one norm or four. With adapters there is less of
-    norms, and what lies between two matrices of an adapter, see `Adapters.activation_bytes`. Sequence parallelism
-    shards all of it over the `tp` GPUs.
-    """
-    shape, num_bytes = cost.shape, cost.num_bytes
-    if cost.checkpointing == "full":
-        return shape.hidden_size * num_bytes / cost.tp
-    norms = layer.num_norms * shape.hidden_size * (4 + 2 * num_bytes) + cost.adapters.activation_bytes(layer)
-    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
-    attention = widths * num_bytes + 4 * layer.num_query_heads
-    held = 4 if layer.is_gated else 2
-    mlp = (held * layer.mlp_width + 2 * layer.experts_per_token * shape.hidden_size) * num_bytes
-    return (norms + attention + mlp) / cost.tp
-
-
-def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
-    """What a chunk holds for each token of a layer between the halves of its backward, on one GPU.
-
-    That are the inputs of its products with weights and the gradients of what these make, in the elements of
-    `activation_bytes_per_token`, whatever the activation checkpointing:
-
-        attention: h, its output; q + 2 kv of gradients, h                                 2 h + 2 q + 2 kv
-        MLP: h, the product that the last projection reads; 2 i of gradients, h            2 h + 3 i
-        of a mixture: each expert's input and the gradient of its output                   2 h an expert
-        of a recurrent layer, of latents and of gates: no more than `mixed_width`
-
-    A layer that has one of both, or both side by side, has one norm, and 2 h in place of 4 h. With adapters it is their
-    inputs and gradients, see `Adapters.pending_bytes`.
-    """
-    hidden_size = cost.shape.hidden_size
-    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
-    mlp = (3 if layer.is_gated else 2) * layer.mlp_width + 2 * layer.experts_per_token * hidden_size
-    held = (2 * min(layer.num_norms, 2) * hidden_size + widths + mlp) * cost.num_bytes
-    return (held + cost.adapters.pending_bytes(layer)) / cost.tp
 
 
 def stage_memory(
@@ -178,7 +126,7 @@ def stage_memory(
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
         kv_elements = held * _kv_elements_per_token(cost, on_stage)
         retained_bytes, input_bytes, *_ = token_bytes(cost, own, chunk_size)
-        working_bytes = max(_working_bytes_per_token(cost, layer) for layer in kinds)
+        working_bytes = max(working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
             StageMemory(
                 weights=ceil(held_bytes + unpacked_bytes),
@@ -297,19 +245,3 @@ def _largest_matrix(layer: Layer) -> int:
     Of recurrent layers what they keep for a backward tells it.
     """
     return max(layer.mlp_width, layer.query_width, layer.mixed_width)
-
-
-def _working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
-    """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer recomputed for it.
-
-    With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
-    """
-    shape = cost.shape
-    gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
-    gathered = shape.hidden_size if cost.tp > 1 else 0
-    whole = (
-        activation_bytes_per_token(replace(cost, checkpointing="none"), layer) if cost.checkpointing == "full" else 0
-    )
-    # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
-    made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
-    return (gradients + gathered) * cost.num_bytes + made + whole

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, again_of
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
@@ -20,7 +21,6 @@ from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
 
-Checkpointing = Literal["none", "full"]
 Precision = Literal["bf16", "fp32"]
 
 #: Which of optimizer states, gradients and weights are sharded over data-parallel ranks, each with those before it
@@ -95,7 +95,7 @@ class CostModel(Options):
     the layers that a stage has (`memory.stage_memory`).
 
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
-    "full" keeps the input of each layer of a chunk and recomputes the layer in its backward. `kv_offload`: keys, values
+    what a chunk in flight holds of each layer; the rest is run again in its backward. `kv_offload`: keys, values
     and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
@@ -123,8 +123,8 @@ class CostModel(Options):
     tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
     checkpointing: Checkpointing = option(
-        one_of("none", "full"),
-        "Whether layers are recomputed in a chunk's backward: none or full.",
+        one_of(*CHECKPOINTINGS, metavar="LEVEL"),
+        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says.",
         group=MACHINE,
         default="none",
     )
@@ -206,10 +206,10 @@ class CostModel(Options):
             pair=2e9 * slower * shape.mean(_attention_width) / tp / hardware.attention_flops,
             chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
-            layer_passes=3 if self.checkpointing == "full" else 2,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
         )
+        rates = rates._replace(again=again_of(self.checkpointing, shape, rates, product, ramp, copies * 1e9))
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
 
     def rates_on(self, dp: int) -> Rates:
@@ -261,21 +261,24 @@ class CostModel(Options):
 
     @property
     def passes(self) -> int:
-        """Forward and backward of a layer take as long as this many forwards, less what `Rates.frozen` says."""
-        return 1 + self.rates.layer_passes
+        """Forward and backward of a layer take about as long as this many forwards, less what `Rates.frozen` says."""
+        return 3 + round(self.rates.again.token / self.rates.token)
 
     @property
     def chunk_ns(self) -> int:
         """What a chunk's forward and backward take beside its tokens and attention pairs, on all model stages."""
-        return self.passes * self.chunk_overhead_ns - round(self.shape.num_layers * self.rates.frozen.chunk)
+        more = round(self.shape.num_layers * (self.rates.again.chunk - self.rates.frozen.chunk))
+        return 3 * self.chunk_overhead_ns + min(more, round(_MOST_OVERHEAD_NS))
 
     @property
     def linear_over_pair(self) -> float:
         """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
         rates, num_layers = self.rates, self.shape.num_layers
-        frozen = (rates.frozen.token + rates.frozen_head / num_layers) / self.passes
-        linear = rates.token + rates.head / num_layers - frozen
-        return linear / self.rates.pair if self.rates.pair else math.inf
+        frozen = rates.frozen.token + rates.frozen_head / num_layers
+        if not rates.pair:
+            return math.inf
+        pair = 3 * rates.pair + rates.again.pair
+        return (3 * rates.token + rates.again.token + pair / rates.pair * rates.head / num_layers - frozen) / pair
 
     @property
     def offload_chunk_size(self) -> int:

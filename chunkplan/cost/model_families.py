@@ -115,7 +115,8 @@ def _routed_mlp(config: Config, place: int) -> Fields:
     if is_dense:
         return dense(config["intermediate_size"])
     width = config["moe_intermediate_size"]
-    return experts(config, width, shared=(config.get("n_shared_experts") or 0) * width)
+    shared = (config.get("n_shared_experts") or 0) * width
+    return experts(config, width, shared) | {"router_width": config["hidden_size"]}
 
 
 def deepseek(config: Config, kind: str, place: int) -> Fields:

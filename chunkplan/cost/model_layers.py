@@ -17,7 +17,8 @@ Fields = dict[str, Any]
 def grouped(config: Config, *, window: int | None = None, gate: bool = False, shared: bool = False) -> Fields:
     """Grouped queries (Ainslie et al., arXiv 2305.13245), with a `window` if one is given.
 
-    `gate`: outputs have a gate of their own. `shared`: values are what keys are projected to.
+    `gate`: outputs have a gate of their own. `shared`: values are what keys are projected to. Queries and
+    keys have norms where the config, or its family, says `use_qk_norm`.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -33,6 +34,8 @@ def grouped(config: Config, *, window: int | None = None, gate: bool = False, sh
         "window": window,
         "mixer_parameters": hidden * ((3 if gate else 2) * query + (1 if shared else 2) * kv),
         "mixed_width": 2 * query if gate else 0,
+        "normed_width": query + kv if config.get("use_qk_norm") else 0,
+        "wide_norms": bool(config.get("wide_norms")),
     }
 
 
@@ -52,7 +55,8 @@ def latent(config: Config) -> Fields:
         "output_width": heads * value,
         "latent_width": rank + rope,
         "mixer_parameters": queries + keys_and_values + heads * value * hidden,
-        "mixed_width": 2 * (query_rank + rank) + rope,
+        "mixed_width": 2 * (query_rank + rank) + rope + heads * (key - rope),
+        "normed_width": query_rank + rank,
     }
 
 

@@ -100,10 +100,12 @@ _CONVOLUTIONS: Entries = {**_DENSE, "conv_L_cache": _SIZE, "full_attn_idxs?": _P
 
 _SLIDES, _HYBRID = (FULL, SLIDING), (FULL, LINEAR)
 _TIED, _WINDOWED = {"tie_word_embeddings": True}, {"sliding_window": 4096}
+_NORMED = {"use_qk_norm": True}
+_WIDE = {**_NORMED, "wide_norms": True}
 _LATENT_EXPERTS = Family({**_ROUTED, **_LATENT}, of.deepseek, defaults={"first_k_dense_replace": 3})
 _EVERY_FOURTH = of.every("full_attention_interval", 4, LINEAR)
-_QWEN_HYBRID = Family({**_DENSE, **_QWEN_DELTA}, of.delta, _EVERY_FOURTH, True, _HYBRID)
-_QWEN_HYBRID_MOE = Family({**_QWEN_MOE, **_QWEN_DELTA, **_SHARED}, of.delta, _EVERY_FOURTH, True, _HYBRID)
+_QWEN_HYBRID = Family({**_DENSE, **_QWEN_DELTA}, of.delta, _EVERY_FOURTH, True, _HYBRID, _WIDE)
+_QWEN_HYBRID_MOE = Family({**_QWEN_MOE, **_QWEN_DELTA, **_SHARED}, of.delta, _EVERY_FOURTH, True, _HYBRID, _WIDE)
 
 #: By `model_type`.
 FAMILIES: dict[str, Family] = {
@@ -120,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         of.every("", 2, SLIDING),
         True,
         _SLIDES,
-        {**_TIED, **_WINDOWED, "head_dim": 256},
+        {**_TIED, **_WINDOWED, "wide_norms": True, "head_dim": 256},
     ),
     "gemma3_text": Family(
         {**_DENSE, **_HEAD_DIM, **_SLIDING, "use_bidirectional_attention?": _NOTHING},
@@ -130,6 +132,7 @@ FAMILIES: dict[str, Family] = {
         _SLIDES,
         {
             **_TIED,
+            **_WIDE,
             "head_dim": 256,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
@@ -158,7 +161,7 @@ FAMILIES: dict[str, Family] = {
         of.gemma4_type,
         True,
         _SLIDES,
-        {**_TIED, "head_dim": 256, "hidden_size_per_layer_input": 256, "sliding_window": 512},
+        {**_TIED, **_WIDE, "head_dim": 256, "hidden_size_per_layer_input": 256, "sliding_window": 512},
     ),
     "glm4": Family(_DENSE, of.gemma),
     "glm4_moe": Family(_ROUTED, of.glm_moe, defaults={"first_k_dense_replace": 1}),
@@ -225,7 +228,13 @@ FAMILIES: dict[str, Family] = {
         of.lfm2_type,
         True,
         (FULL, CONVOLUTION),
-        {**_TIED, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        {
+            **_TIED,
+            **_NORMED,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
     ),
     "lfm2_moe": Family(
         {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": _COUNT},
@@ -233,7 +242,7 @@ FAMILIES: dict[str, Family] = {
         of.lfm2_type,
         True,
         (FULL, CONVOLUTION),
-        _TIED,
+        {**_TIED, **_NORMED},
     ),
     "llama": Family(_DENSE, of.plain),
     "llama4_text": Family(
@@ -251,6 +260,7 @@ FAMILIES: dict[str, Family] = {
         of.llama4_type,
         True,
         (FULL, CHUNKED),
+        _NORMED,
     ),
     "mamba2": Family(
         {
@@ -261,7 +271,7 @@ FAMILIES: dict[str, Family] = {
         of.linear,
         types=(LINEAR,),
     ),
-    "minimax_m2": Family({**_LOCAL, **_HEAD_DIM}, of.mixture),
+    "minimax_m2": Family({**_LOCAL, **_HEAD_DIM}, of.mixture, defaults=_NORMED),
     "ministral3": Family({**_DENSE, **_HEAD_DIM, **_WINDOW}, of.plain, of.all_slide, types=_SLIDES),
     "mistral": Family({**_DENSE, **_WINDOW}, of.plain, of.all_slide, types=_SLIDES, defaults=_WINDOWED),
     "mixtral": Family({**_LOCAL, **_WINDOW}, of.mixture, of.all_slide, types=_SLIDES),
@@ -281,16 +291,24 @@ FAMILIES: dict[str, Family] = {
         True,
         (FULL, LINEAR, MLP, EXPERTS),
     ),
-    "olmo2": Family(_DENSE, of.plain),
-    "olmo3": Family({**_DENSE, **_SLIDING}, of.plain, of.every("", 4, SLIDING), True, _SLIDES),
-    "olmo_hybrid": Family({**_DENSE, **_DELTA}, of.olmo_hybrid, of.every("", 4, LINEAR), True, _HYBRID),
+    "olmo2": Family(_DENSE, of.plain, defaults=_WIDE),
+    "olmo3": Family({**_DENSE, **_SLIDING}, of.plain, of.every("", 4, SLIDING), True, _SLIDES, _WIDE),
+    "olmo_hybrid": Family({**_DENSE, **_DELTA}, of.olmo_hybrid, of.every("", 4, LINEAR), True, _HYBRID, _WIDE),
     "phi3": Family({**_DENSE, **_WINDOW}, of.plain, of.all_slide, types=_SLIDES),
     "qwen2": Family({**_DENSE, **_WINDOW}, of.plain, of.later_slide, True, _SLIDES, _WINDOWED),
     "qwen2_moe": Family({**_QWEN_MOE, **_WINDOW, **_SHARED}, of.qwen_moe, of.qwen2_moe_type, True, _SLIDES, _WINDOWED),
-    "qwen3": Family({**_DENSE, **_HEAD_DIM, **_WINDOW}, of.plain, of.later_slide, True, _SLIDES, _WINDOWED),
+    "qwen3": Family(
+        {**_DENSE, **_HEAD_DIM, **_WINDOW}, of.plain, of.later_slide, True, _SLIDES, {**_WINDOWED, **_NORMED}
+    ),
     "qwen3_5_moe_text": _QWEN_HYBRID_MOE,
     "qwen3_5_text": _QWEN_HYBRID,
-    "qwen3_moe": Family({**_QWEN_MOE, **_WINDOW}, of.qwen_moe, of.all_slide_if_used, types=_SLIDES, defaults=_WINDOWED),
+    "qwen3_moe": Family(
+        {**_QWEN_MOE, **_WINDOW},
+        of.qwen_moe,
+        of.all_slide_if_used,
+        types=_SLIDES,
+        defaults={**_WINDOWED, **_NORMED},
+    ),
     "qwen3_next": _QWEN_HYBRID_MOE,
 }
 

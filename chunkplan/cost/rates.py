@@ -12,25 +12,36 @@ class LayerTime(NamedTuple):
     chunk: float = 0.0
 
 
+class Again(NamedTuple):
+    """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
+
+    `exchange`: how often it waits again for the ranks that share heads, and for those that share pages.
+    """
+
+    token: float = 0.0
+    pair: float = 0.0
+    chunk: float = 0.0
+    exchange: tuple[int, int] = (0, 0)
+
+
 class Rates(NamedTuple):
     """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
-    model stage only. `layer_passes`: a backward takes as long as that many forwards of its layers (2, and 1 more where
-    layers are recomputed inside it), less what `frozen` and, of a token in the head, `frozen_head` say: gradients of
-    weights that are not trained. `weight_half`: what the weight half of a backward takes, None: as long as a forward
-    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
-    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
-    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
-    no less.
+    model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
+    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. `weight_half`:
+    what the weight half of a backward takes, None: as long as a forward without attention. `link_token` and `link` are
+    a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes where they are
+    sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both go on beside
+    the work of the layer before, so what needs them takes no less.
     """
 
     token: float
     pair: float
     chunk: float
     head: float = 0.0
-    layer_passes: int = 2
+    again: Again = Again()
     link_token: float = 0.0
     link: float = 0.0
     gather: float = 0.0

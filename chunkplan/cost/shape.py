@@ -38,6 +38,9 @@ class Layer:
     A recurrent layer (linear attention, state space, convolution) has states of `state_elements` for a sequence, and
     goes through them `state_products` times with each token. A layer may have both.
 
+    `normed_width`: of queries, keys and latents, what has a norm of its own. `wide_norms`: all norms multiply by their
+    weights in float32. `router_width`: what a router reads in float32.
+
     `mixer_parameters` are those of the matrices of attention and of what stands in its place, and `mixed_width` what a
     backward reads of it beside queries, keys, values and outputs.
 
@@ -60,6 +63,9 @@ class Layer:
     state_products: int = 0
     mixer_parameters: int = 0
     mixed_width: int = 0
+    normed_width: int = 0
+    wide_norms: bool = False
+    router_width: int = 0
     mlp_width: int = 0
     all_mlp_width: int = 0
     experts_per_token: int = 0
@@ -84,6 +90,12 @@ class Layer:
     def attention_width(self) -> float:
         """Multiply-adds of half an attention pair: of its score and of its output."""
         return (self.query_width + self.output_width) / 2
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are at most, by the widths, in which a shared one may be; 0 in a dense layer."""
+        sent = self.experts_per_token
+        return -(-self.all_mlp_width * (sent + 1) // self.mlp_width) if sent else 0
 
     def parameters(self, hidden_size: int) -> int:
         """Of its matrices. What else there is, is under 1%."""

@@ -13,9 +13,15 @@ from chunkplan.errors import DataError
 
 _COUNT = whole(0, 10**18)
 _MOST_LAYERS = 100_000
+#: Entries of a layer that are there only where they say something: earlier versions did not have them.
+_IF_SET = ("normed_width", "wide_norms", "router_width")
 _LAYER: dict[str, Expected] = {
-    field.name: {"int": _COUNT, "bool": FLAG}.get(str(field.type), or_null(whole(1, 10**18))) for field in fields(Layer)
+    field.name + "?" * (field.name in _IF_SET): {"int": _COUNT, "bool": FLAG}.get(
+        str(field.type), or_null(whole(1, 10**18))
+    )
+    for field in fields(Layer)
 }
+_OF_KIND = {name.removesuffix("?") for name in _LAYER}
 _AROUND: dict[str, Domain] = {
     "name": TEXT,
     "num_layers": whole(1, _MOST_LAYERS),
@@ -68,7 +74,10 @@ def entries_of_shape(shape: ModelShape) -> Mapping[str, Any]:
         if kind == plain_layer(shape.hidden_size, **widths):
             values = around | widths
             return {field.name: values[field.name] for field in fields(_PlainShape)}
-    return {**around, "kinds": [asdict(kind) for kind in shape.kinds], "order": list(shape.order)}
+    kinds = [
+        {name: value for name, value in asdict(kind).items() if value or name not in _IF_SET} for kind in shape.kinds
+    ]
+    return {**around, "kinds": kinds, "order": list(shape.order)}
 
 
 def shape_of_entries(values: Any, *, where: str, hint: str) -> ModelShape:
@@ -92,7 +101,7 @@ def shape_of_entries(values: Any, *, where: str, hint: str) -> ModelShape:
 def _of_differing(values: Mapping[str, Any], where: str, hint: str) -> ModelShape:
     found = find_mismatch(values, _DIFFERING, "shape")
     unknown = sorted(set(values) - set(_DIFFERING))
-    unknown += sorted({name for kind in values["kinds"] for name in kind} - set(_LAYER)) if not found else []
+    unknown += sorted({name for kind in values["kinds"] for name in kind} - _OF_KIND) if not found else []
     order = values["order"] if not found else []
     if not found and (len(order) != values["num_layers"] or set(order) != set(range(len(values["kinds"])))):
         found = "`shape.order` has to have a place in `shape.kinds` for each of the layers, and all of them"

@@ -120,16 +120,16 @@ def _shared_times(
     k = most_kept(tokens, config.k, config.k_by_length)
     forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
-    own_forward = (
-        rates.token * own / size + rates.chunk + rates.pair * attention_pairs_of(own, begins, cost.shape.sights) / size
-    )
-    frozen = rates.frozen.token * own / size + rates.frozen.chunk
+    more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
+    pairs = attention_pairs_of(own, begins, cost.shape.sights) / size
+    own_forward = rates.token * own / size + rates.chunk + rates.pair * pairs
+    own_backward = 2 * own_forward + more[0] * own / size + more[1] + rates.again.pair * pairs
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
         forward = num_layers * (own_forward + exchange.forward)
-        backward = num_layers * (rates.layer_passes * own_forward + exchange.backward - frozen)
+        backward = num_layers * (own_backward + exchange.backward)
         head = (3 * rates.head - rates.frozen_head) * own / size
         times = sum_runs(whole_ns(forwards * forward + backward + head), starts)
         by_heads[times < best] = heads

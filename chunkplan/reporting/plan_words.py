@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.manifest_entries import Selection
@@ -89,10 +90,11 @@ def rank_time_words(row: RankRow) -> list[str]:
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
     if all(each.num_tokens is None for each in longest):
-        return "Sequences of any length fit"
+        return "room in any step for a sequence of any length"
     alone, *shared = ("none" if each.num_tokens == 0 else tokens_words(each.num_tokens) for each in longest)
-    words = [f"by {each.num_ranks:,} {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
-    return f"Longest sequence that fits, in tokens: {alone}{'; shared ' if words else ''}{', '.join(words)}"
+    words = [f"by {each.num_ranks:,} ranks {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
+    ranks = f"; shared {', '.join(words)}" if words else ""
+    return f"room in any step, in tokens of a sequence: {alone}{ranks}"
 
 
 def tokens_words(num_tokens: int | None) -> str:
@@ -115,7 +117,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
     if rank := cost_model.get("lora_rank", 0):
         words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
-    words += ["activation checkpointing"] if cost_model["checkpointing"] == "full" else []
+    words += checkpointing_words(cost_model["checkpointing"], "activation checkpointing")
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])
 

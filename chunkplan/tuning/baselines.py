@@ -69,8 +69,8 @@ class Baseline:
 def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]) -> list[Baseline]:
     """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
 
-    Each runs with full activation checkpointing where it does not fit without, and shares more where it does not fit
-    even so; where nothing helps, its time is what it would take on larger GPUs.
+    Each runs with the first level of activation checkpointing that fits, and shares more where it does not fit even
+    so; where nothing helps, its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
 
@@ -145,7 +145,7 @@ def _run(
     layout: GpuLayout,
     cp: int = 1,
 ) -> Baseline:
-    """Take the time and memory of a baseline: without activation checkpointing if that fits, else with."""
+    """Take the time and memory of a baseline, with the first level of activation checkpointing that fits."""
     edges = itertools.pairwise(sample.first_of_step)
     sights = options.shape.sights
     steps = [make(sample.num_tokens[start:stop].astype(np.int64), sights) for start, stop in edges]

@@ -62,7 +62,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
     `chosen` is what a plan is built with: the recommended choice, where there is one, else the fastest.
     """
     options, chosen = tuning.options, tuning.best
-    first, best = tuning.baselines[0].step_ns, tuning.best_baseline
+    first = tuning.baselines[0].step_ns
     return {
         "kind": "tuning",
         "schema_version": VERSION,
@@ -83,7 +83,11 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
         "recommended": tuning.recommended is not None,
         "fastest": _choice_entry(tuning.chosen),
         "speedup": first / chosen.step_ns,
-        "speedup_over_best": None if best is None else best.step_ns / chosen.step_ns,
+        "speedup_over_best": tuning.gain,
+        "fewest_gpus": tuning.fewest_gpus,
+        "epoch_seconds": tuning.epoch_hours * 3600,
+        "gpu_hours": tuning.gpu_hours,
+        "price": None if options.gpu_hour_price is None else options.gpu_hour_price * tuning.gpu_hours,
         "cost_model": cast(CostModelEntry, chosen.cost.to_dict()),
     }
 

@@ -161,6 +161,10 @@ class TuningDocument(TypedDict):
     fastest: NotRequired[ChoiceEntry]
     speedup: NotRequired[float]
     speedup_over_best: NotRequired[float | None]
+    fewest_gpus: NotRequired[int]
+    epoch_seconds: NotRequired[float]
+    gpu_hours: NotRequired[float]
+    price: NotRequired[float | None]
     cost_model: CostModelEntry
 
 

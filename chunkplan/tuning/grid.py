@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
 from chunkplan.planning.pipeline import result_of
+from chunkplan.tuning.levels import Ladder, Tried, Wanted, Way, climb, first_levels, rungs, worth_sharding
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
@@ -30,26 +30,6 @@ _WINNERS = 4
 
 #: Called after every configuration that was tried.
 Tick = Callable[[], None]
-
-
-class Way(NamedTuple):
-    """What is tried with all Ks: a schedule, who may share sequences, the layers of stages, and a ChunkSize."""
-
-    schedule: str
-    cp: str | int
-    stage_layers: tuple[int, ...] | None
-    chunk_size: int
-
-    def config(self, options: TuneOptions, layout: GpuLayout, k: int) -> PlanConfig:
-        """Return the configuration of a plan."""
-        config = options.plan_config(layout, self.chunk_size, k, self.schedule, self.cp)
-        return replace(config, stage_layers=self.stage_layers)
-
-
-#: Ks of ways that are to be tried; what came of those that were; the rungs that a way may take, with that.
-Wanted = dict[Way, list[int]]
-Tried = dict[Way, list[Outcome]]
-Ladder = list[tuple[MemorySaving, list[Outcome]]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,8 @@ def try_grid(
     """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; and, on a
     pipeline, the fastest of all with sequences cut into parts of equal time.
 
-    A choice is of the first rung of the ladder that fits; where none does, of the last. Where data-parallel ranks may
+    A choice is of the first rung of the ladder that fits; where none does, of the last. Which one it
+    is, what stages hold without checkpointing tells; where it does not fit, those after it are tried. Where ranks may
     share more than one thing, each that spares recomputing, or fits what otherwise does not, makes a choice of its own.
     """
     ways = ways_to_try(sample, options, layout, chunk_sizes)
@@ -107,15 +88,14 @@ def try_grid(
             return outcomes
 
         plain = tries(LADDER[0], {way: _sensible_ks(ks, way.chunk_size, sample) for way in ways}, first)
-        tight = [way for way in ways if not any(_fits(each, each.cost, options) for each in plain[way])]
-        full = tries(LADDER[2], {way: _sensible_ks(ks, way.chunk_size, sample) for way in tight}, first)
-        tried = [(plain, full)]
-        for sharding in others:
-            without, with_checkpoints = _worth_sharding(sharding, plain, full, options, layout)
-            tried.append((tries(LADDER[0], without, sharding), tries(LADDER[2], with_checkpoints, sharding)))
-    for of_plain, of_full in tried:
-        rungs = _rungs(of_plain, of_full, options, layout)
-        for ladder in rungs.values():
+        tried = [[plain, *climb(tries, first_levels(plain, first, options, layout)[1:], first, options, layout)]]
+        tried += [
+            climb(tries, worth_sharding(sharding, plain, options, layout), sharding, options, layout)
+            for sharding in others
+        ]
+    for of_levels in tried:
+        ladders = rungs(of_levels, options, layout)
+        for ladder in ladders.values():
             for k in dict.fromkeys(outcome.config.k for _, outcomes in ladder for outcome in outcomes):
                 made = [
                     _choice(outcome, memory, options, sample)
@@ -124,7 +104,7 @@ def try_grid(
                     if outcome.config.k == k
                 ]
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
-        choices += _mixed(sample, options, list(rungs.values()))
+        choices += _mixed(sample, options, list(ladders.values()))
     return choices + _cut_by_cost(sample, options, choices)
 
 
@@ -137,48 +117,6 @@ def _cancelling(pool: ThreadPoolExecutor, cancelled: threading.Event) -> Iterato
         cancelled.set()
         pool.shutdown(cancel_futures=True)
         raise
-
-
-def _rungs(plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout) -> dict[Way, Ladder]:
-    """Return the rungs that each way may take, with what was tried on each, from the fastest on."""
-    return {
-        way: [
-            (memory, tried[way])
-            for tried, rungs in ((plain, LADDER[:2]), (full, LADDER[2:]))
-            if way in tried
-            for memory in _usable(rungs, way.chunk_size, options, layout)
-        ]
-        for way in dict.fromkeys([*plain, *full])
-    }
-
-
-def _worth_sharding(
-    sharding: Sharding, plain: Tried, full: Tried, options: TuneOptions, layout: GpuLayout
-) -> tuple[Wanted, Wanted]:
-    """Return the Ks of each way that fit without checkpointing, or else with it, if ranks share that, and do not while
-    they share less.
-
-    What a stage holds of chunks is taken from the trials with least sharding.
-    """
-    shardings = options.shardings_of(layout)
-    less = shardings[: shardings.index(sharding)]
-    wanted: tuple[Wanted, Wanted] = ({}, {})
-    for way, ladder in _rungs(plain, full, options, layout).items():
-        for place, k in enumerate(outcome.config.k for outcome in plain[way]):
-            fits_at = {
-                one: next(
-                    (
-                        LADDER.index(memory) // 2
-                        for memory, outcomes in ladder
-                        if _fits(outcomes[place], options.cost(layout, memory, one), options)
-                    ),
-                    2,
-                )
-                for one in (*less, sharding)
-            }
-            if fits_at[sharding] < min(fits_at[one] for one in less):
-                wanted[fits_at[sharding]].setdefault(way, []).append(k)
-    return wanted
 
 
 def ways_to_try(sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int]) -> list[Way]:
@@ -210,18 +148,6 @@ def _sensible_ks(ks: Sequence[int], chunk_size: int, sample: Sample) -> list[int
     most_parts = -(-int(sample.num_tokens.max()) // chunk_size)
     enough = min((k for k in ks if k >= most_parts), default=max(ks))
     return [k for k in ks if k <= enough]
-
-
-def _usable(
-    rungs: Sequence[MemorySaving], chunk_size: int, options: TuneOptions, layout: GpuLayout
-) -> list[MemorySaving]:
-    """Leave out rungs whose transfers to and from host memory would take longer than what hides them."""
-    least = options.cost(layout, LADDER[0]).offload_chunk_size
-    return [rung for rung in rungs if not rung.kv_offload or chunk_size >= least]
-
-
-def _fits(outcome: Outcome, cost: CostModel, options: TuneOptions) -> bool:
-    return outcome.memory(cost).total <= options.gpu_memory
 
 
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, Checkpointing, CostModel, Precision, Sharding
+from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
-from chunkplan.domains import MOST, one_of, several, tokens, whole
+from chunkplan.domains import MOST, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, same
 
@@ -44,12 +45,7 @@ class MemorySaving(NamedTuple):
 
 
 #: From the fastest to the one that takes least memory.
-LADDER = (
-    MemorySaving("none", False),
-    MemorySaving("none", True),
-    MemorySaving("full", False),
-    MemorySaving("full", True),
-)
+LADDER = tuple(MemorySaving(level, kv_offload) for level in CHECKPOINTINGS for kv_offload in (False, True))
 
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
@@ -96,6 +92,12 @@ class TuneOptions(Options):
     )
     lora_rank: int = same(CostModel, "lora_rank")
     load_in_4bit: bool = same(CostModel, "load_in_4bit")
+    gpu_hour_price: float | None = option(
+        number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
+        "Price of a GPU for an hour: what an epoch costs is said too.",
+        group=MACHINE,
+        default=None,
+    )
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
     seed: int = same(PlanConfig, "seed", group=_TRIED)
     chunk_sizes: tuple[int, ...] = option(

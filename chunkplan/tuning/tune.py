@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
@@ -20,6 +21,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
+from chunkplan.tuning.fewest import fewest_gpus
 from chunkplan.tuning.grid import Choice, try_grid, ways_to_try
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
@@ -37,6 +39,9 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 
 #: Times this close are the same: of these the choice is the one that takes least memory.
 _SAME = 1.005
+
+#: What is less than this many times as fast is no gain: predictions are no better.
+_A_GAIN = 1.03
 
 #: Called with (runs done, runs to do); a run is a ChunkSize and schedule, with all Ks.
 Progress = Callable[[int, int], None]
@@ -58,8 +63,9 @@ class Tuning:
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
     the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
-    compared. Each of `baselines` is on the layout that is best for it. `token_histogram`: of the data.
-    `positions`: the data against what the model takes, None where its config does not say that.
+    compared. Each of `baselines` is on the layout that is best for it. `fewest_gpus` that fit: as many as are used, or
+    fewer of 1, 2, 4 and so on. `token_histogram`: of the data. `positions`: the data against what the model takes, None
+    where its config does not say that.
     """
 
     options: TuneOptions
@@ -69,6 +75,7 @@ class Tuning:
     recommended: Choice | None
     pareto: tuple[int, ...]
     layouts: tuple[FirstLook, ...]
+    fewest_gpus: int
     num_sequences: int
     longest_sequence: int
     tokens_per_step: float
@@ -85,6 +92,26 @@ class Tuning:
         """The fastest baseline that fits and loses no token; None where there is none."""
         fitting = [row for row in self.baselines if row.fits and not row.lost]
         return min(fitting, key=lambda row: row.step_ns, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the best baseline the best choice is; None where no baseline fits."""
+        return None if self.best_baseline is None else self.best_baseline.step_ns / self.best.step_ns
+
+    @property
+    def has_gain(self) -> bool:
+        """Whether there is anything to gain over what people run today."""
+        return self.gain is None or self.gain >= _A_GAIN
+
+    @property
+    def epoch_hours(self) -> float:
+        """Hours of an epoch with the best choice."""
+        return self.num_sequences / self.options.global_batch * self.best.step_ns / 3.6e12
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of an epoch with the best choice."""
+        return self.epoch_hours * self.best.layout.gpus
 
 
 def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
@@ -122,8 +149,9 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     if chosen is not None and chosen.plan_only is not None:
         recommended = _verified(choices, heaviest, options, lambda choice: choice.fits and choice.plan_only is None)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
+    gpus = choices[0].layout.gpus
     if chosen is None:
-        raise _nothing_fits(choices[0], options)
+        raise _nothing_fits(choices[0], options, fewest_gpus(sample, options, above=gpus))
     return Tuning(
         options=options,
         baselines=tuple(baselines(sample, options, options.layouts_of_today())),
@@ -132,6 +160,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         recommended=recommended,
         pareto=_pareto(choices, runnable=recommended is not None),
         layouts=tuple(compared),
+        fewest_gpus=min(gpus, fewest_gpus(sample, options) or gpus),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
         tokens_per_step=sample.tokens_per_step,
@@ -217,11 +246,11 @@ def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
     return tuple(front)
 
 
-def _nothing_fits(smallest: Choice, options: TuneOptions) -> UsageError:
+def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) -> UsageError:
     memory, layout = smallest.memory, smallest.layout
     states = memory.weights + memory.gradients + memory.optimizer
     how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
-    how += ["full checkpointing"] if smallest.cost.checkpointing == "full" else []
+    how += checkpointing_words(smallest.cost.checkpointing, "full checkpointing")
     how += ["KV offload"] if smallest.cost.kv_offload else []
     how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
     everything = options.sharding in ("auto", "weights")
@@ -229,7 +258,7 @@ def _nothing_fits(smallest: Choice, options: TuneOptions) -> UsageError:
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
-        hint="more GPUs (--gpus, --dp, --pp)"
+        hint=("more GPUs (--gpus, --dp, --pp)" if enough is None else f"more GPUs (--gpus {enough} is enough)")
         + ("" if everything else ", --sharding auto")
         + ("" if options.lora_rank else ", adapters (--lora-rank)")
         + ("" if options.load_in_4bit or not options.lora_rank else ", --load-in-4bit")

@@ -10,7 +10,7 @@ from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
 from chunkplan.config.intake import CONVERSATIONS
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import ChunkplanError
 from chunkplan.quantities import counted
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
@@ -92,13 +92,9 @@ def _print_gain(analysis: Analysis) -> None:
     from chunkplan.tuning.headline import headline
     from chunkplan_cli.tune_report import print_headline
 
-    try:
-        with note_compilation():
-            found = headline(analysis)
-    except UsageError as error:
-        warn(f"what chunks would gain is not known: {error.message}")
-    else:
-        print_headline(stdout(), found)
+    with note_compilation():
+        found = headline(analysis)
+    print_headline(stdout(), found)
 
 
 def describe_old(target: Path) -> str | None:

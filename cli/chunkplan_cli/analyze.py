@@ -111,7 +111,7 @@ def analyze(
         bool,
         typer.Option(
             "--headline",
-            help="Also predict what chunks would gain, for Qwen2.5-7B on 16 H100s. Takes some seconds.",
+            help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute.",
         ),
     ] = False,
     output: Annotated[

@@ -10,6 +10,8 @@ import typer
 from rich.table import Table
 
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.checkpointing import Checkpointing
+from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
 from chunkplan.options import Options, option, same
 from chunkplan_cli.declared import Given, JsonOption, make, takes
@@ -43,7 +45,7 @@ class ParityOptions(Options):
     seed: int = option(whole(), "Seed of weights and tokens.", group=_WHAT, default=0)
     attention: str = option(KERNEL, "Attention kernel of the chunks.", group=_HOW, default="auto")
     kv_offload: bool = option(FLAG, "Keep keys and values in host memory.", group=_HOW, default=False)
-    checkpointing: bool = option(FLAG, "Recompute layers inside of a chunk's backward.", group=_HOW, default=False)
+    checkpointing: Checkpointing = same(CostModel, "checkpointing", group=_HOW)
 
 
 @takes(asked=ParityOptions)

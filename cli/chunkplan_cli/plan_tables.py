@@ -152,10 +152,11 @@ def _memory(memory: PlanMemory | None) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
+    longest = longest_words(memory.longest)
     shared = f"{sharding_words(memory.sharding, memory.dp)}\n" if memory.dp > 1 else ""
     return Text.assemble(
         ("Memory", "bold"),
         f" on {place}: {total}",
         (fits, "bold"),
-        f"\n{words}\n{shared}{longest_words(memory.longest)}",
+        f"\n{words}\n{shared}{longest[0].upper()}{longest[1:]}",
     )

@@ -1,14 +1,16 @@
-"""Prints a tuning in the terminal: baselines, choices, and the one to take. Readable at 80 columns."""
+"""Prints a tuning in the terminal: baselines, choices, and in a box the one to take. Readable at 80 columns."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
@@ -18,14 +20,14 @@ if TYPE_CHECKING:
 
 #: Choices that are shown: the fastest, others that need less memory than all faster ones, and beside what the runtime
 #: can run, the fastest that it cannot.
-_MOST_FASTEST, _MOST_PARETO, _MOST_PLAN_ONLY = 12, 8, 4
+_MOST_FASTEST, _MOST_PARETO, _MOST_PLAN_ONLY = 8, 5, 3
 
-#: On narrower screens the columns of the choices lie closer together, so that fewer rows are broken.
+#: On narrower screens the table of choices has fewer columns, and these lie closer together.
 _WIDE = 116
 
 
 def print_tuning(console: Console, tuning: Tuning) -> None:
-    """Print what a tuning is for, its baselines, the choices that are worth a look, and the one to take."""
+    """Print what a tuning is for, its baselines, the choices that are worth a look, and in a box the one to take."""
     options = tuning.options
     gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
     adapters = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
@@ -40,10 +42,16 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
         console.print()
     console.print(_baselines(tuning))
     console.print()
-    console.print(_choices(tuning, gap=2 if console.width >= _WIDE else 1))
+    console.print(_choices(tuning, wide=console.width >= _WIDE))
+    num_fitting = sum(choice.fits for choice in tuning.choices)
+    console.print(
+        "> recommended   * less memory than all above it   layout: dp x tp x pp\n"
+        f"{num_fitting:,} of {len(tuning.choices):,} choices fit",
+        style="dim",
+    )
     console.print()
-    for line in _verdict(tuning):
-        console.print(line)
+    title = "recommended" if tuning.recommended else "fastest, plan only"
+    console.print(Panel(_verdict(tuning), title=title, title_align="left", expand=False))
 
 
 def _layout_words(choice: Choice) -> str:
@@ -68,7 +76,7 @@ def _baselines(tuning: Tuning) -> Table:
     table = _table("What people run today", *layouts, "step", "tokens/s", "memory", "notes", first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
-        notes = ["checkpointing"] if row.checkpointing == "full" else []
+        notes = checkpointing_words(row.checkpointing)
         notes += [ZERO[row.sharding]] if row.sharding != "optimizer" and row.layout.dp > 1 else []
         notes += [f"{percent(row.lost)} lost"] if row.lost else []
         table.add_row(
@@ -83,114 +91,135 @@ def _baselines(tuning: Tuning) -> Table:
     return table
 
 
-def _choices(tuning: Tuning, gap: int) -> Table:
-    table = _table(
-        "Chunked", "chunk", "K", "schedule", "step", "MFU", "bubble", "recompute", "memory", "notes", first=""
-    )
-    table.padding = (0, gap, 0, 0)
+def _choices(tuning: Tuning, *, wide: bool) -> Table:
     fitting = [choice for choice in tuning.choices if choice.fits]
     others = [place for place, choice in enumerate(fitting) if choice.plan_only and tuning.recommended]
-    shown = set([place for place in range(len(fitting)) if place not in others][:_MOST_FASTEST])
+    of_each: dict[tuple[object, ...], int] = {}  # a K beyond what sequences need changes nothing
+    for place, choice in enumerate(fitting):
+        of_each.setdefault((choice.config.chunk_size, choice.layout, *_how(choice), choice.step_ns), place)
+    shown = set([place for place in of_each.values() if place not in others][:_MOST_FASTEST])
     shown |= set([place for place in tuning.pareto if place not in shown][:_MOST_PARETO])
     shown |= set(others[:_MOST_PLAN_ONLY])
     shown |= {place for place, choice in enumerate(fitting) if choice in (tuning.chosen, tuning.recommended)}
     with_layout = len({choice.layout for choice in fitting}) > 1
+    table = _table(
+        "In chunks, fastest first",
+        *("chunk", "K", *(["layout"] if with_layout else []), "step", "tokens/s", "MFU"),
+        *(["bubble", "recompute"] if wide else []),
+        *("memory", "how"),
+        first="",
+    )
+    table.padding = (0, 2 if wide else 1, 0, 0)
     for place in sorted(shown):
         choice = fitting[place]
         is_the_one = choice is tuning.best
-        notes = [f"{choice.layout.dp}x{choice.layout.tp}x{choice.layout.pp}"] if with_layout else []
-        notes += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
-        layers = choice.config.stage_layers
-        notes += [] if layers is None else [f"layers {','.join(map(str, layers))}"]
-        notes += split_words(choice.config)
-        notes += ["plan only"] if place in others else []
-        notes += memory_words(choice)
+        layout = ["x".join(map(str, choice.layout))] if with_layout else []
+        shares = [percent(choice.bubble), percent(choice.recompute_share)] if wide else []
         table.add_row(
             (">" if is_the_one else " ") + ("*" if place in tuning.pareto else " "),
             f"{choice.config.chunk_size:,}",
             k_words(choice.config.k, choice.config.k_by_length),
-            str(choice.config.schedule),
+            *layout,
             seconds(choice.step_ns / 1e3),
+            f"{choice.tokens_per_second:,.0f}",
             percent(choice.mfu),
-            percent(choice.bubble),
-            percent(choice.recompute_share),
+            *shares,
             gibibytes(choice.memory.total),
-            ", ".join(notes),
+            ", ".join([*(["plan only"] if place in others else []), *_how(choice)]),
             style="bold" if is_the_one else None,
         )
     return table
 
 
-def _verdict(tuning: Tuning) -> list[Text]:
+def _how(choice: Choice) -> list[str]:
+    """Say how a choice is run, beside its ChunkSize, K and layout."""
+    words = [str(choice.config.schedule)] if choice.layout.pp > 1 else []
+    words += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
+    layers = choice.config.stage_layers
+    words += [] if layers is None else [f"layers {','.join(map(str, layers))}"]
+    return [*words, *split_words(choice.config), *memory_words(choice)]
+
+
+def _verdict(tuning: Tuning) -> Table:
+    """Build what is in the box: the setting, what it gains, and what it costs."""
+    choice, options = tuning.best, tuning.options
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    rate = f"{seconds(choice.step_ns / 1e3)}, {choice.tokens_per_second:,.0f} tokens/s, MFU {percent(choice.mfu)}"
+    used = tuning.gpu_hours
+    hours = f"{seconds(tuning.epoch_hours * 3.6e9)}, {f'{used:,.1f}' if used >= 1 else f'{used:.2g}'} GPU-hours"
+    if options.gpu_hour_price is not None:
+        hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
+    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
+    rows.append(("memory", _memory_words(tuning)))
+    rows.append(("longest sequence", _longest_words(tuning)))
+    rows.append(("fewest GPUs", _fewest_words(tuning)))
+    if lost := [f"{row.name}: {percent(row.lost)}" for row in tuning.baselines if row.lost]:
+        rows.append(("tokens lost", f"none; {', '.join(lost)}"))
+    if not tuning.recommended:
+        rows.append(("plan only", f"the runtime cannot run {choice.plan_only} yet; other trainers can follow the plan"))
+    elif tuning.chosen.step_ns < choice.step_ns:
+        time = seconds(tuning.chosen.step_ns / 1e3)
+        words = f"{time} a step with {_words(tuning.chosen, tuning)}"
+        rows.append(("faster, plan only", f"{words}; the runtime cannot run {tuning.chosen.plan_only} yet"))
+    for name, words in rows:
+        grid.add_row(Text(name, style="dim"), Text(words, style="bold" if name in ("setting", "gain") else ""))
+    return grid
+
+
+def _gain_words(tuning: Tuning) -> str:
+    """Compare with the fastest of today that fits and loses no token, on the layout that is best for it."""
+    best = tuning.best_baseline
+    if best is None:
+        whole = tuning.baselines[0]
+        needed = gibibytes(whole.memory.total)
+        return f"no way of today fits without cutting sequences; {whole.name} would need {needed} a GPU"
+    time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
+    if not tuning.has_gain:
+        return f"nothing to gain: {best.name} takes {time} on {layout}"
+    today = f"{best.name} ({time} on {layout}), the fastest of today that fits and loses no token"
+    return f"{tuning.gain:.2f}x as fast as {today}"
+
+
+def _memory_words(tuning: Tuning) -> str:
+    fitting = [choice for choice in tuning.choices if choice.fits]
+    rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
+    used = f"{gibibytes(tuning.best.memory.total)} of {gibibytes(tuning.options.gpu_memory)}, of the fullest GPU"
+    return used if tuning.best is rivals[0] else f"{used}; the least of those as fast within 0.5%"
+
+
+def _longest_words(tuning: Tuning) -> str:
     from chunkplan.reporting.plan_words import longest_words
     from chunkplan.tuning.trial import longest_of
 
-    fitting = [choice for choice in tuning.choices if choice.fits]
-    rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
-    faster = "faster ones" if len(rivals) == len(fitting) else "faster runnable ones"
-    lines = [
-        Text(
-            f"* needs less memory than all {faster}   recompute: share of the work   memory: of the fullest stage\n"
-            f"{len(fitting)} of {len(tuning.choices)} choices fit",
-            style="dim",
-        ),
-        Text(),
-    ]
     choice = tuning.best
-    title = "Recommended: " if tuning.recommended else "Fastest, plan only: "
-    lines.append(Text.assemble((title, "bold"), _words(choice, tuning)))
-    whole = tuning.baselines[0]
-    gain = f"{whole.step_ns / choice.step_ns:.2f}x as fast as one sequence a micro-batch"
-    gain += "" if whole.fits else f" (which would need {gibibytes(whole.memory.total)} a GPU)"
-    best = tuning.best_baseline
-    if best is not None and best is not whole:
-        gain += f", {best.step_ns / choice.step_ns:.2f}x as fast as {best.name}"
-    lines.append(Text(f"{gain}; {gibibytes(choice.memory.total)} of {gibibytes(tuning.options.gpu_memory)}."))
-    memory = tuning.options.gpu_memory
-    longest = longest_of(choice.config, choice.cost, choice.memory, memory)
+    longest = longest_of(choice.config, choice.cost, choice.memory, tuning.options.gpu_memory)
     can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
-    lines.append(Text(f"{longest_words(longest if can_share else longest[:1])}."))
-    if choice is not rivals[0]:
-        lines.append(Text("Of those as fast within 0.5%, it takes least memory."))
-    if not tuning.recommended:
-        lines.append(
-            Text(f"Not recommended: the runtime cannot run {choice.plan_only} yet. Other trainers can follow its plan.")
-        )
-    elif tuning.chosen.step_ns < choice.step_ns:
-        time = seconds(tuning.chosen.step_ns / 1e3)
-        words = f"Faster, plan only: {time} a step with {_words(tuning.chosen, tuning)}"
-        lines.append(Text(f"{words}. The runtime cannot run {tuning.chosen.plan_only} yet."))
-    return lines
+    return f"{tuning.longest_sequence:,} in the data; {longest_words(longest if can_share else longest[:1])}"
+
+
+def _fewest_words(tuning: Tuning) -> str:
+    used = tuning.best.layout.gpus
+    if tuning.fewest_gpus == used:
+        return f"these {used}: fewer (1, 2, 4 and so on) are not enough" if used > 1 else "this one"
+    return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:
     """Say what a choice is, with its layout where several were compared."""
-    words = [
-        f"ChunkSize {choice.config.chunk_size:,}",
-        f"K {k_words(choice.config.k, choice.config.k_by_length)}",
-        str(choice.config.schedule),
-        *([] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]),
-        *split_words(choice.config),
-        *memory_words(choice),
-    ]
+    words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice.config.k, choice.config.k_by_length)}"]
     words += [_layout_words(choice)] if tuning.layouts else []
-    return ", ".join(words)
+    return ", ".join([*words, *_how(choice)])
 
 
 def print_headline(console: Console, tuning: Tuning) -> None:
     """Print what chunks would gain, in one line: over the best baseline that fits and loses no token."""
-    choice, best, whole = tuning.chosen, tuning.best_baseline, tuning.baselines[0]
-    dp, tp, pp = choice.layout
-    if best is not None:
-        gain = f", {best.step_ns / choice.step_ns:.1f}x as fast as {best.name} ({seconds(best.step_ns / 1e3)}), the "
-        gain += "fastest way of today that fits and loses no token"
-    else:
-        gain = f"; no way of today fits {gibibytes(tuning.options.gpu_memory)} without cutting sequences: {whole.name} "
-        gain += f"would need {gibibytes(whole.memory.total)}"
+    choice = tuning.best
     console.print(
-        f"{tuning.options.shape.name} on {dp * tp * pp} x {tuning.options.hardware.name} (tp {tp}, pp {pp}), by "
-        f"prediction: a step takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with "
-        f"K {choice.config.k}{gain}."
+        f"{tuning.options.shape.name} on {choice.layout.gpus} x {tuning.options.hardware.name}, by prediction: a step "
+        f"takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with K {choice.config.k}; "
+        f"{_gain_words(tuning)}."
     )
 
 
@@ -201,7 +230,7 @@ def split_words(config: PlanConfig) -> list[str]:
 
 def memory_words(choice: Choice) -> list[str]:
     """Say how a choice saves memory."""
-    words = ["checkpointing"] if choice.cost.checkpointing == "full" else []
+    words = checkpointing_words(choice.cost.checkpointing)
     words += ["KV offload"] if choice.cost.kv_offload else []
     shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1
     return words + ([ZERO[choice.cost.sharding]] if shares_otherwise else [])
@@ -213,6 +242,6 @@ def _table(title: str, *names: str, first: str | None = None) -> Table:
     if first is not None:
         table.add_column(first, header_style="dim")
     for name in names:
-        justify = "left" if name in ("schedule", "checkpointing", "notes") else "right"
-        table.add_column(name, justify=justify, header_style="dim", no_wrap=name not in ("notes", "K"), overflow="fold")  # type: ignore[arg-type]
+        is_text, can_wrap = name in ("layout", "notes", "how"), name in ("notes", "how", "K")
+        table.add_column(name, justify="left" if is_text else "right", header_style="dim", no_wrap=not can_wrap)
     return table

@@ -53,6 +53,16 @@ def pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of host memory on `device`, on its way there when this returns.
+
+    From page-locked memory where that may be taken. Else CUDA copies a few KiB aside before they are on their way.
+    """
+    if device.type == "cuda" and may_wait() and not tensor.is_pinned():
+        tensor = pinned(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
 def _refuse(what: str) -> None:
     if _forbidden:
         raise AssertionError(f"{what} while links are open: two stages may then wait for each other for ever")

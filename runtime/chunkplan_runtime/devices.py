@@ -7,12 +7,11 @@ import re
 
 import torch
 
+from chunkplan.cost.hardware import SHIPPED
 from chunkplan.errors import UsageError
 
-_SHIPPED = ("h100", "h200", "a100")
-
 #: Words in the names of GPUs that are slower than their namesakes, which the profiles are of.
-_SLOWER = ("pcie", "nvl", "mig")
+_SLOWER = ("pcie", "nvl", "mig", "laptop", "d")
 
 
 def find_device(name: str) -> torch.device:
@@ -55,9 +54,11 @@ def is_profile_of(profile: str, device: str) -> bool:
     words = re.findall(r"\w+", device)
     if not profile or "cpu" in words or any(word in words and word not in profile for word in _SLOWER):
         return False
-    return re.search(rf"\b{re.escape(profile)}\b", device) is not None
+    pieces = re.findall(r"[^\W\d_]+|\d+", profile)  # "rtx4090" and "rtx-4090" are an RTX 4090
+    pattern = r"[\s-]*".join(pieces)
+    return pattern != "" and re.search(rf"\b{pattern}\b", device) is not None
 
 
 def shipped_profile(device: str) -> str | None:
     """The name of the profile that ships for the device of that name, if there is one."""
-    return next((name for name in _SHIPPED if is_profile_of(name, device)), None)
+    return next((name for name in SHIPPED if is_profile_of(name, device)), None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
+from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -92,14 +93,14 @@ def parity(
     *,
     attention: str = AUTO,
     kv_offload: bool = False,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> ParityReport:
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 
     The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
     without it the model is a small one of the Qwen2 kind, and one that is too large to run whole is run as a small one
     of its class. `seed`: of weights and tokens. The rest is how the chunks are run: with which attention kernel, with
-    KV in host memory, with activation checkpointing inside of a chunk.
+    KV in host memory, with which activation checkpointing inside of a chunk.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused, by
@@ -141,8 +142,7 @@ def parity(
             PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
         )
         model = new_model(config, torch.float64, seed, attention=attention)
-        if checkpointing:
-            model.enable_checkpointing()
+        model.set_checkpointing(checkpointing)
         report = compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)
 

@@ -21,6 +21,9 @@ from chunkplan_runtime.training.run_folder import RunFolder
 #: about a process that is gone.
 _ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
+#: How torch takes memory on a GPU, under both of its names: a chunk takes what others of other sizes have given back.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 #: And on several processes. A GPU waits in sends and receives for other processes. By default CUDA loads a kernel when
 #: it is first asked for, and waits for the device to do so; and it has 8 queues, so that what is in a ninth stream may
 #: come behind a receive that waits.
@@ -37,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     for name, value in (_ENVIRONMENT if is_alone else _ENVIRONMENT | _ENVIRONMENT_OF_SEVERAL).items():
         os.environ.setdefault(name, value)
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     try:
         config = read_options(arguments, _fail_once)
         require_torch()

@@ -107,7 +107,7 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
         slope[checkpointing] = (more.activations - less.activations) / 8192 / 28
         assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost, LAYER), rel=1e-6)
         assert more.total - less.total == more.activations - less.activations
-    assert slope["none"] == 2 * (4 + 4) * 3584 + 2 * (2 * 3584 + 2 * 512) + 4 * 28 + 4 * 2 * 18944
+    assert slope["none"] == 2 * ((4 + 4) * 3584 + 4) + 2 * (2 * 3584 + 2 * 512) + 4 * 28 + 4 * 2 * 18944
     assert slope["full"] == 2 * 3584
 
 

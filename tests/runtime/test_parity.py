@@ -182,7 +182,7 @@ def test_mixed_and_packed_and_dependent_chunks_are_exact_for_every_model(
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}], k=k)
     run = model(name)
     if checkpointing:
-        run.enable_checkpointing()
+        run.set_checkpointing("full")
     report = compare_plan(plan, analysis, run, kv_offload=kv_offload)
     assert_exact(report)
     assert report.chunks == {"standalone": 1, "dependent": 4, "mixed": 2}

@@ -154,7 +154,7 @@ def compare_steps(
             reference_losses.append(_reference_loss(model, opened, analysis, step))
             references.append(take_gradients(model))
         if checkpointing:
-            model.enable_checkpointing()
+            model.set_checkpointing("keep-products")
         how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
@@ -269,7 +269,7 @@ def gradients_with_dropout(
     opened, analysis = open_for_its_stages(plan)
     model = _adapted(new_model(read_config(config), torch.float64, seed=1), dropout=0.3)
     if checkpointing:
-        model.enable_checkpointing()
+        model.set_checkpointing("full")
     with evaluate_in_float64(model.model):
         stage = make_stage(rank, opened, analysis, model)
         stage.run(stage.work(0))

@@ -76,7 +76,7 @@ def compare_router_loss(
         model.model.set_attn_implementation(attention)
         reference = take_gradients(model)
         if checkpointing:
-            model.enable_checkpointing()
+            model.set_checkpointing("keep-projections")
         step, stream = trainer_step(rank, plan, config, model, router_loss=scope, sharding=sharding)
         step_work = next(iter(stream))
         worst = 0.0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, axis, layout, plain
@@ -136,7 +137,7 @@ def _words(row: Row) -> str:
 def _how(row: ChoiceEntry) -> str:
     """Say which schedule and layout a choice has, and how it saves memory."""
     words = [row["schedule"], f"dp {row['dp']}, tp {row['tp']}, pp {row['pp']}"]
-    words += ["checkpointing"] if row["checkpointing"] == "full" else []
+    words += checkpointing_words(row["checkpointing"])
     words += ["KV offload"] if row["kv_offload"] else []
     shared = row.get("sharding", "optimizer")
     return ", ".join(words + ([ZERO[shared]] if shared != "optimizer" and row["dp"] > 1 else []))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +34,16 @@ class TokenRange:
     borders: tuple[int, ...] | None = None
 
 
+class Mark(Enum):
+    """What the forward of a model is in, where checkpoints hold other results than elsewhere.
+
+    `MIXER`: what mixes tokens. `RUN_AGAIN`: what is run again whatever is held.
+    """
+
+    MIXER = auto()
+    RUN_AGAIN = auto()
+
+
 @dataclass
 class Current:
     """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
@@ -40,7 +52,7 @@ class Current:
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents.
+    at work has just made of its latents. `marks`: of what is at work in the layer.
     """
 
     context: ChunkContext | None = None
@@ -50,6 +62,21 @@ class Current:
     cache: Any = None
     router_loss: Any = None
     made: Made | None = None
+    marks: tuple[Mark, ...] = ()
+
+    @contextmanager
+    def within(self, mark: Mark) -> Iterator[None]:
+        """Within the block what is at work has one more mark."""
+        before = self.marks
+        self.marks = (*before, mark)
+        try:
+            yield
+        finally:
+            self.marks = before
+
+    def running_again(self) -> AbstractContextManager[None]:
+        """Within the block is what checkpoints run again whatever they hold."""
+        return self.within(Mark.RUN_AGAIN)
 
     def take_made(self, key: Tensor, value: Tensor) -> Made | None:
         """What was made last, if it is these very tensors; it is forgotten."""

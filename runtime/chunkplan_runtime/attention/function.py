@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from chunkplan_runtime.attention.context import ChunkContext, TokenRange
 from chunkplan_runtime.attention.form import Form, merge
 from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel
+from chunkplan_runtime.attention.operator import attend_as_one
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock
 from chunkplan_runtime.sharing import Run
@@ -91,25 +93,9 @@ class ChunkAttention(torch.autograd.Function):
         *given: Tensor,
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
-        heads, num_tokens, _ = query.shape
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        # Tokens first in memory: the layout that the model goes on with.
-        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)  # [heads, num_tokens, head_dim]
-        lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))  # [heads, num_tokens]
-        for tokens in context.ranges:
-            here = slice(tokens.start, tokens.stop)
-            if tokens.part is None:
-                form = attention.form(context.causal, tokens.borders)
-                queries, keys, values = query[:, here], key[:, here], value[:, here]
-                out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
-            else:
-                kept = tuple(tensor[:, here] for tensor in latents or (key, value))
-                if not attention.borrows:
-                    context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
-                out[:, here], lse[:, here] = _attend(query[:, here], value.shape[2], kept, tokens, context, attention)
-        if sink is not None:
-            without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
-            out *= (without - lse).exp()[..., None].to(out.dtype)
+        attend = partial(_attend_to_ranges, context, attention)
+        out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
@@ -150,6 +136,37 @@ class ChunkAttention(torch.autograd.Function):
             given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
             grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
         return grad_query, *(grad_pair or (None, None)), grad_sink, None, None, *grad_latents, *of_weights
+
+
+def _attend_to_ranges(
+    context: ChunkContext,
+    attention: LayerAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    latents: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """out [heads, num_tokens, value_dim] and lse [heads, num_tokens] of a chunk, see `ChunkAttention`."""
+    heads, num_tokens, _ = query.shape
+    # Tokens first in memory: the layout that the model goes on with.
+    out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)  # [heads, num_tokens, head_dim]
+    lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))  # [heads, num_tokens]
+    for tokens in context.ranges:
+        here = slice(tokens.start, tokens.stop)
+        if tokens.part is None:
+            form = attention.form(context.causal, tokens.borders)
+            queries, keys, values = query[:, here], key[:, here], value[:, here]
+            out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
+        else:
+            kept = tuple(tensor[:, here] for tensor in latents or (key, value))
+            if not attention.borrows:
+                context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
+            out[:, here], lse[:, here] = _attend(query[:, here], value.shape[2], kept, tokens, context, attention)
+    if sink is not None:
+        without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
+        out *= (without - lse).exp()[..., None].to(out.dtype)
+    return out, lse
 
 
 def _attend(

@@ -74,7 +74,8 @@ def watch_expansion(module: Any) -> None:
 
 
 def _expand_kv(module: Any, *latents: Tensor) -> tuple[Tensor, Tensor]:
-    key, value = type(module).expand_kv(module, *latents)
+    with module.chunkplan.running_again():
+        key, value = type(module).expand_kv(module, *latents)
     if module.chunkplan.context is not None:
         module.chunkplan.made = Made.new(latents, key, value)
     return key, value

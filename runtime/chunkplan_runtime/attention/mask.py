@@ -8,10 +8,12 @@ the plan. So windows are those of the model's own code, which not every model ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import masking_utils
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,21 @@ class Mask:
 
 #: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
 _KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+
+
+@contextmanager
+def borders_from_plan() -> Iterator[None]:
+    """Within the block transformers looks for no borders of sequences in positions.
+
+    It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
+    part here.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.device_waits import sent
 
 #: The largest head that FlashAttention-2 has kernels for.
 _LARGEST_HEAD = 256
@@ -40,8 +41,10 @@ def runs_of(query: Tensor, key: Tensor, form: Form) -> Runs:
 
 @lru_cache(maxsize=64)
 def _on(borders: tuple[int, ...], device: torch.device) -> Tensor:
-    """Borders on the device: int32 [num_runs + 1], sent once for all layers of a chunk."""
-    return torch.tensor(borders, dtype=torch.int32, device=device)
+    """Borders on the device: int32 [num_runs + 1], sent once for all layers of a chunk; nobody waits for them."""
+    if len(borders) == 2:  # one run, as of a page: the device can count that far by itself
+        return torch.arange(0, borders[1] + 1, borders[1], dtype=torch.int32, device=device)
+    return sent(torch.tensor(borders, dtype=torch.int32), device)
 
 
 def _longest(borders: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ STALLED_AFTER = 300.0
 
 _HINT = (
     "if no process moves, they wait for each other: look at what each of them says, and whether a GPU's memory is full "
-    "(then --checkpointing or --kv-offload, or a smaller ChunkSize); the run ends by itself after an hour of it"
+    "(then --checkpointing full or --kv-offload, or a smaller ChunkSize); the run ends by itself after an hour of it"
 )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
@@ -23,18 +23,18 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.attention.mask import borders_from_plan
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.checkpointing import checkpoint_layers
 from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.making import CONFIG_HINT, REFUSALS, how_to_make, make
-from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
 from chunkplan_runtime.models.recurrent import (
     StateCache,
     cache_argument,
-    checkpoint_segments,
     is_recurrent,
     run_segments,
 )
@@ -159,7 +159,8 @@ class CausalLM:
             spans = own.spans
             self.current.context = ChunkContext(spans, store, self.kernels, self.is_causal, its_seed, own.shared)
             self.current.cache = cache
-            hidden: Tensor = self.call(self._decode, own, its_inputs, cache)
+            # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
+            hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden[0]
 
         if not self.is_recurrent:
@@ -177,7 +178,7 @@ class CausalLM:
         kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
         [cut] = self.cuts
         decoder = decoder_of(self.model)
-        with cut.in_place(decoder):
+        with cut.in_place(decoder), borders_from_plan():
             hidden: Tensor = decoder(
                 **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
             ).last_hidden_state
@@ -207,16 +208,13 @@ class CausalLM:
             for window in sorted({*windows(config)}, key=lambda window: window or 0)
         }
 
-    def enable_checkpointing(self) -> None:
-        """Keep of a chunk in flight the inputs of its layers only, and recompute the rest in its backward."""
-        if self.is_recurrent:
-            checkpoint_segments(self.model, self.current)
-            return
-        arguments = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_now()())}
-        if hasattr(self.model, "activation_checkpointing_enable"):  # the other name is deprecated
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
-        else:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    def set_checkpointing(self, level: Checkpointing) -> None:
+        """Hold of a chunk in flight what `level` says, and run the rest of its layers again in its backward.
+
+        Raises:
+            UsageError: the model has no layers that can be run again.
+        """
+        checkpoint_layers(self.model, self.current, level)
 
 
 def read_config(path: Path, *, router_loss: bool = False) -> Any:

@@ -13,12 +13,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -27,11 +26,9 @@ from transformers.cache_utils import (
 )
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
-from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.selective_scan import begin_scan_with
 from chunkplan_runtime.spans import Span
@@ -183,7 +180,7 @@ def run_segments(
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
         raise UsageError(
             f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
-            hint="leave gradient_checkpointing out, or train with `python -m chunkplan_runtime.train --checkpointing`",
+            hint="leave gradient_checkpointing out, or use `python -m chunkplan_runtime.train --checkpointing full`",
         )
     kind: Any = type(decoder_of(model))
     new_cache = cache_class(kind)
@@ -213,37 +210,6 @@ def run_segments(
             store.keep_states(span, {name: state.detach() for name, state in left.items()})
             borders.append((span, Border(begun, left)))
     return torch.cat(hidden), tuple(borders)
-
-
-def checkpoint_segments(model: Any, current: Current) -> None:
-    """Let layers that keep states keep the inputs of a segment only, and run it again in its backward.
-
-    transformers' own checkpoints run a layer again without its cache. Here it gets the same one, rewound to the state
-    that the segment begins with.
-    """
-    for index, layer in enumerate(layers_of(model)):
-        layer.forward = partial(_checkpointed, layer.forward, index, current)
-
-
-def _checkpointed(forward: Callable[..., Any], index: int, current: Current, *given: Any, **how: Any) -> Any:
-    context, cache = current.context, current.cache
-    if not torch.is_grad_enabled() or cache is None:
-        return forward(*given, **how)
-
-    computing = as_now()
-
-    def run(*given: Any, **how: Any) -> Any:
-        before = current.context, current.cache
-        current.context, current.cache = context, cache
-        cache.rewind(index)
-        try:
-            with computing():
-                return forward(*given, **how)
-        finally:
-            current.context, current.cache = before
-            begin_scan_with(None)
-
-    return checkpoint(run, *given, use_reentrant=False, **how)
 
 
 def _with_padding(tensors: ChunkTensors) -> ChunkTensors:

@@ -115,10 +115,13 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
         found.append(
             _Difference(cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else "")
         )
-    checkpointing = "full" if config.checkpointing else "none"
+    checkpointing = config.checkpointing or "none"
     if checkpointing != cost.checkpointing:
-        words = {"none": "no activation checkpointing", "full": "activation checkpointing"}
-        found.append(_Difference(words[cost.checkpointing], words[checkpointing], f"--checkpointing {checkpointing}"))
+        of_plan, of_run = (
+            "no activation checkpointing" if level == "none" else f"{level} activation checkpointing"
+            for level in (cost.checkpointing, checkpointing)
+        )
+        found.append(_Difference(of_plan, of_run, f"--checkpointing {checkpointing}"))
     planned = data.plan.config.layers(data.model_config.num_hidden_layers)
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))

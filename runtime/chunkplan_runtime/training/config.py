@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chunkplan.cost.checkpointing import Checkpointing
+from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of
+from chunkplan.options import Options, option, options_of, same
 from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
 from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
 
@@ -105,12 +107,8 @@ class TrainConfig(Options):
         default=None,
         default_words="as planned",
     )
-    checkpointing: bool | None = option(
-        FLAG,
-        "Recompute layers inside a chunk's backward, for less memory.",
-        group=MODEL,
-        default=None,
-        default_words="as planned",
+    checkpointing: Checkpointing | None = same(
+        CostModel, "checkpointing", group=MODEL, default=None, default_words="as planned"
     )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),

@@ -93,16 +93,14 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         model = replace(model, model=model.model.to(config.device))
         if config.lora_rank:
             model = add_lora(model, _lora(config))
-        if config.checkpointing:
-            model.enable_checkpointing()
+        model.set_checkpointing(config.checkpointing or "none")
         return Built(model, model)
     own, identity, note = _own_part(config, model_config, plan, job)
     whole = _hollow_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         own, whole = (add_lora(each, _lora(config)) for each in (own, whole))
         take_adapters(own, whole)
-    if config.checkpointing:
-        own.enable_checkpointing()
+    own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note)
 
 

@@ -55,7 +55,7 @@ def train(config: TrainConfig, job: Job) -> None:
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
-            hint="use --checkpointing or --kv-offload, or build the plan with a smaller --chunk-size or --k; "
+            hint="use --checkpointing full or --kv-offload, or build the plan with a smaller --chunk-size or --k; "
             + folder.how_to_resume(),
         ) from error
     finally:
@@ -145,7 +145,7 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job
         config,
         kv_offload=cost["kv_offload"] if config.kv_offload is None else config.kv_offload,
         sharding=_sharding(config, data.plan, job),
-        checkpointing=cost["checkpointing"] == "full" if config.checkpointing is None else config.checkpointing,
+        checkpointing=cost["checkpointing"] if config.checkpointing is None else config.checkpointing,
         lora_rank=lora_rank,
         load_in_4bit=in_4bit,
         analysis=data.analysis.path,

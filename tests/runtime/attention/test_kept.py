@@ -111,7 +111,7 @@ def test_latents_are_kept_and_exact(
 ) -> None:
     run = model(model_type)
     if checkpointing:
-        run.enable_checkpointing()
+        run.set_checkpointing("full")
     report = compare_plan(*plan(k), run, kv_offload=kv_offload)
     assert report.max_relative_error < 1e-12
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-13)
@@ -134,7 +134,7 @@ def test_adapters_on_the_projection_are_exact(checkpointing: bool, model: Any, p
     run = add_lora(model("deepseek_v3"), LoraOptions(rank=2, alpha=4, targets=("kv_b_proj", "q_a_proj")))
     spread_weights(run.model)  # peft starts one of each two at zero
     if checkpointing:
-        run.enable_checkpointing()
+        run.set_checkpointing("full")
     report = compare_plan(*plan(1), run)
     assert report.max_relative_error < 1e-12
     assert any("kv_b_proj.lora_A" in name for name in report.relative_errors)
@@ -297,7 +297,7 @@ def test_layers_that_share_pages_do_so_too_when_they_run_again(model: Any, plan:
     for checkpointing in (False, True):
         run = model("gemma3n_text", torch.float32)
         if checkpointing:
-            run.enable_checkpointing()
+            run.set_checkpointing("full")
         Executor(run).run(work_of(plan(2), run), 10)
         gradients.append([weight.grad for weight in run.model.parameters() if weight.grad is not None])
     assert sorted(kept.widths) == [0, 1, 2]

@@ -122,7 +122,7 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
     [
         [
             (4, "both", ("--stage-layers", "1,2")),
-            (4, "split", ("--checkpointing",)),
+            (4, "split", ("--checkpointing", "keep-products")),
             (2, "equal", ("--sharding", "weights")),
             (4, "split", ("--sharding", "gradients")),
         ],
@@ -130,7 +130,7 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
             [
                 (4, "uneven", ()),
                 (4, "four", ()),
-                (2, "four", ("--checkpointing",)),
+                (2, "four", ("--checkpointing", "full")),
                 (2, "search", ("--kv-offload",)),
             ],
             marks=pytest.mark.soak,

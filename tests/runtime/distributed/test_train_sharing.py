@@ -64,7 +64,7 @@ def made(
         [(4, "pipes", ("--kv-offload",)), (4, "pipes", ("--sharding", "weights"))],
         pytest.param(
             [
-                *((4, "heads", ()), (4, "pages", ("--checkpointing",)), (4, "eight", ())),
+                *((4, "heads", ()), (4, "pages", ("--checkpointing", "keep-attention")), (4, "eight", ())),
                 *((2, "eight", ()), (2, "pipes", ()), (3, "six", ()), (1, "eight", ())),
             ],
             marks=pytest.mark.soak,

@@ -42,7 +42,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 @pytest.mark.parametrize(
     ("plan", "size", "more"),
     [
-        ("virtual", 2, ("--checkpointing",)),
+        ("virtual", 2, ("--checkpointing", "keep-products")),
         pytest.param("both", 4, ("--kv-offload", "--stage-layers", "1,2,1,1"), marks=pytest.mark.soak),
         pytest.param("both", 2, (), marks=pytest.mark.soak),
     ],

@@ -158,7 +158,7 @@ def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, 
     expected = gradients_of(model, work)
     assert all("lora_" in each for each in expected)
     if checkpointing:
-        model.enable_checkpointing()
+        model.set_checkpointing("keep-projections")
     for way in (at_once, at_the_end):
         check_same(gradients_of(model, way(work), kv_offload=way is at_the_end), expected)
 
@@ -170,7 +170,7 @@ def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of: Any, nam
     model = model_of({**MODELS, **RECURRENT}[name])
     work = work_of(random_sequences(97), 1)
     expected = gradients_of(model, work)
-    model.enable_checkpointing()
+    model.set_checkpointing("keep-products")
     check_same(gradients_of(model, at_the_end(work)), expected)
     executor, kept = Executor(model), []
     executor.run(at_once(work), TARGETS, lambda action: kept.append(num_kept(executor)) or nullcontext())
@@ -208,7 +208,7 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
     """What several products read is kept once: of hidden size h queries, keys and values, and gate and up."""
     model = model_of(MODELS["llama"])
     if checkpointing:
-        model.enable_checkpointing()
+        model.set_checkpointing("keep-attention")
     work = at_the_end(work_of(random_sequences(97), 1))
     hidden, queries, keys, mlp = 32, 32, 16, 48
     of_token = 2 * 8 * ((2 * hidden + queries + mlp) + (queries + 2 * keys + 2 * hidden + 2 * mlp))

@@ -84,7 +84,7 @@ def test_checkpointed_layers_begin_again_with_the_states_of_their_segment(
     sequences = [(ids % 64, target) for ids, target in random_sequences(LENGTHS)]
     plan, analysis = handmade_plan(sequences, [{0: MIXED}], k=2)
     checkpointed = model(model_type)
-    checkpointed.enable_checkpointing()
+    checkpointed.set_checkpointing("full")
     assert compare_plan(plan, analysis, checkpointed).max_relative_error < 1e-10
 
 
@@ -92,7 +92,7 @@ def test_checkpoints_keep_less(model: Any) -> None:
     def kept_bytes(*, checkpointing: bool) -> int:
         made = model("nemotron_h")
         if checkpointing:
-            made.enable_checkpointing()
+            made.set_checkpointing("full")
         tensors = ChunkTensors(
             torch.zeros(1, 30, dtype=torch.int32),
             torch.arange(30, dtype=torch.int32)[None],

@@ -108,7 +108,7 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
     with evaluate_in_float64(run.model):
         whole = run_whole(run, sequences, OF_WHOLE_SEQUENCES[scope])
         if checkpointing:
-            run.enable_checkpointing()
+            run.set_checkpointing("full")
         assert_same(run_chunks(run, work, scope), whole)
         without = run_chunks(run, work, None)
     assert not torch.allclose(
@@ -182,7 +182,7 @@ def test_a_chunk_that_runs_again_draws_the_noise_of_routers_that_it_drew(name, s
         kept = run_chunks(run, step(100)[0], scope, seed=3)
         assert_same(run_chunks(run, step(1)[0], scope, seed=3), kept)
         assert run_chunks(run, step(1)[0], scope, seed=4)[0] != pytest.approx(kept[0], rel=1e-6)
-        run.enable_checkpointing()
+        run.set_checkpointing("full")
         assert_same(run_chunks(run, step(2)[0], scope, seed=3), kept)
 
 

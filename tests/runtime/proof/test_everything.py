@@ -129,7 +129,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
         stream = PlanStream(plan, analysis, vocab_size=own.vocab_size, max_positions=None, layout=layout, prefetch=0)
         try:
             if case.checkpointing:
-                own.enable_checkpointing()
+                own.set_checkpointing("full")
             with evaluate_in_float64(own.model):
                 executor = Executor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
                 for work in stream:

@@ -105,11 +105,11 @@ def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tm
 
 
 def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, capsys):
-    assert main(options(made, tmp_path, "--checkpointing", "--max-steps", 1)) == 0
+    assert main(options(made, tmp_path, "--checkpointing", "keep-attention", "--max-steps", 1)) == 0
     said = capsys.readouterr().err
-    planned, here = "no activation checkpointing", "activation checkpointing"
+    planned, here = "no activation checkpointing", "keep-attention activation checkpointing"
     assert f"predicts  no times: the plan's times are for {planned}; this run has {here}\n" in said
-    assert "`chunkplan build` with `--checkpointing full`\n" in said
+    assert "`chunkplan build` with `--checkpointing keep-attention`\n" in said
     [row] = lines(tmp_path / "metrics.jsonl")
     assert row["predicted_seconds"] is None and row["mfu"] > 0
 
@@ -237,5 +237,16 @@ def test_a_profile_is_of_the_device_it_was_measured_on_or_is_called_after():
     assert is_profile_of(calibrated_name("mine", "NVIDIA A10"), "NVIDIA A10")
     assert not is_profile_of(calibrated_name("h100", "NVIDIA A10"), "NVIDIA H100 80GB HBM3")
     assert is_profile_of("RTX 4090", "NVIDIA GeForce RTX 4090")
+    for device, profile in {
+        "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA B200": "b200",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA L40": None,
+        "NVIDIA GH200 480GB": None,
+    }.items():
+        assert shipped_profile(device) == profile, device
     assert is_profile_of("h100 pcie", "NVIDIA H100 PCIe")
     assert not any(is_profile_of(name, HERE) for name in ("cpu", HERE, "", "mine"))

@@ -65,6 +65,19 @@ finally:
     assert done.stderr.splitlines()[-1] == f"{dict(sorted(expected.items()))} False"
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "y:2"}])
+def test_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_its_allocator_is_set(given, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+    assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_a_file_says_what_flags_say_and_flags_win(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(

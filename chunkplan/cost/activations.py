@@ -1,0 +1,141 @@
+"""What a chunk in flight holds of each layer, in bytes a token on one GPU, by the level of activation checkpointing.
+
+Counted from shapes: what the backward of a Hugging Face decoder layer with a fused attention kernel reads, each tensor
+once, however many read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+from chunkplan.cost.shape import Layer
+
+#: Norms and the log-sum-exp of attention are in float32.
+_FLOAT32 = 4
+
+#: Of each expert that a token goes to: its place, weight and order among the tokens of that expert, in 32 and 64 bits.
+_ROUTED_BYTES = 48
+
+#: A gradient is as long as the numbers it belongs to, so a layer's backward holds at once those of the MLP (3 widths
+#: where it is gated, else 2) and of what goes in and out, in elements of each width.
+_GRADIENTS_OF_HIDDEN = 2
+
+
+def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+    """What a chunk that keeps its activations holds for each token of a layer, on one GPU.
+
+    What it holds by the level is in docs/cost-model.md. With adapters there is less of norms, and what lies between two
+    matrices of an adapter, see `Adapters.activation_bytes`. Sequence parallelism shards all of it over the `tp` GPUs.
+    """
+    if cost.checkpointing == "none":
+        return _everything(cost, layer) / cost.tp
+    held: float = cost.shape.hidden_size * cost.num_bytes
+    if cost.checkpointing != "full":
+        held += layer.output_width * cost.num_bytes + _FLOAT32 * layer.num_query_heads
+    if cost.checkpointing in ("keep-products", "keep-projections"):
+        held += _of_projections(cost, layer)
+    if cost.checkpointing == "keep-products":
+        held += _of_mlp(cost, layer)
+    return held / cost.tp
+
+
+def _everything(cost: CostModel, layer: Layer) -> float:
+    """For h, q, kv and i elements of hidden size, queries, keys, and MLP, what a backward reads:
+
+    two norms: the input in float32, the normalised input, the output that projections read   2 (4 bytes + 2) h
+    norms of queries, keys or latents: the same, but for outputs that nothing reads           (4 bytes + 1) normed
+    queries and keys after rotary embedding, values                                           q + 2 kv
+    attention: its output, which the projection reads too; a float32 a head                   q
+    gate, its activation, up, and their product, which the projection reads                   4 i
+    of a mixture: each expert's input and output; scores of all, in float32                   2 h an expert
+    of a recurrent layer, of latents and of gates: what `mixed_width` counts
+
+    An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and
+    where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too.
+    """
+    num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
+    normed = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes)
+    norms = layer.num_norms * (hidden_size * (normed + num_bytes) + _FLOAT32)
+    if layer.normed_width:
+        norms += layer.normed_width * normed + _FLOAT32 * (layer.num_query_heads + layer.num_kv_heads)
+    norms += cost.adapters.activation_bytes(layer)
+    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
+    attention = widths * num_bytes + _FLOAT32 * layer.num_query_heads
+    held = 4 if layer.is_gated else 2
+    mlp = (held * layer.mlp_width + 2 * layer.experts_per_token * hidden_size) * num_bytes
+    return norms + attention + mlp + _of_router(cost, layer)
+
+
+def _of_router(cost: CostModel, layer: Layer) -> int:
+    """What it reads in float32, scores of experts before and after they become weights, and where tokens go."""
+    read = layer.router_width if cost.num_bytes < _FLOAT32 else 0
+    return _FLOAT32 * (read + 2 * layer.num_experts) + _ROUTED_BYTES * layer.experts_per_token
+
+
+def _of_projections(cost: CostModel, layer: Layer) -> float:
+    """Results of the products that mix tokens, but for those that expand latents: q + 2 kv, and what they add, h.
+
+    Of gates and latents half of `mixed_width`, the other half being what norms and products make of it. Of what is
+    recurrent, all that comes out of its matrices and goes into them, which have the hidden size on one side.
+    """
+    latents = layer.latent_width
+    made = layer.query_width + (latents or layer.key_value_width) + cost.shape.hidden_size
+    if layer.state_elements:
+        around = layer.query_width + layer.key_value_width + layer.output_width
+        made += max(0, layer.mixer_parameters // cost.shape.hidden_size - around)
+    else:
+        made += layer.mixed_width // 2
+    return (made if layer.mixer_parameters else 0) * cost.num_bytes + cost.adapters.between_bytes(layer)
+
+
+def _of_mlp(cost: CostModel, layer: Layer) -> float:
+    """Results of the products of an MLP, 2 i or without a gate i; of the last one where a norm or weights of experts
+    are behind it; and of the router."""
+    hidden_size = cost.shape.hidden_size
+    made = (1 + layer.is_gated) * layer.mlp_width + layer.experts_per_token * hidden_size
+    if layer.mlp_width and (layer.num_norms > 2 or layer.wide_norms):
+        made += hidden_size
+    return made * cost.num_bytes + _FLOAT32 * layer.num_experts
+
+
+def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+    """What a chunk holds for each token of a layer between the halves of its backward, on one GPU.
+
+    That are the inputs of its products with weights and the gradients of what these make, in the elements of
+    `activation_bytes_per_token`, whatever the activation checkpointing:
+
+        attention: h, its output; q + 2 kv of gradients, h                                 2 h + 2 q + 2 kv
+        MLP: h, the product that the last projection reads; 2 i of gradients, h            2 h + 3 i
+        of a mixture: each expert's input and the gradient of its output                   2 h an expert
+        of a recurrent layer, of latents and of gates: no more than `mixed_width`
+
+    A layer that has one of both, or both side by side, has one norm, and 2 h in place of 4 h. With adapters it is their
+    inputs and gradients, see `Adapters.pending_bytes`.
+    """
+    hidden_size = cost.shape.hidden_size
+    widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
+    mlp = (3 if layer.is_gated else 2) * layer.mlp_width + 2 * layer.experts_per_token * hidden_size
+    held = (2 * min(layer.num_norms, 2) * hidden_size + widths + mlp) * cost.num_bytes
+    return (held + cost.adapters.pending_bytes(layer)) / cost.tp
+
+
+def working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+    """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer run again for it.
+
+    With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
+    """
+    shape = cost.shape
+    gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
+    gathered = shape.hidden_size if cost.tp > 1 else 0
+    again = 0.0
+    if cost.checkpointing != "none":
+        everything, at_least = (
+            activation_bytes_per_token(replace(cost, checkpointing=level), layer)
+            for level in (CHECKPOINTINGS[0], CHECKPOINTINGS[-1])
+        )
+        again = max(0.0, everything + at_least - activation_bytes_per_token(cost, layer))
+    # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
+    made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
+    return (gradients + gathered) * cost.num_bytes + made + again

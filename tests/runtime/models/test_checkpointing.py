@@ -1,0 +1,149 @@
+"""Levels of activation checkpointing: gradients are exact at each, and what is held is what the planner counts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from chunkplan.cost.activations import activation_bytes_per_token
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.model_config import shape_of_config
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.spans import Span
+
+CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
+
+ROUTED = {
+    "num_experts": 16,
+    "n_routed_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 8},
+    "olmo2": {},
+    "qwen3_moe": ROUTED,
+    "llama4_text": {**ROUTED, "intermediate_size_mlp": 40},
+    "gpt_oss": {**ROUTED, "sliding_window": 8},
+    "deepseek_v3": {**ROUTED, **LATENT},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 32},
+}
+
+
+@pytest.mark.parametrize("level", CHECKPOINTINGS[1:])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_gradients_are_exact_at_every_level(tiny_config, handmade_plan, random_sequences, model_type, level):
+    """With K below the number of chunks, and offloaded at some levels."""
+    config = AutoConfig.for_model(**tiny_config(model_type, **MODELS[model_type]))
+    model = new_model(config, torch.float64, seed=3)
+    model.set_checkpointing(level)
+    plan = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
+    report = compare_plan(*plan, model, kv_offload=level in ("keep-products", "keep-attention"))
+    assert report.max_relative_error <= 1e-11
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_keys_and_values_are_written_once_where_attention_is_held(
+    tiny_config, handmade_plan, random_sequences, model_type, monkeypatch
+):
+    """Three chunks of a sequence of four lose their activations, and write again when they are recomputed."""
+    config = AutoConfig.for_model(**tiny_config(model_type, **MODELS[model_type]))
+    plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=1)
+    work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)))
+    written = dict.fromkeys(CHECKPOINTINGS, 0)
+    for level in CHECKPOINTINGS:
+        model = new_model(config, torch.float64, seed=3)
+        model.set_checkpointing(level)
+        write = StateStore.write
+
+        def count(*given, level=level, write=write, **how):
+            written[level] += 1
+            return write(*given, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StateStore, "write", count)
+            Executor(model).run(work.ranks[0], work.step.num_target_tokens)
+    layers = config.num_hidden_layers
+    assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | {"full": (7 + 4) * layers}
+
+
+class _Alive(TorchDispatchMode):
+    """Bytes of the storages that operators have made and something still holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
+                storage = tensor.untyped_storage()
+                self.sizes[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, id(storage), None)
+        return result
+
+
+def held(config, dtype, rank, level, num_tokens=64):
+    """Bytes of a token that are held after the forward of a chunk."""
+    model = new_model(AutoConfig.for_model(**config), dtype, seed=3)
+    model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
+    model.set_checkpointing(level)
+    places = torch.arange(num_tokens, dtype=torch.int32)[None]
+    span = Span(0, 0, num_tokens, num_tokens, 0, None)
+    labels = torch.zeros(num_tokens, dtype=torch.int64)
+    with _Alive() as alive:
+        hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
+        gc.collect()
+        found = sum(alive.sizes.values())
+        del hidden
+    return found / num_tokens
+
+
+@pytest.mark.parametrize("level", CHECKPOINTINGS)
+@pytest.mark.parametrize(
+    ("model_type", "rank"),
+    [("llama", 0), ("llama", 4), ("qwen3", 0), ("qwen3", 4), ("qwen3_moe", 0), ("deepseek_v3", 0)],
+)
+def test_the_planner_predicts_what_layers_hold_at_each_level(tiny_config, model_type, rank, level):
+    """No less than is measured, and no more than a tenth above that."""
+    sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32, **MODELS[model_type]}
+    few, more = (
+        held(tiny_config(model_type, num_hidden_layers=layers, **sizes), torch.bfloat16, rank, level)
+        for layers in (2, 4)
+    )
+    shape = shape_of_config(tiny_config(model_type, num_hidden_layers=4, **sizes), "a test")
+    cost = CostModel(shape=shape, lora_rank=rank, checkpointing=level)
+    predicted = activation_bytes_per_token(cost, shape.kinds[0])
+    measured = (more - few) / 2
+    assert measured <= predicted <= 1.1 * measured
