@@ -291,7 +291,7 @@ def test_a_plan_takes_what_its_slots_take(config: dict[str, Any], sharding: Shar
         if config["cp"] == "off":
             assert described.predicted_us >= without.predicted_us
             later += described.predicted_us > without.predicted_us
-    assert later or config["cp"] != "off"
+    assert later or "pp" not in config  # on one stage the rank with the longest sequence has no one to wait for
 
 
 def test_of_ranks_that_meet_in_slots_all_share_a_sequence_or_none(tmp_path: Path) -> None:
