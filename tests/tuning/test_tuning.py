@@ -294,7 +294,7 @@ def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
     assert sharded.memory.total < shared.memory.total < alone.memory.total
 
 
-@pytest.mark.parametrize(("gpu_memory", "checkpointing"), [(400, "none"), (53, "full")])
+@pytest.mark.parametrize(("gpu_memory", "checkpointing"), [(400, "none"), (53, "keep-attention")])
 def test_a_mixture_of_experts_on_one_gpu_is_recommended(lengths: Path, gpu_memory: int, checkpointing: str) -> None:
     """With little memory as well: the runtime recomputes layers where the plan's times say so."""
     experts = replace(QWEN2_5_7B.kinds[0], all_mlp_width=4 * 18944, experts_per_token=1)
@@ -324,7 +324,7 @@ def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
 def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everything(tmp_path: Path) -> None:
     """Two models of 7B, of which the keys of the one fill the memory and not those of the other.
 
-    So the one has to share more and to recompute layers.
+    So the one has to share more and to run more again.
     """
     quadratic, recurrent = (
         tuned_on_four(name, tmp_path, "off").recommended for name in ("OLMo-2-7B", "OLMo-Hybrid-7B")
@@ -333,8 +333,8 @@ def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everyt
     assert recurrent is not None
     kept = [each.memory.kv + each.memory.kv_gradients for each in (quadratic, recurrent)]
     assert kept[0] > 4 * kept[1]
-    assert [each.cost.sharding for each in (quadratic, recurrent)] == ["gradients", "optimizer"]
-    assert [each.cost.checkpointing for each in (quadratic, recurrent)] == ["full", "none"]
+    assert [each.cost.sharding for each in (quadratic, recurrent)] == ["weights", "optimizer"]
+    assert [each.cost.checkpointing for each in (quadratic, recurrent)] == ["keep-attention", "keep-products"]
     assert quadratic.step_ns > 1.15 * recurrent.step_ns
 
 
@@ -344,9 +344,10 @@ def test_a_recurrent_model_is_recommended_what_the_runtime_can_run_of_it(tmp_pat
     assert (found.chosen.config.cp, found.chosen.plan_only) == ("auto", "shared sequences of a recurrent model")
     assert found.recommended is not None
     assert found.recommended.config.cp == "off"
-    others = {choice.plan_only for choice in found.choices if choice.cost.checkpointing == "full"}
+    others = {choice.plan_only for choice in found.choices if choice.cost.checkpointing != "none"}
     assert others
-    assert others <= {None, "shared sequences of a recurrent model"}
+    assert None in others
+    assert all(each is None or "of a recurrent model" in each for each in others)
 
 
 def test_one_sequence_a_micro_batch_is_a_plan_that_splits_and_packs_nothing(tmp_path: Path) -> None:

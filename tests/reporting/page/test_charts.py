@@ -216,7 +216,7 @@ def test_what_a_plan_was_built_with_is_marked_if_it_is_a_candidate(
     built = {name: fitting[name] for name in PLAN_ENTRIES if name in fitting}
     cost_model = {name: fitting[name] for name in ("tp", "checkpointing", "kv_offload")}
     if changed is not None:
-        fitting[changed] = 99
+        fitting[changed] = 99 if changed == "k" else "another level"
     here = {**plan.manifest["predictions"]["cost_model"], **cost_model}
     manifest = {**plan.manifest, "config": {**plan.manifest["config"], **built}, "predictions": {"cost_model": here}}
     own = choice_of_plan(document, replace(plan, manifest=manifest))
