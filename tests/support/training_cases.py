@@ -41,7 +41,7 @@ def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> t
     reduce, make = Shards._reduce, reduction.Reductions.__init__
 
     def counted(shards: Shards, layer: Any) -> None:
-        layers.append(layer)
+        layers.extend([layer] if layer is not shards._head else [])  # which is, after all backwards
         reduce(shards, layer)
 
     def seen(reductions: reduction.Reductions, machines: reduction.MachineGroups | None) -> None:

@@ -254,7 +254,7 @@ def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_redu
     processes = record(pool, plan)
     assert {process.reduces_early for process in processes} == {reduces_early}
     num_layers = len(processes[0].layers)
-    expected = [*reversed(range(num_layers)), 0] if reduces_early else [0] * (num_layers + 1)
+    expected = [*(reversed(range(num_layers)) if reduces_early else [0] * num_layers), 0, 0]  # head, embeddings
     assert [layers_ahead(process) for process in processes] == [expected] * 4
     check(pool, 4, plan)
 
@@ -272,7 +272,8 @@ def test_ranks_that_processes_join_are_reduced_after_the_last_of_them(pool: Proc
     plan = made(blocks, lengths=[*blocks, *[8] * 16], dp=8, pp=pp, chunk_size=4, k=1)
     for process in record(pool, plan):
         assert process.reduces_early
-        assert layers_ahead(process) == [*reversed(range(len(process.layers))), 0]
+        ends = [0, 0] if pp == 1 else [0]  # head, embeddings
+        assert layers_ahead(process) == [*reversed(range(len(process.layers))), *ends]
 
 
 @pytest.mark.parametrize(
