@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -97,7 +98,7 @@ class RouterLoss:
         self._counted: tuple[Tensor, int] | None = None
         self._shares: Tensor | None = None
         self._value: Tensor | None = None
-        self._last: tuple[Sequence[Span], tuple[Tensor, Tensor]] | None = None
+        self._placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.num_routers = 0
         for self.num_routers, (module, index) in enumerate(_routers(decoder_of(model.model)), 1):
             module.register_forward_hook(partial(self._after_router, self.num_routers, index))
@@ -127,7 +128,6 @@ class RouterLoss:
     def begin_run(self, *, with_gradients: bool) -> None:
         """Forget what is in flight, of another rank or of a run that raised; without gradients nothing is added."""
         self._of_sequences.clear()
-        self._last = None
         self._is_training = with_gradients
 
     @contextmanager
@@ -154,7 +154,7 @@ class RouterLoss:
         if logits is None:
             return None
         context: ChunkContext = current.context
-        counts = self._count(logits.detach(), context.spans) if self._is_counting or self.scope == "sequence" else None
+        counts = self._count(logits.detach(), context) if self._is_counting or self.scope == "sequence" else None
         if counts is not None and self._is_counting:
             before, rows = self._counted or (torch.zeros_like(counts[0]), 0)
             tokens = [span.stop - span.start for span in context.spans if span.sequence_id >= 0]
@@ -171,33 +171,33 @@ class RouterLoss:
             for place, each in enumerate(outputs)
             if place != index and isinstance(each, Tensor) and each.requires_grad
         ]
-        gradient = partial(self._gradient, router, context.spans, counts)
+        gradient = partial(self._gradient, router, context, counts)
         apply: Callable[..., tuple[Tensor, ...]] = _Balanced.apply
         passed = apply(gradient, logits, *(outputs[place] for place in others))
         for place, each in zip([index, *others], passed, strict=True):
             outputs[place] = each
         return tuple(outputs) if isinstance(output, tuple) else outputs[0]
 
-    def _count(self, logits: Tensor, spans: Sequence[Span]) -> Tensor:
+    def _count(self, logits: Tensor, context: ChunkContext) -> Tensor:
         """How many tokens of each span choose each expert: [num_spans, num_experts], of padding none."""
         rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
         chosen = rows.to(wide(rows.dtype)).softmax(-1).topk(self._top_k).indices  # [num_tokens, top_k]
         hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)
-        places, weights = self._placed(spans, rows.device)
-        counts = hits.new_zeros(len(spans), rows.shape[1]).index_add_(0, places, hits)
+        places, weights = self._places(context, rows.device)
+        counts = hits.new_zeros(len(context.spans), rows.shape[1]).index_add_(0, places, hits)
         return counts * (weights > 0)[:, None]
 
-    def _gradient(self, router: int, spans: Sequence[Span], counts: Tensor | None, logits: Tensor) -> Tensor:
+    def _gradient(self, router: int, context: ChunkContext, counts: Tensor | None, logits: Tensor) -> Tensor:
         """That of the loss for `logits` [..., num_experts]; its value is added up."""
         rows = logits.reshape(-1, logits.shape[-1])
         probabilities = rows.to(wide(rows.dtype)).softmax(-1)  # [num_tokens, num_experts]
         if counts is None:
             assert self._shares is not None, "a step has begun"
-            by_span = self._shares.expand(len(spans), -1)  # [num_spans, num_experts]
+            by_span = self._shares.expand(len(context.spans), -1)  # [num_spans, num_experts]
         else:
-            by_span = self._counts_of_sequences(router, spans, counts)
+            by_span = self._counts_of_sequences(router, context.spans, counts)
             by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
-        places, weights = self._placed(spans, rows.device)
+        places, weights = self._places(context, rows.device)
         terms = (by_span * weights[:, None])[places].to(probabilities.dtype) * probabilities
         by_token = terms.sum(-1, keepdim=True)
         value = by_token.sum(dtype=torch.float64)
@@ -215,12 +215,14 @@ class RouterLoss:
                 self._of_sequences.pop((router, span.occurrence), None)
         return torch.stack(found)
 
-    def _placed(self, spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
+    def _places(self, context: ChunkContext, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each token the place of its span [num_tokens], and of each span its weight [num_spans], of padding 0.
 
-        All routers that a chunk passes need the same.
+        All routers that a chunk passes need the same. What runs again in a backward finds it here too: it may ask torch
+        for no more than the first run did.
         """
-        if self._last is None or self._last[0] is not spans:
+        if context not in self._placed:
+            spans = context.spans
             num_tokens = torch.tensor([span.stop - span.start for span in spans])
             places = torch.arange(len(spans)).repeat_interleave(num_tokens)
             weights = [
@@ -228,8 +230,9 @@ class RouterLoss:
                 for span in spans
             ]
             of_spans = torch.tensor(weights, dtype=torch.float64)
-            self._last = spans, (places.to(device, non_blocking=True), of_spans.to(device, non_blocking=True))
-        return self._last[1]
+            self._placed[context] = places.to(device, non_blocking=True), of_spans.to(device, non_blocking=True)
+        placed: tuple[Tensor, Tensor] = self._placed[context]
+        return placed
 
 
 class _Balanced(torch.autograd.Function):
