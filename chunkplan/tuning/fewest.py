@@ -14,7 +14,7 @@ from chunkplan.tuning.sampling import Sample
 _CHUNK_SIZE = 2048
 
 #: More than this many are not looked at.
-_MOST_GPUS = 256
+_MOST_GPUS = 64
 
 
 def fewest_gpus(sample: Sample, options: TuneOptions, *, above: int = 0) -> int | None:
@@ -36,14 +36,23 @@ def _fits(sample: Sample, options: TuneOptions, gpus: int) -> bool:
 
 
 def _layouts(options: TuneOptions, gpus: int) -> Iterator[TuneOptions]:
-    """The options of each layout of `gpus` that can be; those without a pipeline first."""
+    """The options of two layouts of `gpus` that take little memory: without a pipeline, and with the longest one."""
     chunk_size = max(_CHUNK_SIZE, options.chunk_sizes[0])
     try:
         layouts = replace(options, gpus=gpus, dp=1, pp=1, schedules=None, cp="auto").layouts()
     except UsageError:  # not with so many layers, or sequences a step
         return
-    for dp, tp, pp in layouts:
+    for dp, tp, pp in dict.fromkeys((layouts[0], layouts[-1])):
         schedules = None if pp == 1 else ("auto",)
+        shared = "weights" if options.sharding == "auto" and dp > 1 else options.sharding
         yield replace(
-            options, gpus=None, dp=dp, tp=tp, pp=pp, cp="auto", schedules=schedules, chunk_sizes=(chunk_size,)
+            options,
+            gpus=None,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            cp="auto",
+            schedules=schedules,
+            sharding=shared,
+            chunk_sizes=(chunk_size,),
         )
