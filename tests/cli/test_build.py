@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tupl
     tune = re.search("`(chunkplan tune .*)` finds what fits", said)
     assert tune
     ran = run(tmp_path, *shlex.split(tune[1])[1:], "--chunk-sizes", "2048,8192", "--ks", "1")
-    assert "Recommended: " in ran.stdout, ran.stderr
+    assert "─ recommended ─" in ran.stdout, ran.stderr
 
 
 def test_a_plan_that_fits_is_no_cause_for_a_warning(data: Path) -> None:
