@@ -268,13 +268,19 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
-    """Over what fits and loses nothing; where nothing of today does, that is said. It costs nobody else a second."""
-    np.save(tmp_path / "some.npy", np.array([5, 9, 4000, 90_000] * 9))
+    """Over what fits and loses nothing; where nothing of today does, that is said, and where it is as fast as chunks.
+
+    It costs nobody else a second.
+    """
+    np.save(tmp_path / "some.npy", np.repeat([500, 30_000, 120_000], [3000, 3, 1]))
+    np.save(tmp_path / "alike.npy", np.array([5, 9, 4000, 90_000] * 9))
     np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 900_000]))
     assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
     shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
     gain = re.search(r"Qwen2\.5-7B on 8 x h100, by prediction: a step takes .*x as fast as (.*)", shown)
     assert gain and gain[1].endswith(", the fastest of today that fits and loses no token.")
+    shown = " ".join(run(tmp_path, "analyze", "alike.npy", "--headline").stdout.split())
+    assert re.search(r"; nothing to gain: packed, shared by \d ranks takes ", shown)
     shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
     assert "; no way of today fits without cutting sequences; one sequence a micro-batch would need " in shown
     assert "as fast as" not in shown

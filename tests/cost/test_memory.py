@@ -47,13 +47,18 @@ def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter() -> None:
 
 @pytest.mark.parametrize("dp", [1, 8])
 def test_sharding_divides_more_and_more_among_the_ranks(dp: int) -> None:
-    """Optimizer, then gradients, then weights; of the latter two layers at a time are whole, embeddings and head."""
+    """Optimizer, then gradients, then weights; of the latter two layers at a time are whole, embeddings and head.
+
+    Of gradients a copy is there besides: of two layers, or of the head, which is larger.
+    """
     stages = [memory_of(CostModel(sharding=sharding), dp=dp)[0] for sharding in SHARDINGS]
     whole = stages[0]
-    at_once = 0 if dp == 1 else 2 * QWEN2_5_7B.layer_parameters + 2 * QWEN2_5_7B.embedding_parameters
+    ends, two_layers = 2 * QWEN2_5_7B.embedding_parameters, 2 * QWEN2_5_7B.layer_parameters
+    assert ends / 2 > two_layers
+    whole_weights, whole_gradients = (0, 0) if dp == 1 else (ends + two_layers, ends + ends // 2)
     assert [m.optimizer for m in stages] == [whole.optimizer] + 3 * [whole.optimizer // dp]
-    assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp + 4 * at_once]
-    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + 2 * at_once]
+    assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp + 4 * whole_gradients]
+    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + 2 * whole_weights]
 
 
 def test_sharded_stages_amid_a_pipeline_hold_two_layers_whole() -> None:

@@ -45,8 +45,7 @@ def make_step(tiny_config, handmade_plan, random_sequences):
     def make(model_type, k=1, **how):
         config = AutoConfig.for_model(**tiny_config(model_type, **MODELS[model_type]))
         model = new_model(config, torch.float32, seed=1)
-        if how.pop("checkpointing", False):
-            model.enable_checkpointing()
+        model.set_checkpointing(how.pop("checkpointing", "none"))
         chunks = [*[[(0, start, start + 8)] for start in range(0, 40, 8)], [(1, 0, 5), (2, 0, 6)]]
         plan = handmade_plan(random_sequences([40, 5, 6]), [{0: chunks}], k=k)
         [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
@@ -66,7 +65,7 @@ def test_the_host_waits_for_nothing_in_forwards_and_backwards(model_type, make_s
     executor.run(work, 30, strict(work))
 
 
-@pytest.mark.parametrize("how", [{"kv_offload": True}, {"checkpointing": True}, {"k": 2}])
+@pytest.mark.parametrize("how", [{"kv_offload": True}, {"checkpointing": "full"}, {"checkpointing": "keep-attention"}, {"k": 2}])
 def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(how, make_step):
     executor, work = make_step("qwen3", **how)
     executor.run(work, 30, strict(work))

@@ -334,7 +334,7 @@ def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everyt
     kept = [each.memory.kv + each.memory.kv_gradients for each in (quadratic, recurrent)]
     assert kept[0] > 4 * kept[1]
     assert [each.cost.sharding for each in (quadratic, recurrent)] == ["weights", "optimizer"]
-    assert [each.cost.checkpointing for each in (quadratic, recurrent)] == ["keep-attention", "keep-products"]
+    assert [each.cost.checkpointing for each in (quadratic, recurrent)] == ["keep-projections", "keep-products"]
     assert quadratic.step_ns > 1.15 * recurrent.step_ns
 
 
