@@ -49,7 +49,7 @@ def chunk_ns(cost: CostModel, tokens: Int64Array, pairs: Float64Array, size: int
         one = np.ones(tokens.size, np.int64)
         exchange = exchange_times(cost, tokens, 0 * tokens, one, size * one, heads * one, attention_pairs=pairs)
         best = np.minimum(best, cost.passes * forward + exchange.forward + exchange.backward)
-    return num_layers * best + 3 * rates.head * tokens / size
+    return num_layers * best + rates.trained_head * tokens / size + rates.sums.of_chunk(num_layers)
 
 
 def pairs_of(tokens: Int64Array) -> Float64Array:

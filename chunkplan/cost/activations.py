@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
-from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer
+from chunkplan.cost.sums import GRADIENT_BYTES
 
 #: Norms and the log-sum-exp of attention are in float32.
 _FLOAT32 = 4

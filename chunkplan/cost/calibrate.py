@@ -101,7 +101,9 @@ class Calibration:
         """How many forwards of its layers a backward takes, by the times measured; the cost model has it at 2."""
         tokens = np.array([chunk.num_tokens for chunk in self.chunks])
         forward_kv, train = _measured(self.chunks).T
-        return float(np.median((train - 3 * self.cost.rates.head * tokens) / forward_kv - 1))
+        rates, num_layers = self.cost.rates, self.cost.shape.num_layers
+        beside = rates.trained_head * tokens + rates.sums.of_chunk(num_layers)
+        return float(np.median((train - beside) / forward_kv - 1))
 
 
 def calibrate(

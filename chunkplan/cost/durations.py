@@ -105,10 +105,10 @@ def durations(
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
-    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps. Frozen weights have none,
-    see `Rates`. Where weights are sharded, all but the latter fetches them; where gradients are, what makes them
-    reduces them: both over one link, one after another. As this goes on beside the work of the layer before or after,
-    layers take no less than it does; the head hides nothing of it.
+    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps, that of embeddings at
+    the end. Frozen weights have none, see `Rates`. Where weights are sharded, all but the latter fetches them; where
+    gradients are, what makes them reduces them: both over one link, one after another. As this goes on beside the work
+    of the layer before or after, layers take no less than it does; head and embeddings hide nothing of it.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
@@ -120,9 +120,12 @@ def durations(
         head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
         frozen = num_layers * (rates.frozen.token * tokens + rates.frozen.chunk) + frozen_head
         again = num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs + rates.again.chunk)
-        backward = 2 * layer_forward + again + 2 * head + waits_backward - frozen
+        head_sums = rates.sums.head.token * tokens + rates.sums.head.chunk if is_last else 0.0
+        sums = num_layers * rates.sums.layer
+        end_sums = (rates.sums.embeddings if model_stage == 0 else 0.0) + head_sums
+        backward = 2 * layer_forward + again + 2 * head + waits_backward + sums + end_sums - frozen
         half = rates.weight_half
-        weights = linear if half is None else num_layers * (half.token * tokens + half.chunk)
+        weights = sums + (linear if half is None else num_layers * (half.token * tokens + half.chunk))
         layer_forward = layer_forward + waits_forward
         by_op = {
             "forward": layer_forward + head,
@@ -133,10 +136,10 @@ def durations(
             "backward_weight": weights,
         }
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
-        of_head = dict.fromkeys(("forward", "recompute"), head)
-        of_head |= dict.fromkeys(("backward", "backward_input"), 2 * head - frozen_head)
+        of_ends = dict.fromkeys(("forward", "recompute"), head)
+        of_ends |= dict.fromkeys(("backward", "backward_input"), 2 * head - frozen_head + end_sums)
         for op, nanoseconds in by_op.items():
-            sent = num_layers * least.get(op, rates.gather) + of_head.get(op, 0.0)
+            sent = num_layers * least.get(op, rates.gather) + of_ends.get(op, 0.0)
             times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, sent))
     return times
 
@@ -145,8 +148,8 @@ def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array
     """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
     rates, tokens = cost.rates, num_tokens.astype(np.float64)
     again = cost.shape.num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs)
-    everything = 3 * _all_layers(cost, num_tokens, attention_pairs) + again + 3 * (rates.head * tokens)
-    return whole_ns(everything - (cost.shape.num_layers * rates.frozen.token + rates.frozen_head) * tokens)
+    everything = 3 * _all_layers(cost, num_tokens, attention_pairs) + again + rates.trained_head * tokens
+    return whole_ns(everything - cost.shape.num_layers * rates.frozen.token * tokens)
 
 
 def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
@@ -190,7 +193,7 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
         return (num_layers,)
     forward, again = (each.token + each.pair * pairs_per_token for each in (rates, rates.again))
     layer = 3 * forward + again - rates.frozen.token
-    head = (3 * rates.head - rates.frozen_head) / layer  # in layers
+    head = rates.trained_head / layer  # in layers
     others = num_model_stages - 1
 
     def slowest(last: int) -> float:

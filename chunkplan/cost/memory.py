@@ -14,9 +14,10 @@ import numpy as np
 
 from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token, working_bytes_per_token
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.shape import Layer
+from chunkplan.cost.sums import GRADIENT_BYTES, tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
 
 #: Of a weight: Adam's two moments.
@@ -36,9 +37,8 @@ _WHOLE_LAYERS = 2
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
 
-#: Tokens whose logits are there at once, and bytes of each: float32 and its log-softmax, and bf16 or a gradient.
-_LOGITS_TOKENS, _LOGITS_BYTES = 1024, 10
-
+#: Of a logit: itself, its softmax in float32 and its gradient in bf16; or both in float32, the latter in one place.
+_LOGIT_BYTES = 8
 
 #: Layers of some kinds, and how many of each.
 Layers = Sequence[tuple[Layer, int]]
@@ -137,9 +137,7 @@ def stage_memory(
                 kv=ceil(kv_elements * num_bytes + state_bytes),
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
                 exchanged=ceil(exchanged),
-                logits=ceil(min(chunk_size, _LOGITS_TOKENS) * shape.vocab_size * _LOGITS_BYTES / tp)
-                if stage == last_stage(pp, v_shaped)
-                else 0,
+                logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
                 reserved=cost.hardware.reserved_bytes,
             )
         )
@@ -221,6 +219,14 @@ def stage_token_bytes(
     """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
     split = stage_parts(cost.shape.split(layers), pp, v_shaped)
     return np.array([token_bytes(cost, own, chunk_size) for own in split])
+
+
+def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
+    """Of the largest block of logits, on one GPU; or, where more, of these, their gradient and that of the head."""
+    shape = cost.shape
+    logits = min(chunk_size, tokens_at_once(shape.vocab_size)) * shape.vocab_size
+    of_head = 0 if cost.lora_rank else shape.embedding_parameters
+    return max(logits * _LOGIT_BYTES, (2 * logits + of_head) * cost.num_bytes) / cost.tp
 
 
 def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:

@@ -14,9 +14,10 @@ from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, again_of
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
-from chunkplan.cost.rates import Rates
+from chunkplan.cost.rates import Rates, Sums
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
+from chunkplan.cost.sums import GRADIENT_BYTES, sums_of
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
@@ -31,9 +32,6 @@ SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "weights")
 #: Bytes of a weight, an activation, a key or a value.
 NUM_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 
-#: Bytes of a weight's gradient, a sum in float32.
-GRADIENT_BYTES = 4
-
 #: Kernels of a layer's forward, as Hugging Face models run them one by one: two norms of 8, seven projections, 10 of
 #: rotary embedding, attention, activation, its product, two residuals.
 _KERNELS = 38
@@ -45,13 +43,11 @@ _COLLECTIVES = 4
 #: Of a logit in the forward of a loss in float32: written and read in bf16, written and read in float32, and written.
 _LOSS_BYTES = 16
 
-
 #: Entries of a cost model that a file has only where they say something: earlier versions did not have them.
 _IF_SET = ("lora_rank", "load_in_4bit")
 
 #: So that what a step has of it fits 64 bits.
 _MOST_OVERHEAD_NS = 2.0**40
-
 
 #: Sizes of GPU memory, as people write them.
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -187,7 +183,7 @@ class CostModel(Options):
         A token takes the products, the reading and writing of what lies between them, and its share of the collectives,
         a ring each. A chunk takes kernels, messages, and for each weight matrix, whether a token meets it or not, the
         ramp: of a mixture, small chunks leave each expert few tokens. A backward takes as many collectives as two
-        forwards here, a little more than it has.
+        forwards here, a little more than it has; what it takes besides to add up gradients is `sums_of`.
         """
         shape, hardware, tp = self.shape, self.hardware, self.tp
         slower = hardware.flops / hardware.fp32_flops if self.precision == "fp32" else 1.0
@@ -208,6 +204,7 @@ class CostModel(Options):
             head=product * shape.embedding_parameters + loss * 1e9,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
+            sums=self._sums(reduced=self.shares("gradients")),
         )
         rates = rates._replace(again=again_of(self.checkpointing, shape, rates, product, ramp, copies * 1e9))
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
@@ -215,14 +212,19 @@ class CostModel(Options):
     def rates_on(self, dp: int) -> Rates:
         """`rates` on `dp` data-parallel ranks, with what they send each other of a layer in every chunk: its gradients
         where these are sharded, its weights too where those are."""
-        if dp == 1 or not self.shares("gradients"):
+        if not self.shares("gradients"):
             return self.rates
+        if dp == 1:
+            return self.rates._replace(sums=self._sums(reduced=False))
         link_ns = self.hardware.link_ns
         held, trained = (
             self.shape.mean(of) / self.tp for of in (self.adapters.weight_bytes, self.adapters.trained_parameters)
         )
         gather = self.ring_ns(held, dp) + link_ns if self.shares("weights") else 0.0
         return self.rates._replace(gather=gather, reduce=self.ring_ns(trained * GRADIENT_BYTES, dp) + link_ns)
+
+    def _sums(self, *, reduced: bool) -> Sums:
+        return sums_of(self.shape, self.adapters, self.num_bytes, self.hardware.copy_bytes * self.tp, reduced=reduced)
 
     def shares(self, what: Sharding) -> bool:
         """Whether data-parallel ranks share `what`; each of `SHARDINGS` shares those before it too."""
@@ -267,14 +269,15 @@ class CostModel(Options):
     @property
     def chunk_ns(self) -> int:
         """What a chunk's forward and backward take beside its tokens and attention pairs, on all model stages."""
-        more = round(self.shape.num_layers * (self.rates.again.chunk - self.rates.frozen.chunk))
+        rates, num_layers = self.rates, self.shape.num_layers
+        more = round(num_layers * (rates.again.chunk - rates.frozen.chunk) + rates.sums.of_chunk(num_layers))
         return 3 * self.chunk_overhead_ns + min(more, round(_MOST_OVERHEAD_NS))
 
     @property
     def linear_over_pair(self) -> float:
         """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
         rates, num_layers = self.rates, self.shape.num_layers
-        frozen = rates.frozen.token + rates.frozen_head / num_layers
+        frozen = rates.frozen.token + (rates.frozen_head - rates.sums.head.token) / num_layers
         if not rates.pair:
             return math.inf
         pair = 3 * rates.pair + rates.again.pair

@@ -24,17 +24,34 @@ class Again(NamedTuple):
     exchange: tuple[int, int] = (0, 0)
 
 
+class Sums(NamedTuple):
+    """Nanoseconds that backwards take to add gradients to their sums, see `sums_of`.
+
+    Of a layer and of embeddings, which the first model stage has, in each chunk; of the head for each token of a chunk,
+    and for the chunk.
+    """
+
+    layer: float = 0.0
+    embeddings: float = 0.0
+    head: LayerTime = LayerTime()
+
+    def of_chunk(self, num_layers: int) -> float:
+        """Of a chunk, whatever its tokens, on all model stages, which have `num_layers`."""
+        return num_layers * self.layer + self.embeddings + self.head.chunk
+
+
 class Rates(NamedTuple):
     """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
     model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
-    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. `weight_half`:
-    what the weight half of a backward takes, None: as long as a forward without attention. `link_token` and `link` are
-    a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes where they are
-    sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both go on beside
-    the work of the layer before, so what needs them takes no less.
+    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. It takes the
+    `sums` besides. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as
+    a forward without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is
+    what fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
+    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
+    no less.
     """
 
     token: float
@@ -48,7 +65,13 @@ class Rates(NamedTuple):
     reduce: float = 0.0
     frozen: LayerTime = LayerTime()
     frozen_head: float = 0.0
+    sums: Sums = Sums()
     weight_half: LayerTime | None = None
+
+    @property
+    def trained_head(self) -> float:
+        """A token's forward and backward in the head."""
+        return 3 * self.head - self.frozen_head + self.sums.head.token
 
 
 #: Forward 1 and backward 2 a token on every model stage, of one layer each, and nothing for links.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer
+from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.layers import last_stage, stage_parts
 
 

@@ -130,7 +130,7 @@ def _shared_times(
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
         forward = num_layers * (own_forward + exchange.forward)
         backward = num_layers * (own_backward + exchange.backward)
-        head = (3 * rates.head - rates.frozen_head) * own / size
+        head = rates.trained_head * own / size + rates.sums.of_chunk(num_layers)
         times = sum_runs(whole_ns(forwards * forward + backward + head), starts)
         by_heads[times < best] = heads
         best = np.minimum(best, times)

@@ -11,9 +11,10 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, work_ns
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
-from chunkplan.cost.model import GRADIENT_BYTES, CostModel
+from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.tuning.plan_only import why_plan_only

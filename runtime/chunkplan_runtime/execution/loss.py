@@ -1,7 +1,9 @@
 """The loss: cross-entropy of target tokens, without ever holding the logits of a chunk.
 
 Loss and gradient are computed together, a block of positions at a time, when a chunk runs backward: the head runs once
-forward and once backward, and what a chunk in flight keeps of its loss is its final hidden states.
+forward and once backward, and what a chunk in flight keeps of its loss is its final hidden states. How many positions
+a block has is for `chunkplan.cost.sums` to say, which counts their logits: the gradient of all of the head is made, and
+added to its sum, for every block.
 """
 
 from __future__ import annotations
@@ -9,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from chunkplan.cost.sums import tokens_at_once
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.models.model import Head
-
-#: Logits alive at once, in numbers: 0.5 GB of float32, as much again for their gradient.
-LOGITS_AT_ONCE = 2**27
 
 
 def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
@@ -28,7 +27,7 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     with torch.no_grad():
         for rows, targets in _blocks(labels, vocab_size, hidden.device):
-            losses[rows] = _cross_entropy(head, hidden[rows], targets)
+            losses[rows], *_ = _exponentials(head(hidden[rows]), targets)
     return losses
 
 
@@ -43,9 +42,7 @@ def losses_and_gradient(
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        block_losses = _cross_entropy(head, block, targets)  # [rows]
-        torch.autograd.backward(block_losses.sum() * scale)
-        losses[rows] = block_losses.detach().to(losses.dtype)  # some heads give float32 whatever their weights are
+        losses[rows] = _forward_and_backward(head, block, targets, scale)
         assert block.grad is not None
         gradient[rows] = block.grad
     return losses, gradient
@@ -64,10 +61,32 @@ def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
 def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
     rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
-    for block in torch.split(rows, max(1, LOGITS_AT_ONCE // vocab_size)) if len(rows) else ():
+    for block in torch.split(rows, tokens_at_once(vocab_size)) if len(rows) else ():
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """The losses of a block [rows]; gradients of `scale` times their sum are added to those of `hidden` and the head.
+
+    The gradient of the logits, the softmax less 1 at the target, is made in the place of their exponentials, as
+    autograd would not do: beside the logits there is no more than these, and the gradient where its dtype is narrower.
+    """
     logits = head(hidden)  # [rows, vocab_size]
-    return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none")
+    losses, gradient, totals = _exponentials(logits.detach(), targets)
+    gradient *= (scale / totals)[:, None]
+    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -scale))
+    gradient = gradient.to(logits.dtype)
+    torch.autograd.backward(logits, gradient)
+    return losses
+
+
+def _exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [rows] in at least float32, and what they are of: exponentials [rows, vocab_size] and their sums [rows].
+
+    Those of each row are over the largest one, which keeps them finite.
+    """
+    values = logits.to(wide(logits.dtype), copy=True)
+    values -= values.amax(1, keepdim=True)
+    of_targets = values.gather(1, targets[:, None])[:, 0]
+    totals = values.exp_().sum(1)
+    return totals.log() - of_targets, values, totals

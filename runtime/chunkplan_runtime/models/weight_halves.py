@@ -62,7 +62,7 @@ class WeightHalves:
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
-            torch.autograd.backward(weight, _sum_of(by_weight.pop(weight)))
+            _Given.apply(weight, by_weight.pop(weight)).backward()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,22 @@ class _Product(torch.autograd.Function):
         else:
             ctx.halves.keeping.append(factors)
         return of_x, of_matrix, of_bias, None, None, None
+
+
+class _Given(torch.autograd.Function):
+    """`_Given.apply(weight, products)`: nothing, whose gradient for the weight is the sum of the products.
+
+    A gradient that autograd is given from outside it copies, one that is made within a backward it takes as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, products: list[Factors]) -> Tensor:
+        ctx.products = products
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_of(ctx.products), None
 
 
 class _Products(TorchFunctionMode):

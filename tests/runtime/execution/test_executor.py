@@ -101,7 +101,7 @@ def test_actions_that_would_not_be_exact_are_refused(run_step, actions, message)
 
 
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.execution.loss.LOGITS_AT_ONCE", 3 * 20)
+    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -150,7 +150,7 @@ def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
 
 def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     """The head sees as many positions at once as their logits allow, and only those with a target."""
-    monkeypatch.setattr("chunkplan_runtime.execution.loss.LOGITS_AT_ONCE", 4 * 11 + 10)
+    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 4 * 11 + 10)
     head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
