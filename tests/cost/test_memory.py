@@ -81,6 +81,22 @@ def test_stages_hold_the_model_between_them(pp: int, tied: bool) -> None:
     assert [m.logits > 0 for m in stages] == [False] * (pp - 1) + [True]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_logits_are_those_of_a_block_of_tokens_and_the_gradient_of_the_head_counts_where_it_is_more(
+    precision: Any,
+) -> None:
+    """8 bytes of a logit, for 1,765 tokens of a vocabulary of 152K, and for all of a chunk of a small one."""
+    cost = CostModel(precision=precision)
+    num_bytes, of_head = cost.num_bytes, cost.shape.embedding_parameters
+    small = replace(cost, shape=replace(cost.shape, vocab_size=32_000))
+    for chunk_size, tokens in ((512, 512), (8192, 1765), (1 << 20, 1765)):
+        logits = tokens * 152064
+        expected = max(8 * logits, num_bytes * (2 * logits + of_head))
+        assert memory_of(cost, chunk_size=chunk_size)[0].logits == expected
+    assert memory_of(small, chunk_size=4096)[0].logits == 8 * 4096 * 32_000 + (precision == "fp32") * 4 * 32_000 * 3584
+    assert memory_of(CostModel(lora_rank=8), chunk_size=512)[0].logits == 8 * 512 * 152064
+
+
 def test_parts_of_a_stage_are_summed_and_the_largest_counts_for_what_is_retained() -> None:
     cost = CostModel()
     layers = (5, 4, 5, 4, 5, 5)

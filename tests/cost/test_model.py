@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
+from chunkplan.cost.rates import Sums
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.cost.sums import tokens_at_once
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
@@ -170,7 +172,43 @@ def test_the_weight_half_of_a_backward_is_a_forward_of_products_with_layers_and_
         times[OPS.index(op), :, 0] for op in ("backward", "backward_input", "backward_weight")
     )
     assert abs(of_inputs + of_weights - backward).max() <= 1
-    assert of_weights.tolist() == [round(14 * (rates.token * 8192 + rates.chunk))] * 2
+    assert of_weights.tolist() == [round(14 * (rates.token * 8192 + rates.chunk + rates.sums.layer))] * 2
+
+
+def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_few_tokens_it_has() -> None:
+    """Of a weight in bf16 12 bytes: its gradient is written and read, and so is the sum in float32.
+
+    Of the head for every block of tokens whose logits there is room for, half a block more than the tokens fill; of the
+    embeddings once, on the first stage. The weight half has those of layers.
+    """
+    cost = CostModel()
+    ns = 12e9 / cost.hardware.copy_bytes
+    of_layer, of_ends = ns * cost.shape.layer_parameters, ns * cost.shape.embedding_parameters
+    without = cost.rates._replace(sums=Sums())
+    for tokens in (np.array([100]), np.array([8192])):
+        pairs = attention_pairs_of(tokens, np.zeros_like(tokens))
+        longer = np.subtract(*(durations(tokens, pairs, rates, (15, 13)) for rates in (cost.rates, without)))[..., 0]
+        of_head = of_ends * (tokens[0] / tokens_at_once(152064) + 0.5)
+        backward = [15 * of_layer + of_ends, 13 * of_layer + of_head]
+        assert longer[OPS.index("backward")] == pytest.approx(backward, abs=2)
+        assert longer[OPS.index("backward_input")] == pytest.approx([of_ends, of_head], abs=2)
+        assert longer[OPS.index("backward_weight")] == pytest.approx([15 * of_layer, 13 * of_layer], abs=2)
+        assert not longer[[OPS.index(op) for op in ("forward", "forward_kv", "recompute")]].any()
+    in_fp32, on_four = CostModel(precision="fp32").rates.sums, CostModel(tp=4).rates.sums
+    assert (in_fp32.layer, on_four.layer) == pytest.approx((16 / 12 * of_layer, of_layer / 4))
+    assert on_four.head.chunk == pytest.approx(of_ends / 8)
+    adapters = CostModel(lora_rank=8).rates.sums
+    assert 0 < adapters.layer < of_layer / 50 and adapters == Sums(layer=adapters.layer)
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+def test_gradients_that_are_reduced_in_every_backward_are_copied_to_what_is_sent_and_not_summed(sharding: Any) -> None:
+    """8 bytes of a weight of layers, on several ranks; embeddings and head are summed as ever."""
+    whole, cost = CostModel().rates.sums, CostModel(sharding=sharding)
+    reduced = cost.rates_on(8).sums
+    assert reduced.layer == pytest.approx(8 / 12 * whole.layer)
+    assert reduced[1:] == whole[1:]
+    assert cost.rates_on(1).sums == whole
 
 
 def test_smaller_chunks_are_less_efficient() -> None:
@@ -193,7 +231,8 @@ def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_paramet
     prefix = np.zeros(2, np.int64)
     work = work_ns(cost, tokens, attention_pairs_of(tokens, prefix))
     head = cost.rates.head * tokens
-    assert work == pytest.approx(3 * (recompute_ns(cost, tokens, prefix) + head), abs=3)
+    sums = cost.rates.sums.head.token * tokens  # of the head: a block of tokens at a time
+    assert work == pytest.approx(3 * (recompute_ns(cost, tokens, prefix) + head) + sums, abs=3)
     assert cost.model_flops(1.0, 0.0) == pytest.approx(6 * (QWEN2_5_7B.num_parameters - 3584 * 152064))
     flops = [cost.model_flops(float(t), float(t * t)) for t in tokens]
     utilisation = np.array(flops) / (work * 1e-9 * cost.hardware.peak_flops)
@@ -274,7 +313,7 @@ def test_a_manifest_whose_model_cannot_be_is_damaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pp", "layers"), [(1, (28,)), (2, (15, 13)), (4, (8, 8, 7, 5)), (8, (4, 4, 4, 4, 4, 4, 3, 1))]
+    ("pp", "layers"), [(1, (28,)), (2, (16, 12)), (4, (8, 8, 8, 4)), (8, (4, 4, 4, 4, 4, 4, 3, 1))]
 )
 def test_the_last_stage_has_fewer_layers_as_the_head_takes_as_long_as_several(pp: int, layers: tuple[int, ...]) -> None:
     assert balance_layers(CostModel(), pp, pairs_per_token=4096.0) == layers
@@ -286,7 +325,7 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
 ) -> None:
     cost = CostModel()
     rates = cost.rates
-    layer, head = cost.passes * (rates.token + rates.pair * pairs_per_token), 3 * rates.head
+    layer, head = cost.passes * (rates.token + rates.pair * pairs_per_token), rates.trained_head
 
     def slowest(layers: tuple[int, ...]) -> float:
         return max(layer * max(layers), layer * layers[-1] + head)
@@ -299,7 +338,7 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
 
 
 def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() -> None:
-    """Gradients in backwards, weights in all but the half for weights; of chunks too small to hide it, that and the head."""
+    """Gradients in backwards, weights in all but the half for weights; of chunks too small to hide it, the ends too."""
     tokens, pairs = np.array([1, 65_536]), np.array([1.0, 65_536.0**2])
     one = CostModel()
     bytes_sent = 3 / 4 * one.shape.layer_parameters / one.hardware.gpu_link_bytes * 1e9
@@ -308,14 +347,16 @@ def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() ->
         "gradients": (0, 0, 0, reduce, 0, reduce),
         "weights": (gather, gather, gather, gather + reduce, gather, reduce),
     }
-    plain = durations(tokens, pairs, one.rates, (14, 14))
-    head = np.outer((1, 0, 1, 2, 2, 0), (0, one.rates.head))  # of a token, on the last stage, in the order of `OPS`
+    of_token = np.outer((1, 0, 1, 2, 2, 0), (0, one.rates.head))  # on the last stage, in the order of `OPS`
+    sums = one.rates.sums
+    ends = of_token + np.outer((0, 0, 0, 1, 1, 0), (sums.embeddings, sums.head.token + sums.head.chunk))
     for sharding in SHARDINGS:
         cost = CostModel(sharding=sharding)
-        assert cost.rates_on(1) == cost.rates == one.rates
+        assert cost.rates_on(1) == one.rates
+        plain = durations(tokens, pairs, one.rates._replace(sums=cost.rates.sums), (14, 14))
         times = durations(tokens, pairs, cost.rates_on(4), (14, 14))
         sent = np.array(least.get(sharding, 6 * (0,)))  # in the order of `OPS`
-        assert times[:, :, 0] == pytest.approx(np.maximum(14 * sent[:, None] + head, plain[:, :, 0]), abs=1)
+        assert times[:, :, 0] == pytest.approx(np.maximum(14 * sent[:, None] + ends, plain[:, :, 0]), abs=1)
         assert (times[:, :, 1] == plain[:, :, 1]).all()
 
 

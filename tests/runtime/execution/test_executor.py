@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
@@ -160,6 +161,25 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     assert sum(seen) == int((labels >= 0).sum())
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=-100, reduction="sum")
     assert losses.sum().item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_loss_takes_the_memory_that_the_planner_counts_for_it(dtype, monkeypatch):
+    """8 bytes of each logit of a block, for whichever block; as torch's profiler has it."""
+    rows, vocab_size = 256, 5000
+    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", rows * vocab_size)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, vocab_size, bias=False, dtype=dtype)
+    hidden, labels = torch.randn(3 * rows, 8, dtype=dtype), torch.arange(3 * rows) * 6
+    plain = torch.nn.functional.cross_entropy(head(hidden).float(), labels)
+    (of_weight,) = torch.autograd.grad(plain, [head.weight])
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        losses, _ = losses_and_gradient(head, hidden, labels, vocab_size, 1 / len(labels))
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    alive = np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
+    assert 7 < alive.max() / (rows * vocab_size) < 9
+    torch.testing.assert_close(losses.mean(), plain)
+    torch.testing.assert_close(head.weight.grad, of_weight, rtol=3 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monkeypatch):

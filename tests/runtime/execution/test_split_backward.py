@@ -21,6 +21,7 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.models import weight_halves
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -138,6 +139,32 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
     before = {name for name, value in model.model.named_parameters() if value.grad is not None}
     after = {name for name, _ in model.model.named_parameters()} - before
     assert after == {name for name, value in model.model.named_parameters() if ".layers." in name and value.ndim == 2}
+
+
+def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hooks of weights find is what was computed: they are read and written once."""
+    model = model_of(SPLIT["llama with biases, tied"])
+    sum_of = weight_halves._sum_of
+    made: list[int] = []
+    found: list[int] = []
+
+    def summed(products: Any) -> torch.Tensor:
+        gradient = sum_of(products)
+        made.append(gradient.data_ptr())
+        return gradient
+
+    def take(weight: torch.Tensor) -> None:
+        if weight.grad is not None:
+            found.append(weight.grad.data_ptr())
+            weight.grad = None
+
+    monkeypatch.setattr(weight_halves, "_sum_of", summed)
+    for name, weight in model.model.named_parameters():
+        if ".layers." in name and weight.ndim == 2:
+            weight.register_post_accumulate_grad_hook(take)
+    work = work_of(random_sequences(97), 2)
+    Executor(model).run(replace(work, actions=at_once(work).actions), TARGETS)
+    assert made and found == made
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
