@@ -98,10 +98,15 @@ class Calibration:
 
     @property
     def backward_forwards(self) -> float:
-        """How many forwards of its layers a backward takes, by the times measured; the cost model has it at 2."""
+        """How many forwards of its layers a backward takes, by the times measured; the cost model has it at 2.
+
+        What the head and sums of gradients take is left out, at the rate of copies that was measured: the fitted one
+        makes up for a backward that takes more.
+        """
         tokens = np.array([chunk.num_tokens for chunk in self.chunks])
         forward_kv, train = _measured(self.chunks).T
-        rates, num_layers = self.cost.rates, self.cost.shape.num_layers
+        hardware = replace(self.cost.hardware, copy_bytes=self.rates.copy_bytes)
+        rates, num_layers = replace(self.cost, hardware=hardware).rates, self.cost.shape.num_layers
         beside = rates.trained_head * tokens + rates.sums.of_chunk(num_layers)
         return float(np.median((train - beside) / forward_kv - 1))
 

@@ -56,7 +56,7 @@ def synthetic(precision: Precision, noise: float, seed: int = 0, slower_backward
         times = durations(np.array([chunk.num_tokens]), np.array([chunk.attention_pairs()]), rates, (8,))[:, 0, 0]
         forward, backward, forward_kv = (times[OPS.index(op)] for op in ("forward", "backward", "forward_kv"))
         off = 1 + noise * random.standard_normal(2)
-        train = (forward + slower_backward * backward) * off[1]
+        train = (forward + backward + 2 * (slower_backward - 1) * forward_kv) * off[1]  # of its layers
         chunks.append(replace(chunk, forward_kv_ns=forward_kv * off[0], train_ns=float(train)))
     return chunks
 

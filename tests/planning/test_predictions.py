@@ -30,7 +30,7 @@ from tests.support.published_models import MODELS
 #: What a chunk costs beside its tokens, forward and backward, in microseconds.
 COST = CostModel()
 
-CHUNK_US = 3 * COST.chunk_overhead_ns / 1e3
+CHUNK_US = COST.chunk_ns / 1e3
 
 
 def test_costs_grow_with_the_prefix_and_recompute(tmp_path: Path) -> None:

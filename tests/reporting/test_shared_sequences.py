@@ -98,9 +98,7 @@ def test_the_plan_counts_shared_sequences_once_and_says_what_it_takes_without(pl
         tokens = np.array([LENGTHS[sequence] for number, sequence in rows if number == step.step] or [0])
         cost = plan.cost
         alone = work_ns(cost, tokens, attention_pairs_of(tokens, 0 * tokens)).max() / 1e3
-        bounds.append(
-            max(step.lower_bound_us, alone + cost.passes * cost.chunk_overhead_ns / 1e3 if tokens.any() else 0)
-        )
+        bounds.append(max(step.lower_bound_us, alone + cost.chunk_ns / 1e3 if tokens.any() else 0))
     assert summary.unshared_lower_bound_us == pytest.approx(sum(bounds))
 
 
