@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 from math import ceil
 
 import numpy as np
 
-from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token, working_bytes_per_token
+from chunkplan.cost.activations import (
+    Run,
+    activation_bytes_per_token,
+    pending_bytes_per_token,
+    runs_of,
+    working_bytes_per_token,
+)
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import GRADIENT_BYTES, CostModel
 from chunkplan.cost.reduction import stage_parameters
@@ -96,10 +103,10 @@ def stage_memory(
     shape, num_bytes, tp, adapters = cost.shape, cost.num_bytes, cost.tp, cost.adapters
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
     stages, pp = [], len(retained_tokens)
-    split = stage_parts(shape.split(layers), pp, v_shaped)
+    split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
-        on_stage = [each for of_model_stage in own for each in of_model_stage]
+        on_stage = _without_levels(own)
         kinds = [layer for layer, _ in on_stage]
         unpacked_bytes = (
             max(map(_largest_matrix, kinds)) * shape.hidden_size * num_bytes / tp if cost.load_in_4bit else 0
@@ -126,7 +133,11 @@ def stage_memory(
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
         kv_elements = held * _kv_elements_per_token(cost, on_stage)
         retained_bytes, input_bytes, *_ = token_bytes(cost, own, chunk_size)
-        working_bytes = max(working_bytes_per_token(cost, layer) for layer in kinds)
+        working_bytes = max(
+            working_bytes_per_token(cost, layer, level)
+            for of_model_stage in own
+            for layer, level in {(layer, level) for layer, level, _ in of_model_stage}
+        )
         stages.append(
             StageMemory(
                 weights=ceil(held_bytes + unpacked_bytes),
@@ -195,32 +206,38 @@ def exchange_bytes(
     return max(by_heads, by_pages)
 
 
-def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tuple[float, float, float, float]:
+def token_bytes(cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int) -> tuple[float, float, float, float]:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
     that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded), and
     of the states that recurrent layers keep for each ChunkSize; and between the halves of a backward, by how much it
-    is more than activations."""
-    activations = max(sum(count * activation_bytes_per_token(cost, layer) for layer, count in layers) for layers in own)
+    is more than activations at most: the half for inputs comes to the last layers first."""
+    activations = [
+        [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
+    ]
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
-    on_stage = [each for layers in own for each in layers]
+    on_stage = _without_levels(own)
     kv = _kv_elements_per_token(cost, on_stage) * (cost.num_bytes + KV_GRADIENT_BYTES)
-    pending = max(
-        sum(
-            count * (pending_bytes_per_token(cost, layer) - activation_bytes_per_token(cost, layer))
-            for layer, count in layers
-        )
-        for layers in own
-    )
+    pending = 0.0
+    for layers, held in zip(own, activations, strict=True):
+        more = [
+            count * pending_bytes_per_token(cost, layer) - of_run
+            for (layer, _, count), of_run in zip(layers, held, strict=True)
+        ]
+        pending = max(pending, *accumulate(reversed(more)))
     kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
-    return activations, stage_input, kept, max(pending, 0.0)
+    return max(map(sum, activations)), stage_input, kept, pending
 
 
 def stage_token_bytes(
     cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
 ) -> Float64Array:
     """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
-    split = stage_parts(cost.shape.split(layers), pp, v_shaped)
+    split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     return np.array([token_bytes(cost, own, chunk_size) for own in split])
+
+
+def _without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
+    return [(layer, count) for layers in own for layer, _, count in layers]
 
 
 def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
