@@ -109,7 +109,8 @@ def try_grid(
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed(sample, options, list(ladders.values()))
     fastest_ns = min((choice.step_ns for choice in choices if choice.fits), default=math.inf)
-    choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, layout, plain, fastest_ns)]
+    outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
+    choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, outcomes, fastest_ns)]
     return choices + _cut_by_cost(sample, options, choices)
 
 

@@ -8,9 +8,9 @@ program until it fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +25,10 @@ from chunkplan.cost.activations import (
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
 from chunkplan.layers import stage_parts
 from chunkplan.schedule.holdings import ACTIVATIONS, PENDING, fullest
-from chunkplan.tuning.levels import Tried, fits
-from chunkplan.tuning.options import GpuLayout, MemorySaving, TuneOptions
+from chunkplan.tuning.levels import fits
+from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, memory_of_stages, token_bytes_of, try_out
 
@@ -174,33 +173,19 @@ def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_mem
     return found[0].cost if found else replace(cost, checkpointing=CHECKPOINTINGS[-1])
 
 
-def mixed(sample: Sample, options: TuneOptions, layout: GpuLayout, plain: Tried, fastest_ns: float) -> list[Outcome]:
+def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastest_ns: float) -> list[Outcome]:
     """Try levels layer by layer where they may be faster than `fastest_ns`, the fastest of one level for all.
 
-    `plain`: what was tried without activation checkpointing.
+    `tried`: what was tried, with any one level.
     """
+    last = {(outcome.config, outcome.cost.sharding): outcome for outcome in tried}
     hopeful: list[tuple[float, int, Outcome, CostModel]] = []
-    first, *_ = shardings = options.shardings_of(layout)
-    for sharding in shardings:
-        for kv_offload in (False, True):
-            cost = options.cost(layout, MemorySaving(CHECKPOINTINGS[0], kv_offload), sharding)
-            for outcome in (each for of_way in plain.values() for each in of_way):
-                config = outcome.config
-                if outcome.step_ns >= fastest_ns or (kv_offload and config.chunk_size < cost.offload_chunk_size):
-                    continue
-                if not fits(outcome, cost, options):
-                    times = [
-                        reduction_ns(
-                            replace(cost, sharding=each),
-                            dp=config.dp,
-                            pp=config.pp,
-                            layers=config.layers(cost.shape.num_layers),
-                            v_shaped=config.v_shaped,
-                        )
-                        for each in (first, sharding)
-                    ]
-                    estimate = _estimate(outcome, cost, options.gpu_memory, sample) + times[1] - times[0]
-                    hopeful.append((estimate, len(hopeful), outcome, cost))
+    for outcome, kv_offload in product(last.values(), (False, True)):
+        cost = replace(outcome.cost, checkpointing=CHECKPOINTINGS[0], kv_offload=kv_offload)
+        if kv_offload and outcome.config.chunk_size < cost.offload_chunk_size:
+            continue
+        if not fits(outcome, cost, options):
+            hopeful.append((_estimate(outcome, cost, options.gpu_memory, sample), len(hopeful), outcome, cost))
     found: list[Outcome] = []
     for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:
         if estimate < fastest_ns and len(found) < _MOST:
@@ -213,8 +198,7 @@ def mixed(sample: Sample, options: TuneOptions, layout: GpuLayout, plain: Tried,
 def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample) -> float:
     """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
     config, rates = outcome.config, cost.rates
-    moments = outcome.moments[int(cost.kv_offload)]
-    most, _ = fullest(moments, token_bytes_of(config, cost))
+    most, _ = fullest(outcome.moments[int(cost.kv_offload)], token_bytes_of(config, outcome.cost))
     again_ns = _again_ns(config, cost, sample).astype(np.float64)
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)
@@ -224,4 +208,5 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
         if num_bytes[-1] > stage.room[0]:
             return float("inf")
         slowest = max(slowest, float(np.interp(stage.room[0], num_bytes[::-1], again_ns[::-1])))
-    return outcome.step_ns * (1 + slowest / layer_ns)
+    of_tried = again_ns[CHECKPOINTINGS.index(outcome.cost.levels[0])]
+    return outcome.step_ns * float((layer_ns + slowest) / (layer_ns + of_tried))
