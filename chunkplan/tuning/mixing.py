@@ -164,13 +164,15 @@ def fitted(
 
 
 def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_memory: int) -> CostModel:
-    """`cost` with the levels that run least again and fit; full activation checkpointing where nothing is found."""
-    plain = replace(cost, checkpointing=CHECKPOINTINGS[0])
-    outcome = try_out(sample, config, plain)
-    if outcome.memory(plain).total <= gpu_memory:
-        return plain
-    found = fitted([sample], config, plain, outcome.moments[int(cost.kv_offload)], gpu_memory)
-    return found[0].cost if found else replace(cost, checkpointing=CHECKPOINTINGS[-1])
+    """`cost` with the levels that run least again and fit; full activation checkpointing where none is found."""
+    for level in CHECKPOINTINGS:
+        outcome = try_out(sample, config, replace(cost, checkpointing=level))
+        if outcome.memory(outcome.cost).total <= gpu_memory:
+            break
+    if outcome.cost.checkpointing == CHECKPOINTINGS[0]:
+        return outcome.cost
+    found = fitted([sample], config, cost, outcome.moments[int(cost.kv_offload)], gpu_memory) or []
+    return min([outcome, *found], key=lambda each: each.step_ns).cost
 
 
 def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastest_ns: float) -> list[Outcome]:

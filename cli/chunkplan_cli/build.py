@@ -15,7 +15,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.build_options import BuildOptions, describe_old, plan_config, resolve
+from chunkplan_cli.build_options import AUTO, BuildOptions, describe_old, fitting_levels, plan_config, resolve
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-_MACHINE = ("shape", "hardware", "tp", "precision", "checkpointing", "sharding", "lora_rank", "load_in_4bit")
+_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", "lora_rank", "load_in_4bit")
 
 
 @takes(
@@ -68,6 +68,8 @@ def build(
     from chunkplan_cli.build_auto import choose
 
     options = BuildOptions(**how)
+    if "checkpointing" in how and (auto or options.checkpointing != AUTO):
+        machine["checkpointing"] = options.checkpointing
     values = resolve(plan, options.config)
     place = Workspace.find(workspace)
     source = find_analysis(analysis, place)
@@ -87,6 +89,8 @@ def build(
             if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
                 settings = replace(settings, cp="off")
                 note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
+            if options.checkpointing == AUTO:
+                cost = fitting_levels(cost, settings, loaded)
             is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")

@@ -83,7 +83,7 @@ def test_a_stage_holds_what_its_own_layers_hold():
 
 
 def test_what_waits_between_halves_counts_at_its_most():
-    """The half for inputs comes to the last layers first: where these held little, it holds more before it holds less."""
+    """The half for inputs comes to the last layers first: where these held little, it holds more before less."""
     weak_last, strong_last = (
         stage_token_bytes(CostModel(checkpointing=levels), 1, (28,), 8192)[0, 3]
         for levels in ("full:4,none:24", "none:24,full:4")
