@@ -72,11 +72,10 @@ def levels_of(checkpointing: str, num_layers: int) -> tuple[Checkpointing, ...]:
             return (level,) * num_layers
     levels = tuple(level for level, count in _runs(checkpointing) for _ in range(count))
     if len(levels) != num_layers:
+        similar = shown_levels([levels[place * len(levels) // num_layers] for place in range(num_layers)])
         raise UsageError(
             f"--checkpointing is {checkpointing}, of {len(levels)} layers: the model has {num_layers}",
-            hint=f"give runs whose numbers sum to {num_layers}, such as {shown_levels((*levels, *levels)[:num_layers])}"
-            if len(levels) <= num_layers <= 2 * len(levels)
-            else f"give runs whose numbers sum to {num_layers}",
+            hint=f"give runs whose numbers sum to {num_layers}, such as --checkpointing {similar}",
         )
     return levels
 
@@ -90,16 +89,18 @@ def shown_levels(levels: Sequence[Checkpointing]) -> str:
 def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
     """How a level is named among notes: by itself, or the last one as `full` says; "none" is not named.
 
-    Of runs of layers, how many layers have each level.
+    Of runs of layers, how many of them have each level but "none".
     """
     if ":" not in checkpointing:
         return [] if checkpointing == "none" else [full if checkpointing == "full" else checkpointing]
     counts: Counter[str] = Counter()
     for level, count in _runs(checkpointing):
         counts[level] += count
-    present = [level for level in reversed(CHECKPOINTINGS) if counts[level]]
-    first, *others = (f"{counts[level]}{' layers' if level == present[0] else ''} {level}" for level in present)
-    return [" and ".join([", ".join([first, *others[:-1]]), *others[-1:]])]
+    named = [f"{level} in {counts[level]}" for level in reversed(CHECKPOINTINGS[1:]) if counts[level]]
+    if not named:
+        return []
+    *others, last = named
+    return [" and ".join([*filter(None, [", ".join(others)]), last]) + f" of {sum(counts.values())} layers"]
 
 
 def with_again(

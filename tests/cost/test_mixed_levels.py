@@ -37,8 +37,17 @@ def test_other_text_is_refused(typed):
 
 
 def test_runs_of_other_layers_than_there_are_are_refused():
-    with pytest.raises(UsageError, match="of 27 layers: the model has 28"):
-        CostModel(checkpointing="full:7,none:20")
+    """With a hint that is of as many as there are."""
+    for written, similar in (
+        ("full:7,none:20", "full:8,none:20"),
+        ("full:1", "full"),
+        ("full:20,none:20", "full:14,none:14"),
+    ):
+        with pytest.raises(UsageError, match="layers: the model has 28") as refused:
+            CostModel(checkpointing=written)
+        hint = refused.value.hint
+        assert hint == f"give runs whose numbers sum to 28, such as --checkpointing {similar}"
+        assert CostModel(checkpointing=similar).levels
     entries = COST.to_dict() | {"checkpointing": "full:7,none:20"}
     with pytest.raises(DataError, match="of 27 layers"):
         CostModel.from_dict(entries, where="manifest.json")
@@ -49,9 +58,12 @@ def test_a_cost_model_is_read_back_with_its_levels():
 
 
 def test_levels_are_said_in_words():
-    assert checkpointing_words(MIXED) == ["7 layers full, 3 keep-products and 18 none"]
-    assert checkpointing_words("full:8,none:10,full:2,none:8") == ["10 layers full and 18 none"]
-    assert checkpointing_words("none:28") == ["28 layers none"]
+    assert checkpointing_words(MIXED) == ["full in 7 and keep-products in 3 of 28 layers"]
+    assert checkpointing_words("full:8,none:10,full:2,none:8") == ["full in 10 of 28 layers"]
+    assert checkpointing_words("full:1,keep-attention:1,keep-products:1") == [
+        "full in 1, keep-attention in 1 and keep-products in 1 of 3 layers"
+    ]
+    assert checkpointing_words("none:28") == []
 
 
 def times_of(checkpointing):

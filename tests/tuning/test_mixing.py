@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
 from pathlib import Path
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.activations import working_bytes_per_token
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, levels_of
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.tuning.document import answers, read_tuning, read_tuning_document, tuned, write_tuning
 from chunkplan.tuning.mixing import fastest_fitting, fewest_ns, mixture
+from chunkplan.tuning.mixing import mixed as mixed_outcomes
 from chunkplan.tuning.sampling import Sample, sample_steps
-from chunkplan.tuning.trial import try_out
+from chunkplan.tuning.trial import memory_of_stages, try_out
 from chunkplan.tuning.tune import Tuning, tune
 from tests.support.published_models import MODELS
 from tests.support.tuning_cases import GIB, long_tail, options_with
@@ -115,6 +118,101 @@ def test_what_is_found_fits_and_is_faster_than_one_level(sample: Sample, schedul
     assert outcome.memory(found).total <= gpu_memory
     fastest = min(each.step_ns for each, total in zip(of_levels, totals, strict=True) if total <= gpu_memory)
     assert outcome.step_ns <= fastest
+
+
+#: Six layers on two stages, and the moments of these.
+TINY = PlanConfig(chunk_size=8192, k=4, global_batch=64, pp=2, schedule="1f1b")
+TINY_COST = CostModel(shape=replace(COST.shape, order=COST.shape.order[:6]))
+MIXTURES = [",".join(f"{level}:1" for level in reversed(of)) for of in combinations_with_replacement(CHECKPOINTINGS, 3)]
+
+
+def drawn_moments(pending: bool) -> st.SearchStrategy[np.ndarray]:
+    """Up to three moments [n, 2, 4], in tokens; where not `pending`, none between halves of a backward."""
+    tokens = st.integers(0, 300_000)
+    held = st.lists(st.tuples(tokens, tokens, tokens, tokens if pending else st.just(0)), min_size=2, max_size=2)
+    return st.lists(held, min_size=1, max_size=3).map(lambda rows: np.array(rows, np.int64))
+
+
+def again_ns(found: str, sample: Sample) -> float:
+    """What the layers of `TINY_COST` run again in a step."""
+    tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(TINY_COST)
+    agains = [replace(TINY_COST, checkpointing=level).rates.again for level in levels_of(found, 6)]
+    return sum(each.token * tokens + each.pair * pairs + each.chunk * tokens / TINY.chunk_size for each in agains)
+
+
+def totals_of(found: str, moments: np.ndarray) -> np.ndarray:
+    """Memory of each stage at its fullest moment, [2]."""
+    cost = replace(TINY_COST, checkpointing=found)
+    return np.max([[stage.total for stage in memory_of_stages(TINY, cost, moment)] for moment in moments], axis=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(moments=drawn_moments(pending=False), gpu_memory=st.integers(20 * GIB, 300 * GIB))
+def test_no_mixture_that_fits_runs_less_again(sample: Sample, moments: np.ndarray, gpu_memory: int) -> None:
+    """Of all 35 of the three layers of each of two stages.
+
+    The program leaves room for the backward of a layer of any level, so what it finds is at least as good as all that
+    fit with so much less room, and no better than all that fit.
+    """
+    layer = TINY_COST.shape.kinds[0]
+    working = [working_bytes_per_token(TINY_COST, layer, level) for level in CHECKPOINTINGS]
+    spare = int(TINY.chunk_size * (max(working) - min(working))) + 10
+
+    def least_ns(most: int) -> float | None:
+        least = 0.0
+        for stage in range(2):
+            fitting = [
+                again_ns(f"{levels},{levels}", sample) / 2
+                for levels in MIXTURES
+                if totals_of(f"{levels},{levels}", moments)[stage] <= most
+            ]
+            if not fitting:
+                return None
+            least += min(fitting)
+        return least
+
+    found, above = mixture(TINY, TINY_COST, moments, gpu_memory, sample), least_ns(gpu_memory - spare)
+    if found is None:
+        assert above is None
+        return
+    below = least_ns(gpu_memory)
+    assert below is not None
+    assert below <= again_ns(found, sample) * (1 + 1e-6) + 10
+    assert above is None or again_ns(found, sample) <= above * (1 + 1e-6) + 10
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    moments=drawn_moments(pending=True),
+    gpu_memory=st.lists(st.integers(20 * GIB, 500 * GIB), min_size=2, max_size=2).map(sorted),
+)
+def test_every_stage_fits_and_more_memory_never_runs_more_again(
+    sample: Sample, moments: np.ndarray, gpu_memory: list[int]
+) -> None:
+    less, more = (mixture(TINY, TINY_COST, moments, most, sample) for most in gpu_memory)
+    for found, most in zip((less, more), gpu_memory, strict=True):
+        assert found is None or (totals_of(found, moments) <= most).all()
+    if less is not None:
+        assert more is not None
+        assert again_ns(more, sample) <= again_ns(less, sample) * (1 + 1e-6) + 10
+
+
+def test_where_a_mixture_gains_nothing_there_is_one_level_and_no_runs(sample: Sample) -> None:
+    config = replace(SMALL, pp=1, schedule="algorithm2")
+    totals = [
+        outcome.memory(outcome.cost).total
+        for outcome in (try_out(sample, config, replace(COST, checkpointing=level)) for level in CHECKPOINTINGS)
+    ]
+    for level, gpu_memory in (("none", totals[0]), ("full", totals[-1]), ("full", totals[-1] // 2)):
+        assert fastest_fitting(sample, config, COST, gpu_memory).checkpointing == level
+
+
+def test_what_cannot_be_faster_is_not_tried(sample: Sample) -> None:
+    options = options_with(tp=1, pp=4, dp=1, gpu_memory=62 * GIB)
+    tried = [try_out(sample, SMALL, replace(COST, checkpointing=level)) for level in CHECKPOINTINGS]
+    assert mixed_outcomes(sample, options, tried, 0.0) == []
+    found = mixed_outcomes(sample, options, tried, math.inf)
+    assert found and all(each.memory(each.cost).total <= 62 * GIB for each in found)
 
 
 @pytest.fixture(scope="module")
