@@ -18,6 +18,7 @@ from lengths import lengths
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import chunkplan
+from chunkplan.cost.activations import runs_of
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import token_bytes
@@ -47,7 +48,7 @@ def row(name: str, shape: ModelShape, data: Path) -> str:
     cost = CostModel(shape=shape, hardware=hardware)
     tokens = np.array(LENGTHS)
     times = work_ns(cost, tokens, whole_pairs(cost, tokens)) / tokens / 1e3
-    _, _, kept, _ = token_bytes(cost, shape.split([shape.num_layers]), CHUNK_SIZE)
+    _, _, kept, _ = token_bytes(cost, runs_of(cost, [shape.num_layers]), CHUNK_SIZE)
     chosen = chunkplan.tune(data, TuneOptions(shape=shape, hardware=hardware, dp=2, pp=4)).recommended
     assert chosen is not None
     layers = ",".join(map(str, chosen.config.layers(shape.num_layers)))

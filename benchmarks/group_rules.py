@@ -48,7 +48,7 @@ def chunk_ns(cost: CostModel, tokens: Int64Array, pairs: Float64Array, size: int
     for heads in head_degrees(size, cost):
         one = np.ones(tokens.size, np.int64)
         exchange = exchange_times(cost, tokens, 0 * tokens, one, size * one, heads * one, attention_pairs=pairs)
-        best = np.minimum(best, cost.passes * forward + exchange.forward + exchange.backward)
+        best = np.minimum(best, cost.passes * forward + exchange.forward + exchange.with_again(rates.again))
     return num_layers * best + rates.trained_head * tokens / size + rates.sums.of_chunk(num_layers)
 
 

@@ -183,6 +183,17 @@ SHARE = Domain(
 )
 
 
+def or_word(word: str, expected: Domain) -> Domain:
+    """What `expected` takes, or `word`."""
+    return replace(
+        expected,
+        holds=lambda value: value == word or expected.holds(value),
+        expected=f"{word}, {expected.expected}",
+        read=lambda typed: word if typed == word else expected.read(typed),
+        completed=(word, *(expected.choices or expected.completed)),
+    )
+
+
 def find_mismatch(value: Any, expected: Expected, where: str = "") -> str | None:
     """What is wrong with `value`, in words that name the entry, or None."""
     if isinstance(expected, Mapping):

@@ -6,9 +6,10 @@ once, however many read it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import groupby
 
-from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer
 from chunkplan.cost.sums import GRADIENT_BYTES
@@ -24,20 +25,34 @@ _ROUTED_BYTES = 48
 _GRADIENTS_OF_HIDDEN = 2
 
 
-def activation_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+#: Layers that follow one another, of one kind and with one level of activation checkpointing, and how many they are.
+Run = tuple[Layer, Checkpointing, int]
+
+
+def runs_of(cost: CostModel, layers: Sequence[int]) -> list[list[Run]]:
+    """The runs of layers of model stages with so many `layers` each, first to last."""
+    shape = cost.shape
+    rest = iter(zip((shape.kinds[place] for place in shape.order), cost.levels, strict=True))
+    own = ([next(rest) for _ in range(count)] for count in layers)
+    return [[(*same, len(list(run))) for same, run in groupby(of_stage)] for of_stage in own]
+
+
+def activation_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing | None = None) -> float:
     """What a chunk that keeps its activations holds for each token of a layer, on one GPU.
 
-    What it holds by the level is in docs/cost-model.md. With adapters there is less of norms, and what lies between two
-    matrices of an adapter, see `Adapters.activation_bytes`. Sequence parallelism shards all of it over the `tp` GPUs.
+    `level`: of the layer, None: that of the first one. What it holds by the level is in docs/cost-model.md. With
+    adapters there is less of norms, and what lies between two matrices of an adapter, see `Adapters.activation_bytes`.
+    Sequence parallelism shards all of it over the `tp` GPUs.
     """
-    if cost.checkpointing == "none":
+    level = level or cost.levels[0]
+    if level == "none":
         return _everything(cost, layer) / cost.tp
     held: float = cost.shape.hidden_size * cost.num_bytes
-    if cost.checkpointing != "full":
+    if level != "full":
         held += layer.output_width * cost.num_bytes + _FLOAT32 * layer.num_query_heads
-    if cost.checkpointing in ("keep-products", "keep-projections"):
+    if level in ("keep-products", "keep-projections"):
         held += _of_projections(cost, layer)
-    if cost.checkpointing == "keep-products":
+    if level == "keep-products":
         held += _of_mlp(cost, layer)
     return held / cost.tp
 
@@ -123,7 +138,7 @@ def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     return (held + cost.adapters.pending_bytes(layer)) / cost.tp
 
 
-def working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
+def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing) -> float:
     """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer run again for it.
 
     With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
@@ -132,12 +147,11 @@ def working_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
     gathered = shape.hidden_size if cost.tp > 1 else 0
     again = 0.0
-    if cost.checkpointing != "none":
-        everything, at_least = (
-            activation_bytes_per_token(replace(cost, checkpointing=level), layer)
-            for level in (CHECKPOINTINGS[0], CHECKPOINTINGS[-1])
+    if level != "none":
+        everything, at_least, held = (
+            activation_bytes_per_token(cost, layer, each) for each in (CHECKPOINTINGS[0], CHECKPOINTINGS[-1], level)
         )
-        again = max(0.0, everything + at_least - activation_bytes_per_token(cost, layer))
+        again = max(0.0, everything + at_least - held)
     # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
     made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
     return (gradients + gathered) * cost.num_bytes + made + again

@@ -1,24 +1,120 @@
-"""Levels of activation checkpointing: what a chunk in flight holds of each layer, and what its backward runs again."""
+"""Levels of activation checkpointing: what a chunk in flight holds of each layer, and what its backward runs again.
+
+All layers have one level, or runs of layers have one each, first to last: "full:8,none:20".
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
 from typing import Literal, get_args
 
 from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import ModelShape
+from chunkplan.domains import Domain
+from chunkplan.errors import UsageError
 
 #: What a chunk in flight holds of each layer, from everything to the layer's input alone. Each runs again in the
 #: backward what it does not hold: more than those before it.
 Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full"]
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
-
-def checkpointing_words(level: str, full: str = "checkpointing") -> list[str]:
-    """How a level is named among notes: by itself, or the last one as `full` says; "none" is not named."""
-    return [] if level == "none" else [full if level == "full" else level]
+#: Layers that have a level, as they are written.
+_RUN = re.compile(rf"({'|'.join(CHECKPOINTINGS)}):([1-9][0-9]{{0,5}})")
 
 
-def again_of(
+def _runs(written: str) -> list[tuple[Checkpointing, int]]:
+    """The runs of layers that are written. Raises ValueError for other text."""
+    found = [_RUN.fullmatch(run.strip()) for run in written.split(",")]
+    levels: dict[str, Checkpointing] = {level: level for level in CHECKPOINTINGS}
+    return [(levels[run[1]], int(run[2])) if run else _no_run(written) for run in found]
+
+
+def _no_run(written: str) -> tuple[Checkpointing, int]:
+    raise ValueError(written)
+
+
+def _read(typed: str) -> str:
+    if typed in CHECKPOINTINGS:
+        return typed
+    return ",".join(f"{level}:{num_layers}" for level, num_layers in _runs(typed))
+
+
+def _holds(value: object) -> bool:
+    try:
+        return isinstance(value, str) and _read(value) == value
+    except ValueError:
+        return False
+
+
+#: A level, or runs of layers with a level each.
+CHECKPOINTING = Domain(
+    _holds,
+    f"{', '.join(CHECKPOINTINGS)}, or runs of layers such as full:8,none:20",
+    _read,
+    metavar="LEVEL",
+    completed=CHECKPOINTINGS,
+)
+
+
+@cache
+def levels_of(checkpointing: str, num_layers: int) -> tuple[Checkpointing, ...]:
+    """The level of each layer, first to last, of a level or of runs of layers as `CHECKPOINTING` has them.
+
+    Raises:
+        UsageError: the runs are not of so many layers.
+    """
+    for level in CHECKPOINTINGS:
+        if checkpointing == level:
+            return (level,) * num_layers
+    levels = tuple(level for level, count in _runs(checkpointing) for _ in range(count))
+    if len(levels) != num_layers:
+        similar = shown_levels([levels[place * len(levels) // num_layers] for place in range(num_layers)])
+        raise UsageError(
+            f"--checkpointing is {checkpointing}, of {len(levels)} layers: the model has {num_layers}",
+            hint=f"give runs whose numbers sum to {num_layers}, such as --checkpointing {similar}",
+        )
+    return levels
+
+
+def shown_levels(levels: Sequence[Checkpointing]) -> str:
+    """The levels of layers as `levels_of` reads them; one where all are the same."""
+    runs = [(level, len(list(run))) for level, run in groupby(levels)]
+    return runs[0][0] if len(runs) == 1 else ",".join(f"{level}:{count}" for level, count in runs)
+
+
+def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
+    """How a level is named among notes: by itself, or the last one as `full` says; "none" is not named.
+
+    Of runs of layers, how many of them have each level but "none".
+    """
+    if ":" not in checkpointing:
+        return [] if checkpointing == "none" else [full if checkpointing == "full" else checkpointing]
+    counts: Counter[str] = Counter()
+    for level, count in _runs(checkpointing):
+        counts[level] += count
+    named = [f"{level} in {counts[level]}" for level in reversed(CHECKPOINTINGS[1:]) if counts[level]]
+    if not named:
+        return []
+    *others, last = named
+    return [" and ".join([*filter(None, [", ".join(others)]), last]) + f" of {sum(counts.values())} layers"]
+
+
+def with_again(
+    rates: Rates, levels: Sequence[Checkpointing], shape: ModelShape, product: float, ramp: float, copies: float
+) -> Rates:
+    """`rates` of a forward, with what a backward runs again where layers have `levels`; see `_again_of`."""
+    of_level = {level: _again_of(level, shape, rates, product, ramp, copies) for level in dict.fromkeys(levels)}
+    if len(of_level) == 1:
+        return rates._replace(again=of_level[levels[0]])
+    of_layers = tuple(of_level[level] for level in levels)
+    return rates._replace(again=Again.mean(of_layers), again_of_layers=of_layers)
+
+
+def _again_of(
     level: Checkpointing, shape: ModelShape, rates: Rates, product: float, ramp: float, copies: float
 ) -> Again:
     """What a backward runs again of a layer: all of its forward, where its input alone is held.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.rates import Rates
+from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import FULL, Sight
 from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
@@ -72,10 +72,20 @@ class ChunkTimes(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward."""
+    """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward.
+
+    `by_heads`, `by_pages`: of the forward, what a backward waits for again where it runs that again.
+    """
 
     forward: Float64Array
     backward: Float64Array
+    by_heads: Float64Array
+    by_pages: Float64Array
+
+    def with_again(self, again: Again) -> Float64Array:
+        """What a backward waits for that runs `again` something of the forward, [n]."""
+        heads, pages = again.exchange
+        return self.backward + (heads * self.by_heads + pages * self.by_pages)
 
 
 def chunk_times(
@@ -115,11 +125,16 @@ def durations(
     for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
         layer_forward = linear + num_layers * rates.pair * attention_pairs
-        waits_forward, waits_backward = (0.0, 0.0) if exchange is None else (num_layers * each for each in exchange)
+        first = sum(layers[:model_stage])
+        run_again = rates.again_within(first, first + num_layers)
+        waits_forward = waits_backward = np.zeros_like(tokens)
+        if exchange is not None:
+            waits_forward = num_layers * exchange.forward
+            waits_backward = num_layers * exchange.with_again(run_again)
         is_last = model_stage == len(layers) - 1
         head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
         frozen = num_layers * (rates.frozen.token * tokens + rates.frozen.chunk) + frozen_head
-        again = num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs + rates.again.chunk)
+        again = num_layers * (run_again.token * tokens + run_again.pair * attention_pairs + run_again.chunk)
         head_sums = rates.sums.head.token * tokens + rates.sums.head.chunk if is_last else 0.0
         sums = num_layers * rates.sums.layer
         end_sums = (rates.sums.embeddings if model_stage == 0 else 0.0) + head_sums

@@ -56,9 +56,8 @@ def exchange_times(
     both_ways = fetched * (cost.num_bytes + KV_GRADIENT_BYTES) * ns + 2 * launches
     backward = np.maximum(both_ways - 2 * attention, hardware.link_ns)
     of_pages = np.where(by_pages > 1, forward, 0.0)
-    heads_again, pages_again = cost.rates.again.exchange
-    again = heads_again * all_to_alls + pages_again * of_pages
-    return ExchangeTimes(all_to_alls + of_pages, all_to_alls + np.where(by_pages > 1, backward, 0.0) + again)
+    of_backward = all_to_alls + np.where(by_pages > 1, backward, 0.0)
+    return ExchangeTimes(all_to_alls + of_pages, of_backward, all_to_alls, of_pages)
 
 
 def _link_bytes(cost: CostModel, size: IntArray) -> Float64Array:

@@ -7,12 +7,21 @@ An estimate from the tensors that are known to be there; what a framework holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token, working_bytes_per_token
+from chunkplan.cost.activations import (
+    Run,
+    activation_bytes_per_token,
+    pending_bytes_per_token,
+    runs_of,
+    working_bytes_per_token,
+)
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
@@ -62,7 +71,8 @@ class StageMemory:
     @property
     def total(self) -> int:
         """The bytes of all parts together."""
-        return sum(astuple(self))
+        parts: dict[str, int] = vars(self)
+        return sum(parts.values())
 
 
 def stage_memory(
@@ -93,16 +103,71 @@ def stage_memory(
         kv_gradient_bytes: of a number in the gradients of keys and values.
         v_shaped: where model stages lie, see `model_stage_of`.
     """
+    shape, pp = cost.shape, len(retained_tokens)
+    stages = []
+    for stage, own in enumerate(_stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped)):
+        held = kv_tokens[stage]
+        pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
+        exchanged = max(
+            exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
+            for by_heads in ({1} if shape.keeps_latents else {1, shared_by})
+        )
+        state_bytes = held / chunk_size * own.state_bytes
+        if cost.kv_offload:
+            held = min(held, _OFFLOAD_BLOCKS * chunk_size)
+            if pp == 1:
+                state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * own.state_bytes)
+        kv_elements = held * own.kv_elements
+        retained_bytes, input_bytes, *_ = own.token_bytes
+        stages.append(
+            StageMemory(
+                weights=own.weights,
+                gradients=own.gradients,
+                optimizer=own.optimizer,
+                activations=ceil(retained_tokens[stage] * retained_bytes + own.working_bytes),
+                stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
+                kv=ceil(kv_elements * cost.num_bytes + state_bytes),
+                kv_gradients=ceil(kv_elements * kv_gradient_bytes),
+                exchanged=ceil(exchanged),
+                logits=own.logits,
+                reserved=cost.hardware.reserved_bytes,
+            )
+        )
+    return tuple(stages)
+
+
+class _Stage(NamedTuple):
+    """What a GPU of a stage holds whatever its chunks are, in bytes; and of a token, see `token_bytes`.
+
+    `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a token.
+    `state_bytes`: of states where a part of a sequence ends.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    working_bytes: float
+    logits: int
+    token_bytes: tuple[float, float, float, float]
+    kv_elements: float
+    state_bytes: float
+
+
+@lru_cache(maxsize=1 << 12)  # `tune` asks for the memory of a few thousand configurations, of each dozens of times
+def _stages_of(
+    cost: CostModel, dp: int, pp: int, layers: tuple[int, ...], chunk_size: int, v_shaped: bool
+) -> tuple[_Stage, ...]:
     shape, num_bytes, tp, adapters = cost.shape, cost.num_bytes, cost.tp, cost.adapters
     optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
-    stages, pp = [], len(retained_tokens)
-    split = stage_parts(shape.split(layers), pp, v_shaped)
+    stages = []
+    split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
-        on_stage = [each for of_model_stage in own for each in of_model_stage]
-        kinds = [layer for layer, _ in on_stage]
+        on_stage = _without_levels(own)
         unpacked_bytes = (
-            max(map(_largest_matrix, kinds)) * shape.hidden_size * num_bytes / tp if cost.load_in_4bit else 0
+            max(_largest_matrix(layer) for layer, _ in on_stage) * shape.hidden_size * num_bytes / tp
+            if cost.load_in_4bit
+            else 0
         )
         trained = weights.trained_layers + weights.trained_ends
         held_gradients, held_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
@@ -113,39 +178,28 @@ def stage_memory(
         if dp > 1 and cost.shares("weights"):
             whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
             held_bytes = held_bytes / dp + whole_bytes
-        held = kv_tokens[stage]
-        pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
-        exchanged = max(
-            exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
-            for by_heads in ({1} if shape.keeps_latents else {1, shared_by})
+        working_bytes = max(
+            working_bytes_per_token(cost, layer, level)
+            for layer, level in {(layer, level) for of_model_stage in own for layer, level, _ in of_model_stage}
         )
-        state_bytes = held / chunk_size * _state_bytes(cost, on_stage)
-        if cost.kv_offload:
-            held = min(held, _OFFLOAD_BLOCKS * chunk_size)
-            if pp == 1:
-                state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
-        kv_elements = held * _kv_elements_per_token(cost, on_stage)
-        retained_bytes, input_bytes, *_ = token_bytes(cost, own, chunk_size)
-        working_bytes = max(working_bytes_per_token(cost, layer) for layer in kinds)
         stages.append(
-            StageMemory(
+            _Stage(
                 weights=ceil(held_bytes + unpacked_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
                 optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
-                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * working_bytes),
-                stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
-                kv=ceil(kv_elements * num_bytes + state_bytes),
-                kv_gradients=ceil(kv_elements * kv_gradient_bytes),
-                exchanged=ceil(exchanged),
+                working_bytes=chunk_size * working_bytes,
                 logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
-                reserved=cost.hardware.reserved_bytes,
+                token_bytes=token_bytes(cost, own, chunk_size),
+                kv_elements=_kv_elements_per_token(cost, on_stage),
+                state_bytes=_state_bytes(cost, on_stage),
             )
         )
     return tuple(stages)
 
 
+@lru_cache(maxsize=1 << 12)
 def split_gradient_bytes(
-    cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_shaped: bool = False
+    cost: CostModel, *, dp: int, pp: int, layers: tuple[int, ...], v_shaped: bool = False
 ) -> tuple[int, ...]:
     """What a GPU of each stage holds more of gradients where backwards are split: 0 unless gradients are shared.
 
@@ -193,32 +247,34 @@ def exchange_bytes(
     return max(by_heads, by_pages)
 
 
-def token_bytes(cost: CostModel, own: Sequence[Layers], chunk_size: int) -> tuple[float, float, float, float]:
+def token_bytes(cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int) -> tuple[float, float, float, float]:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
     that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded), and
     of the states that recurrent layers keep for each ChunkSize; and between the halves of a backward, by how much it
-    is more than activations."""
-    activations = max(sum(count * activation_bytes_per_token(cost, layer) for layer, count in layers) for layers in own)
+    is more than activations at most: the half for inputs comes to the last layers first."""
+    activations = [
+        [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
+    ]
     stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
-    on_stage = [each for layers in own for each in layers]
+    on_stage = _without_levels(own)
     kv = _kv_elements_per_token(cost, on_stage) * (cost.num_bytes + KV_GRADIENT_BYTES)
-    pending = max(
-        sum(
-            count * (pending_bytes_per_token(cost, layer) - activation_bytes_per_token(cost, layer))
-            for layer, count in layers
-        )
-        for layers in own
-    )
+    pending = 0.0
+    for layers, held in zip(own, activations, strict=True):
+        more = [
+            count * pending_bytes_per_token(cost, layer) - of_run
+            for (layer, _, count), of_run in zip(layers, held, strict=True)
+        ]
+        pending = max(pending, *accumulate(reversed(more)))
     kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
-    return activations, stage_input, kept, max(pending, 0.0)
+    return max(map(sum, activations)), stage_input, kept, pending
 
 
 def stage_token_bytes(
     cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
 ) -> Float64Array:
     """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
-    split = stage_parts(cost.shape.split(layers), pp, v_shaped)
-    return np.array([token_bytes(cost, own, chunk_size) for own in split])
+    stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
+    return np.array([each.token_bytes for each in stages])
 
 
 def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
@@ -227,6 +283,10 @@ def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
     logits = min(chunk_size, tokens_at_once(shape.vocab_size)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters
     return max(logits * _LOGIT_BYTES, (2 * logits + of_head) * cost.num_bytes) / cost.tp
+
+
+def _without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
+    return [(layer, count) for layers in own for layer, _, count in layers]
 
 
 def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
-from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, again_of
+from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, levels_of, with_again
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
@@ -91,14 +91,15 @@ class CostModel(Options):
     the layers that a stage has (`memory.stage_memory`).
 
     `tp`: tensor parallelism with sequence parallelism; its collectives are not hidden behind products. `checkpointing`:
-    what a chunk in flight holds of each layer; the rest is run again in its backward. `kv_offload`: keys, values
-    and their gradients of split sequences live in host memory; times assume that the transfers hide behind attention,
+    what a chunk in flight holds of each layer (`levels_of`); the rest is run again in its backward. `kv_offload`: keys,
+    values and their gradients of split sequences live in host memory; times assume that attention hides the transfers,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
     adapt is kept in 4 bits, and made whole for each forward and each backward.
 
     Raises:
-        UsageError: `tp` does not divide the attention heads; 4 bits without adapters, or adapters of experts.
+        UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or
+            adapters of experts.
     """
 
     shape: ModelShape = option(
@@ -118,9 +119,10 @@ class CostModel(Options):
     )
     tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
-    checkpointing: Checkpointing = option(
-        one_of(*CHECKPOINTINGS, metavar="LEVEL"),
-        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says.",
+    checkpointing: str = option(
+        CHECKPOINTING,
+        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says; of "
+        "runs of layers full:8,none:20.",
         group=MACHINE,
         default="none",
     )
@@ -148,7 +150,7 @@ class CostModel(Options):
     )
 
     def check_together(self) -> None:
-        """Refuse more GPUs for a layer than its heads can be divided among, and adapters that are not known here."""
+        """Refuse more GPUs for a layer than its heads can be divided among, and what is not known of layers here."""
         heads = {"query": self.shape.num_query_heads, "key and value": self.shape.num_kv_heads}
         for name, count in heads.items():
             if count % self.tp:
@@ -156,6 +158,7 @@ class CostModel(Options):
                     f"tensor parallelism {self.tp} does not divide the {count} {name} heads of {self.shape.name}",
                     hint=f"choose a divisor of {math.gcd(*heads.values())}",
                 )
+        levels_of(self.checkpointing, self.shape.num_layers)
         if self.load_in_4bit and not self.lora_rank:
             raise UsageError(
                 "weights in 4 bits cannot be trained, only adapters on them can", hint="give --lora-rank too"
@@ -165,6 +168,11 @@ class CostModel(Options):
                 f"what adapters of the experts of {self.shape.name} take is not known",
                 hint="leave --lora-rank out: the plan is then timed as if all weights were trained",
             )
+
+    @property
+    def levels(self) -> tuple[Checkpointing, ...]:
+        """The level of activation checkpointing of each layer, first to last."""
+        return levels_of(self.checkpointing, self.shape.num_layers)
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +214,7 @@ class CostModel(Options):
             link=hardware.link_ns,
             sums=self._sums(reduced=self.shares("gradients")),
         )
-        rates = rates._replace(again=again_of(self.checkpointing, shape, rates, product, ramp, copies * 1e9))
+        rates = with_again(rates, self.levels, shape, product, ramp, copies * 1e9)
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
 
     def rates_on(self, dp: int) -> Rates:
@@ -321,9 +329,8 @@ class CostModel(Options):
         hint = "make the file again with this version"
         plain = {name: one.domain for name, one in options_of(cls).items() if name not in ("shape", "hardware")}
         if isinstance(values, dict) and "weight_shards" in values:  # as earlier plans of versions 3 to 5 have it
-            shards = values["weight_shards"]
-            values = {name: value for name, value in values.items() if name != "weight_shards"}
-            values = {"sharding": "optimizer" if shards == 1 else "weights"} | values
+            sharding = "optimizer" if values["weight_shards"] == 1 else "weights"
+            values = {"sharding": sharding} | {name: each for name, each in values.items() if name != "weight_shards"}
         entries = {f"{name}?" if name in _IF_SET else name: domain for name, domain in plain.items()}
         if found := find_mismatch(values, {"shape": {}, "hardware": {}, **entries}, "cost_model"):
             raise DataError(found, where=where, hint=hint)

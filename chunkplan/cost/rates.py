@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -21,7 +22,16 @@ class Again(NamedTuple):
     token: float = 0.0
     pair: float = 0.0
     chunk: float = 0.0
-    exchange: tuple[int, int] = (0, 0)
+    exchange: tuple[float, float] = (0, 0)
+
+    @classmethod
+    def mean(cls, of_layers: Sequence[Again]) -> Again:
+        """That of a layer on average."""
+        token, pair, chunk, heads, pages = (
+            sum(each) / len(of_layers)
+            for each in zip(*((one.token, one.pair, one.chunk, *one.exchange) for one in of_layers), strict=True)
+        )
+        return cls(token, pair, chunk, (heads, pages))
 
 
 class Sums(NamedTuple):
@@ -47,9 +57,10 @@ class Rates(NamedTuple):
     ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
     model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
     `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. It takes the
-    `sums` besides. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as
-    a forward without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is
-    what fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
+    `sums` besides. `again` is that of a layer on average, and `again_of_layers` that of each, empty where all are the
+    same. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as a forward
+    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
+    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
     data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
     no less.
     """
@@ -67,6 +78,11 @@ class Rates(NamedTuple):
     frozen_head: float = 0.0
     sums: Sums = Sums()
     weight_half: LayerTime | None = None
+    again_of_layers: tuple[Again, ...] = ()
+
+    def again_within(self, start: int, stop: int) -> Again:
+        """What is run again of a layer from `start` on and before `stop`, on average."""
+        return Again.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
 
     @property
     def trained_head(self) -> float:

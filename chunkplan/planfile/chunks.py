@@ -191,8 +191,9 @@ def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
         return None
     columns = (chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index + 1, chunks.cp_size, chunks.cp_heads)
     found = exchange_times(cost, *(column[rows] for column in columns))
-    exchange = ExchangeTimes(np.zeros(chunks.num_tokens.size), np.zeros(chunks.num_tokens.size))
-    exchange.forward[rows], exchange.backward[rows] = found
+    exchange = ExchangeTimes(*(np.zeros(chunks.num_tokens.size) for _ in found))
+    for of_all, of_shared in zip(exchange, found, strict=True):
+        of_all[rows] = of_shared
     return exchange
 
 

@@ -129,7 +129,7 @@ def _shared_times(
     for heads in head_degrees(size, cost):
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
         forward = num_layers * (own_forward + exchange.forward)
-        backward = num_layers * (own_backward + exchange.backward)
+        backward = num_layers * (own_backward + exchange.with_again(rates.again))
         head = rates.trained_head * own / size + rates.sums.of_chunk(num_layers)
         times = sum_runs(whole_ns(forwards * forward + backward + head), starts)
         by_heads[times < best] = heads

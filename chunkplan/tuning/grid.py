@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
 from chunkplan.planning.pipeline import result_of
 from chunkplan.tuning.levels import Ladder, Tried, Wanted, Way, climb, first_levels, rungs, worth_sharding
+from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
@@ -60,8 +62,9 @@ class Choice:
 def try_grid(
     sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> list[Choice]:
-    """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; and, on a
-    pipeline, the fastest of all with sequences cut into parts of equal time.
+    """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; where
+    memory is short, what may be fastest with levels of activation checkpointing layer by layer; and, on a pipeline, the
+    fastest of all with sequences cut into parts of equal time.
 
     A choice is of the first rung of the ladder that fits; where none does, of the last. Which one it
     is, what stages hold without checkpointing tells; where it does not fit, those after it are tried. Where ranks may
@@ -105,6 +108,9 @@ def try_grid(
                 ]
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed(sample, options, list(ladders.values()))
+    fastest_ns = min((choice.step_ns for choice in choices if choice.fits), default=math.inf)
+    outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
+    choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, outcomes, fastest_ns)]
     return choices + _cut_by_cost(sample, options, choices)
 
 
@@ -148,6 +154,23 @@ def _sensible_ks(ks: Sequence[int], chunk_size: int, sample: Sample) -> list[int
     most_parts = -(-int(sample.num_tokens.max()) // chunk_size)
     enough = min((k for k in ks if k >= most_parts), default=max(ks))
     return [k for k in ks if k <= enough]
+
+
+def mixed_again(
+    choice: Choice, on_heaviest: Outcome, sample: Sample, heaviest: Sample, options: TuneOptions
+) -> Choice | None:
+    """A choice with levels layer by layer that do not fit the `heaviest` steps, with levels that do; None: none do."""
+    moments = on_heaviest.moments[int(choice.cost.kv_offload)]
+    found = fitted((sample, heaviest), choice.config, choice.cost, moments, options.gpu_memory)
+    if found is None:
+        return None
+    memory = max((each.memory(each.cost) for each in found), key=lambda each: each.total)
+    return replace(choice_of(found[0], options, sample), memory=memory)
+
+
+def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample) -> Choice:
+    """What was tried, as a choice of what it was tried with."""
+    return _choice(outcome, MemorySaving(outcome.cost.checkpointing, outcome.cost.kv_offload), options, sample)
 
 
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
@@ -207,8 +230,7 @@ def _cut_by_cost(sample: Sample, options: TuneOptions, choices: list[Choice]) ->
     found = []
     for choice in {id(each): each for each in (*splitting[:_WINNERS], *runnable[:_WINNERS])}.values():
         outcome = try_out(sample, replace(choice.config, split="cost"), choice.cost)
-        memory = MemorySaving(choice.cost.checkpointing, choice.cost.kv_offload)
-        found += [each for each in [_choice(outcome, memory, options, sample)] if each.step_ns < choice.step_ns]
+        found += [each for each in [choice_of(outcome, options, sample)] if each.step_ns < choice.step_ns]
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
-from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, CostModel, Precision, Sharding
 from chunkplan.cost.shape import ModelShape
@@ -40,7 +40,7 @@ class GpuLayout(NamedTuple):
 class MemorySaving(NamedTuple):
     """A way to run a model in less memory than it takes as it is."""
 
-    checkpointing: Checkpointing
+    checkpointing: str
     kv_offload: bool
 
 

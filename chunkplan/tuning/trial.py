@@ -43,7 +43,7 @@ class Outcome:
     def memory(self, cost: CostModel) -> StageMemory:
         """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading and sharding."""
         moments = self.moments[int(cost.kv_offload)]
-        most, _ = fullest(moments, _token_bytes(self.config, cost))
+        most, _ = fullest(moments, token_bytes_of(self.config, cost))
         return max(memory_of_stages(self.config, cost, most), key=_total)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
@@ -69,7 +69,7 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         shared_by=config.cp_sizes[-1],
         v_shaped=config.v_shaped,
     )
-    more = np.ceil(pending * _token_bytes(config, cost)[:, PENDING]).astype(np.int64).tolist()
+    more = np.ceil(pending * token_bytes_of(config, cost)[:, PENDING]).astype(np.int64).tolist()
     whole = (0,) * config.pp
     if config.splits_backwards:
         layers = config.layers(cost.shape.num_layers)
@@ -135,12 +135,13 @@ def _moments(
     chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
     """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 4]."""
-    token_bytes = _token_bytes(config, replace(cost, kv_offload=offloaded))
+    token_bytes = token_bytes_of(config, replace(cost, kv_offload=offloaded))
     moments = fullest_moments(chunked.chunks, scheduled.actions, token_bytes)
     return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 4)])
 
 
-def _token_bytes(config: PlanConfig, cost: CostModel) -> Float64Array:
+def token_bytes_of(config: PlanConfig, cost: CostModel) -> Float64Array:
+    """What a token of each kind takes on each stage, [pp, 4], see `stage_token_bytes`."""
     return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped)
 
 

@@ -22,7 +22,7 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.fewest import fewest_gpus
-from chunkplan.tuning.grid import Choice, try_grid, ways_to_try
+from chunkplan.tuning.grid import Choice, mixed_again, try_grid, ways_to_try
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
 from chunkplan.tuning.trial import try_out
@@ -144,10 +144,12 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, tick)
     ]
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
-    chosen = _verified(choices, heaviest, options, lambda choice: choice.fits)
+    chosen = _verified(choices, sample, heaviest, options, lambda choice: choice.fits)
     recommended = chosen
     if chosen is not None and chosen.plan_only is not None:
-        recommended = _verified(choices, heaviest, options, lambda choice: choice.fits and choice.plan_only is None)
+        recommended = _verified(
+            choices, sample, heaviest, options, lambda choice: choice.fits and choice.plan_only is None
+        )
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
@@ -209,11 +211,12 @@ def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) 
 
 
 def _verified(
-    choices: list[Choice], heaviest: Sample, options: TuneOptions, accept: Callable[[Choice], bool]
+    choices: list[Choice], sample: Sample, heaviest: Sample, options: TuneOptions, accept: Callable[[Choice], bool]
 ) -> Choice | None:
     """Find the best acceptable one of `choices` whose memory holds on the `heaviest` steps too.
 
-    What is found out on the way about the memory of a choice is written into `choices`.
+    What is found out on the way about the memory of a choice is written into `choices`. One with levels layer by layer
+    that does not fit these steps is followed by one with levels that do.
     """
     while acceptable := [choice for choice in choices if accept(choice)]:
         best = _best(acceptable)
@@ -225,6 +228,8 @@ def _verified(
         choices[next(place for place, choice in enumerate(choices) if choice is best)] = checked
         if checked.fits:
             return checked
+        if len(set(best.cost.levels)) > 1:
+            choices += [each for each in [mixed_again(best, outcome, sample, heaviest, options)] if each is not None]
     return None
 
 

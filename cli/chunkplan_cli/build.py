@@ -15,7 +15,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.build_options import BuildOptions, describe_old, plan_config, resolve
+from chunkplan_cli.build_options import AUTO, BuildOptions, describe_old, fitting_levels, plan_config, resolve
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-_MACHINE = ("shape", "hardware", "tp", "precision", "checkpointing", "sharding", "lora_rank", "load_in_4bit")
+_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", "lora_rank", "load_in_4bit")
 
 
 @takes(
@@ -68,6 +68,8 @@ def build(
     from chunkplan_cli.build_auto import choose
 
     options = BuildOptions(**how)
+    if "checkpointing" in how and (auto or options.checkpointing != AUTO):
+        machine["checkpointing"] = options.checkpointing
     values = resolve(plan, options.config)
     place = Workspace.find(workspace)
     source = find_analysis(analysis, place)
@@ -87,6 +89,8 @@ def build(
             if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
                 settings = replace(settings, cp="off")
                 note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
+            if options.checkpointing == AUTO:
+                cost = fitting_levels(cost, settings, loaded)
             is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
@@ -95,17 +99,12 @@ def build(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
-    memory = memory_at(
-        plans[target].moments,
-        plans[target].ranks,
-        settings,
-        cost,
-        gpu_bytes=found.gpu_memory if found else None,
-    )
-    _show(plans[target], None if dry_run else target, memory, positions, as_json=as_json)
+    built, gpu_bytes = plans[target], found.gpu_memory if found else None
+    memory = memory_at(built.moments, built.ranks, settings, cost, gpu_bytes=gpu_bytes)
+    _show(built, None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and settings.split != "none":
-        totals = plans[target].manifest["totals"]
+        totals = built.manifest["totals"]
         warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
     warn_of_memory(memory, cost, settings, None if options.from_file else tune)
     warn_of_positions(positions, cost.shape.name)
@@ -113,7 +112,7 @@ def build(
     if not dry_run:
         flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
         note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
-        if _can_be_trained(plans[target].manifest, settings, cost):
+        if _can_be_trained(built.manifest, settings, cost):
             flags = ["--plan", str(target)] if output else flags
             note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
 

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.domains import path, whole
+from chunkplan.cost.model import CostModel
+from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Options, option, options_of, read_toml
+from chunkplan.options import Options, option, options_of, read_toml, same
 from chunkplan_cli.declared import OPTIONS, Given
+from chunkplan_cli.terminal import note
+
+if TYPE_CHECKING:
+    from chunkplan.planfile.analysis import Analysis
+
+#: Of `--checkpointing`: what fits and runs least again, layer by layer.
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(Options):
-    """Where the options of a plan come from beside the command line, and how much of the machine plans."""
+    """Where the options of a plan come from beside the command line, and how much of the machine plans.
+
+    `checkpointing`: of the model as it is run, which is not a field of a plan.
+    """
+
+    checkpointing: str = same(
+        CostModel,
+        "checkpointing",
+        domain=or_word(AUTO, options_of(CostModel)["checkpointing"].domain),
+        help=f"{options_of(CostModel)['checkpointing'].help[:-1]}; auto: what fits and runs least again.",
+    )
 
     from_file: Path | None = option(
         path("FILE"),
@@ -50,6 +69,18 @@ def plan_config(values: Given) -> PlanConfig:
                 hint="for example: chunkplan build --chunk-size 8192 --k 4; or let --auto choose",
             )
     return PlanConfig(**values)
+
+
+def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:
+    """`cost` with the levels of activation checkpointing that fit the GPU on the heaviest steps and run least again."""
+    from chunkplan.tuning.mixing import fastest_fitting
+    from chunkplan.tuning.tune import heaviest_steps
+
+    config.check_layers(cost.shape.num_layers, cost.shape.name)
+    heaviest = heaviest_steps(analysis.num_tokens, config, cost)
+    found = fastest_fitting(heaviest, config, cost, cost.hardware.memory_bytes)
+    note(f"chosen: --checkpointing {found.checkpointing}")
+    return found
 
 
 def describe_old(target: Path) -> str | None:

@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
 from chunkplan.options import Options, option, same
@@ -45,7 +44,7 @@ class ParityOptions(Options):
     seed: int = option(whole(), "Seed of weights and tokens.", group=_WHAT, default=0)
     attention: str = option(KERNEL, "Attention kernel of the chunks.", group=_HOW, default="auto")
     kv_offload: bool = option(FLAG, "Keep keys and values in host memory.", group=_HOW, default=False)
-    checkpointing: Checkpointing = same(CostModel, "checkpointing", group=_HOW)
+    checkpointing: str = same(CostModel, "checkpointing", group=_HOW)
 
 
 @takes(asked=ParityOptions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.cost.adapters import trained_words
-from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _verdict(tuning: Tuning) -> Table:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
     rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
+    rows += [("layers", words) for words in _level_words(choice)]
     rows.append(("longest sequence", _longest_words(tuning)))
     rows.append(("fewest GPUs", _fewest_words(tuning)))
     if lost := [f"{row.name}: {percent(row.lost)}" for row in tuning.baselines if row.lost]:
@@ -187,6 +189,16 @@ def _memory_words(tuning: Tuning) -> str:
     rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
     used = f"{gibibytes(tuning.best.memory.total)} of {gibibytes(tuning.options.gpu_memory)}, of the fullest GPU"
     return used if tuning.best is rivals[0] else f"{used}; the least of those as fast within 0.5%"
+
+
+def _level_words(choice: Choice) -> list[str]:
+    """Say which levels of activation checkpointing the layers have, where these differ, stage by stage."""
+    levels, layers = choice.cost.levels, choice.config.layers(choice.cost.shape.num_layers)
+    if len(set(levels)) == 1:
+        return []
+    stops = list(accumulate(layers))
+    own = [shown_levels(levels[stop - count : stop]) for stop, count in zip(stops, layers, strict=True)]
+    return [f"--checkpointing {choice.cost.checkpointing}" + (f"; by stage: {' | '.join(own)}" if own[1:] else "")]
 
 
 def _longest_words(tuning: Tuning) -> str:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -93,7 +92,7 @@ def parity(
     *,
     attention: str = AUTO,
     kv_offload: bool = False,
-    checkpointing: Checkpointing = "none",
+    checkpointing: str = "none",
 ) -> ParityReport:
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 

@@ -19,7 +19,7 @@ COST = chunkplan.CostModel()
 def shown_ms(tokens: int, prefix: int, ranks: int, heads: int) -> tuple[float, float]:
     """What a layer's forward and backward wait for, of a chunk of `tokens` behind `prefix`."""
     columns = (np.array([value]) for value in (tokens, prefix, prefix // tokens + 1, ranks, heads))
-    forward, backward = exchange_times(COST, *columns)
+    forward, backward, *_ = exchange_times(COST, *columns)
     return forward[0] / 1e6, backward[0] / 1e6
 
 

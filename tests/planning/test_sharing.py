@@ -257,7 +257,7 @@ def exchange(tokens: int, prefix: int, size: int, heads: int, cost: CostModel = 
     """Nanoseconds of a layer's forward and backward."""
     numbers = (np.array([value]) for value in (tokens, prefix, 1 + prefix // 8192, size, heads))
     found = exchange_times(cost, *numbers)
-    return float(found.forward[0]), float(found.backward[0])
+    return float(found.forward[0]), float(found.with_again(cost.rates.again)[0])
 
 
 def test_an_exchange_by_heads_does_not_grow_with_the_prefix_and_one_by_pages_does() -> None:

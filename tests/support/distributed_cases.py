@@ -128,6 +128,14 @@ def refuse_gpus(rank: int, *, gpus: Sequence[OwnGpu]) -> str | None:
     return None
 
 
+def mixed_levels(num_layers: int) -> str:
+    """Runs of layers with several levels of activation checkpointing, the last of them none where there are three."""
+    levels = ("keep-products", "full", "none")
+    return ",".join(f"{level}:1" for level in levels[:num_layers]) + f",keep-attention:{num_layers - 3}" * (
+        num_layers > 3
+    )
+
+
 def compare_steps(
     rank: int,
     *,
@@ -154,7 +162,7 @@ def compare_steps(
             reference_losses.append(_reference_loss(model, opened, analysis, step))
             references.append(take_gradients(model))
         if checkpointing:
-            model.set_checkpointing("keep-products")
+            model.set_checkpointing(mixed_levels(model.config.num_hidden_layers))
         how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from chunkplan.cost.checkpointing import Checkpointing
+from chunkplan.cost.checkpointing import Checkpointing, levels_of
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current, Mark
 from chunkplan_runtime.attention.operator import ATTEND
@@ -63,20 +63,22 @@ class _Wrapped:
         return self._run(self.forward, *given, **how)
 
 
-def checkpoint_layers(model: Any, current: Current, level: Checkpointing) -> None:
-    """Let the layers of a transformers model hold what `level` says, from now on; "none": everything.
+def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
+    """Let the layers of a transformers model hold what `checkpointing` says (see `levels_of`), from now on.
 
     Raises:
-        UsageError: the model has no layers that can be run again.
+        UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
     """
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, _Wrapped):
             module.forward = own.forward
-    if level == "none":
+    if checkpointing == "none":
         return
-    hidden_size = model.config.hidden_size
-    for index, layer in enumerate(_layers(model)):
+    hidden_size, layers = model.config.hidden_size, _layers(model)
+    for index, (layer, level) in enumerate(zip(layers, levels_of(checkpointing, len(layers)), strict=True)):
+        if level == "none":
+            continue
         if level in ("keep-products", "keep-projections"):
             for module, mark in _marks(layer, hidden_size):
                 module.forward = _Wrapped(module.forward, partial(_run_within, current, mark))

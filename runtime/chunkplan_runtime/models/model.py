@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
@@ -208,13 +207,13 @@ class CausalLM:
             for window in sorted({*windows(config)}, key=lambda window: window or 0)
         }
 
-    def set_checkpointing(self, level: Checkpointing) -> None:
-        """Hold of a chunk in flight what `level` says, and run the rest of its layers again in its backward.
+    def set_checkpointing(self, checkpointing: str) -> None:
+        """Hold of a chunk in flight what `checkpointing` says, and run the rest of its layers again in its backward.
 
         Raises:
-            UsageError: the model has no layers that can be run again.
+            UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
         """
-        checkpoint_layers(self.model, self.current, level)
+        checkpoint_layers(self.model, self.current, checkpointing)
 
 
 def read_config(path: Path, *, router_loss: bool = False) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.checkpointing import Checkpointing
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
@@ -107,9 +106,7 @@ class TrainConfig(Options):
         default=None,
         default_words="as planned",
     )
-    checkpointing: Checkpointing | None = same(
-        CostModel, "checkpointing", group=MODEL, default=None, default_words="as planned"
-    )
+    checkpointing: str | None = same(CostModel, "checkpointing", group=MODEL, default=None, default_words="as planned")
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),
         "Layers of each pipeline stage, or of each model stage, with commas.",

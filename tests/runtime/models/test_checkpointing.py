@@ -13,8 +13,10 @@ from transformers import AutoConfig
 
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
@@ -69,6 +71,22 @@ def test_gradients_are_exact_at_every_level(tiny_config, handmade_plan, random_s
     plan = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
     report = compare_plan(*plan, model, kv_offload=level in ("keep-products", "keep-attention"))
     assert report.max_relative_error <= 1e-11
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_gradients_are_exact_with_a_level_for_each_layer(tiny_config, handmade_plan, random_sequences, model_type):
+    config = AutoConfig.for_model(**tiny_config(model_type, num_hidden_layers=5, **MODELS[model_type]))
+    model = new_model(config, torch.float64, seed=3)
+    model.set_checkpointing(",".join(f"{level}:1" for level in (CHECKPOINTINGS[3], *CHECKPOINTINGS[:3], "full")))
+    plan = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
+    report = compare_plan(*plan, model, kv_offload=model_type != "falcon_h1")
+    assert report.max_relative_error <= 1e-11
+
+
+def test_levels_of_other_layers_than_the_model_has_are_refused(tiny_config):
+    model = new_model(AutoConfig.for_model(**tiny_config("llama", num_hidden_layers=3)), torch.float64, seed=3)
+    with pytest.raises(UsageError, match="of 4 layers: the model has 3"):
+        model.set_checkpointing("full:1,none:3")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])
@@ -148,4 +166,20 @@ def test_the_planner_predicts_what_layers_hold_at_each_level(tiny_config, model_
     cost = CostModel(shape=shape, lora_rank=rank, checkpointing=level)
     predicted = activation_bytes_per_token(cost, shape.kinds[0])
     measured = (more - few) / 2
+    assert measured <= predicted <= 1.1 * measured
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("mixed", ["full:2,none:2", "keep-attention:1,none:1,keep-products:2"])
+def test_the_planner_predicts_what_a_stage_holds_of_layers_with_several_levels(tiny_config, model_type, mixed):
+    """No less than is measured, and no more than a tenth above that; beside what embeddings and the last norm hold."""
+    sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32, **MODELS[model_type]}
+    whole, few, more = (
+        held(tiny_config(model_type, num_hidden_layers=layers, **sizes), torch.bfloat16, 0, level)
+        for layers, level in ((4, mixed), (2, "none"), (4, "none"))
+    )
+    around = 2 * few - more
+    shape = shape_of_config(tiny_config(model_type, num_hidden_layers=4, **sizes), "a test")
+    predicted = stage_token_bytes(CostModel(shape=shape, checkpointing=mixed), 1, (4,), 64)[0, 0]
+    measured = whole - around
     assert measured <= predicted <= 1.1 * measured

@@ -302,9 +302,12 @@ def test_a_run_whose_first_step_fails_leaves_no_output(made, tmp_path, capsys):
 
 def test_how_memory_is_saved_is_what_the_plan_was_timed_with(made, tmp_path, trained):
     """Unless a flag says otherwise."""
-    cost = replace(cost_of_a_run(made), checkpointing="full", kv_offload=True)
+    cost = replace(cost_of_a_run(made), checkpointing="full:1,keep-attention:1", kv_offload=True)
     build(made / "analysis", tmp_path / "plan", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6), cost=cost)
-    for name, flags, expected in (("as planned", [], [True, "full"]), ("not", ["--no-kv-offload"], [False, "full"])):
+    for name, flags, expected in (
+        ("as planned", [], [True, "full:1,keep-attention:1"]),
+        ("not", ["--no-kv-offload", "--checkpointing", "none"], [False, "none"]),
+    ):
         arguments = [*options(made, tmp_path / name, *flags, "--max-steps", 1), "--plan", str(tmp_path / "plan")]
         assert main(arguments) == 0
         resolved = json.loads((tmp_path / name / "config.json").read_text())["config"]

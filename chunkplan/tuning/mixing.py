@@ -1,0 +1,214 @@
+"""Levels of activation checkpointing layer by layer: what fits the memory of each stage and runs least again.
+
+Stages have GPUs of their own, so each has an integer program of its own: how many of its layers have which level. Early
+stages of a pipeline hold more chunks at once than late ones, and get stronger levels. What a stage then runs again
+changes the times, and with these what stages hold: so the outcome is simulated, and what it holds is taken up into the
+program until it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.activations import (
+    activation_bytes_per_token,
+    pending_bytes_per_token,
+    working_bytes_per_token,
+)
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
+from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.model import CostModel
+from chunkplan.layers import stage_parts
+from chunkplan.schedule.holdings import ACTIVATIONS, PENDING, fullest
+from chunkplan.tuning.levels import fits
+from chunkplan.tuning.options import TuneOptions
+from chunkplan.tuning.sampling import Sample
+from chunkplan.tuning.trial import Outcome, memory_of_stages, token_bytes_of, try_out
+
+#: How often a mixture is made again where what it holds does not fit.
+_ROUNDS = 4
+
+#: Deterministic seconds of CP-SAT; a program has some ten variables.
+_EFFORT = 1.0
+
+#: How many mixtures of a layout are looked for, and found.
+_LOOKED_AT, _MOST = 16, 4
+
+
+class StageProgram(NamedTuple):
+    """What one model stage has to choose.
+
+    `kinds` int64 [num_layers]: of each layer. `held` int64 [num_moments, num_kinds, num_levels]: what a layer of a kind
+    and a level holds at a moment, in bytes; `room` int64 [num_moments]: for all layers together.
+    """
+
+    kinds: Int64Array
+    held: Int64Array
+    room: Int64Array
+
+
+def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: Int64Array) -> Int64Array | None:
+    """How many layers of each kind have each level, so that least is run again: int64 [num_kinds, num_levels].
+
+    An integer program that CP-SAT solves to the optimum. None where nothing fits.
+
+    Args:
+        counts: [num_kinds], layers of each kind.
+        held, room: see `StageProgram`.
+        again_ns: [num_levels], what is run again of a layer.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    takes = [[model.new_int_var(0, int(count), "") for _ in again_ns] for count in counts]
+    for of_kind, count in zip(takes, counts, strict=True):
+        model.add(sum(of_kind) == int(count))
+    terms = [each for of_kind in takes for each in of_kind]
+    binding = np.unique(np.column_stack([held.reshape(room.size, -1), room]), axis=0)
+    for *of_terms, most in binding.tolist():
+        model.add(cp_model.LinearExpr.weighted_sum(terms, of_terms) <= most)
+    model.minimize(cp_model.LinearExpr.weighted_sum(terms, again_ns.tolist() * counts.size))
+    solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = _EFFORT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return np.array([[solver.value(each) for each in of_kind] for of_kind in takes])
+
+
+def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int, sample: Sample) -> str | None:
+    """The levels of all layers that fit `moments` int64 [n, pp, 4] of stages and run least again; None: none fit.
+
+    Of the layers of a stage, those with the strongest levels come first: a backward comes to them last, when what the
+    others held is free. `sample`: what chunks are like.
+    """
+    again_ns = _again_ns(config, cost, sample)
+    levels: list[Checkpointing] = []
+    for stage in _programs(config, cost, moments, gpu_memory):
+        num_kinds = stage.held.shape[1]
+        counts = np.bincount(stage.kinds, minlength=num_kinds)
+        chosen = fewest_ns(counts, stage.held, stage.room, again_ns)
+        if chosen is None:
+            return None
+        of_kinds = [iter(np.repeat(np.arange(again_ns.size), each)[::-1].tolist()) for each in chosen]
+        levels += [CHECKPOINTINGS[next(of_kinds[kind])] for kind in stage.kinds]
+    return shown_levels(levels)
+
+
+def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array:
+    """What each level runs again of a layer in a step, int64 [num_levels]."""
+    tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
+    agains = [replace(cost, checkpointing=level).rates.again for level in CHECKPOINTINGS]
+    num_chunks = tokens / config.chunk_size
+    return np.array([round(each.token * tokens + each.pair * pairs + each.chunk * num_chunks) for each in agains])
+
+
+def _programs(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int) -> Iterator[StageProgram]:
+    """What each model stage has to choose, in the order of the layers.
+
+    What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
+    """
+    shape, layers = cost.shape, config.layers(cost.shape.num_layers)
+    full = replace(cost, checkpointing=CHECKPOINTINGS[-1])
+    rest = np.array(
+        [[each.total - each.activations for each in memory_of_stages(config, full, moment)] for moment in moments]
+    )
+    of_layer = np.array(
+        [[activation_bytes_per_token(cost, kind, level) for level in CHECKPOINTINGS] for kind in shape.kinds]
+    )
+    waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
+    working = np.array(
+        [max(working_bytes_per_token(cost, kind, level) for level in CHECKPOINTINGS) for kind in shape.kinds]
+    )
+    order, stops = np.array(shape.order), list(accumulate(layers))
+    parts = stage_parts(range(len(layers)), config.pp, config.v_shaped)
+    stage_of = {model_stage: stage for stage, own in enumerate(parts) for model_stage in own}
+    for model_stage, stop in enumerate(stops):
+        stage = stage_of[model_stage]
+        kinds = order[stop - layers[model_stage] : stop]
+        on_stage = np.concatenate([order[stops[each] - layers[each] : stops[each]] for each in parts[stage]])
+        tokens = moments[:, stage]
+        held = tokens[:, ACTIVATIONS, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(
+            waiting - of_layer, 0.0
+        )
+        room = gpu_memory - rest[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
+        yield StageProgram(kinds, np.ceil(held).astype(np.int64), room)
+
+
+def fitted(
+    samples: Sequence[Sample], config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int
+) -> list[Outcome] | None:
+    """Try levels layer by layer on `samples` until they fit all of these; None where none is found.
+
+    `moments` int64 [n, pp, 4]: what stages hold in trials with other levels. `cost` says all but the levels.
+    """
+    for _ in range(_ROUNDS):
+        levels = mixture(config, cost, moments, gpu_memory, samples[0])
+        if levels is None:
+            return None
+        cost = replace(cost, checkpointing=levels)
+        outcomes = [try_out(sample, config, cost) for sample in samples]
+        if all(outcome.memory(cost).total <= gpu_memory for outcome in outcomes):
+            return outcomes
+        moments = np.concatenate([moments, *(outcome.moments[int(cost.kv_offload)] for outcome in outcomes)])
+    return None
+
+
+def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_memory: int) -> CostModel:
+    """`cost` with the levels that run least again and fit; full activation checkpointing where none is found."""
+    for level in CHECKPOINTINGS:
+        outcome = try_out(sample, config, replace(cost, checkpointing=level))
+        if outcome.memory(outcome.cost).total <= gpu_memory:
+            break
+    if outcome.cost.checkpointing == CHECKPOINTINGS[0]:
+        return outcome.cost
+    found = fitted([sample], config, cost, outcome.moments[int(cost.kv_offload)], gpu_memory) or []
+    return min([outcome, *found], key=lambda each: each.step_ns).cost
+
+
+def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastest_ns: float) -> list[Outcome]:
+    """Try levels layer by layer where they may be faster than `fastest_ns`, the fastest of one level for all.
+
+    `tried`: what was tried, with any one level.
+    """
+    last = {(outcome.config, outcome.cost.sharding): outcome for outcome in tried}
+    hopeful: list[tuple[float, int, Outcome, CostModel]] = []
+    for outcome, kv_offload in product(last.values(), (False, True)):
+        cost = replace(outcome.cost, checkpointing=CHECKPOINTINGS[0], kv_offload=kv_offload)
+        if kv_offload and outcome.config.chunk_size < cost.offload_chunk_size:
+            continue
+        if not fits(outcome, cost, options):
+            hopeful.append((_estimate(outcome, cost, options.gpu_memory, sample), len(hopeful), outcome, cost))
+    found: list[Outcome] = []
+    for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:
+        if estimate < fastest_ns and len(found) < _MOST:
+            moments = outcome.moments[int(cost.kv_offload)]
+            found += fitted([sample], outcome.config, cost, moments, options.gpu_memory) or []
+            fastest_ns = min([fastest_ns, *(each.step_ns for each in found)])
+    return found
+
+
+def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample) -> float:
+    """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
+    config, rates = outcome.config, cost.rates
+    most, _ = fullest(outcome.moments[int(cost.kv_offload)], token_bytes_of(config, outcome.cost))
+    again_ns = _again_ns(config, cost, sample).astype(np.float64)
+    tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
+    layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)
+    slowest = 0.0
+    for stage in _programs(config, cost, most[None], gpu_memory):
+        num_bytes: Float64Array = stage.held[0][stage.kinds].sum(axis=0).astype(np.float64)  # [num_levels]
+        if num_bytes[-1] > stage.room[0]:
+            return float("inf")
+        slowest = max(slowest, float(np.interp(stage.room[0], num_bytes[::-1], again_ns[::-1])))
+    of_tried = again_ns[CHECKPOINTINGS.index(outcome.cost.levels[0])]
+    return outcome.step_ns * float((layer_ns + slowest) / (layer_ns + of_tried))
