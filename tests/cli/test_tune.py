@@ -101,10 +101,10 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
     """The same plan either way, of the model and the hardware it was tuned for."""
     lengths = str(data / "lengths.npy")
     machine = ("--model-config", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
-    at_once = run(tmp_path, "build", lengths, "--auto", *machine, "--global-batch", "32", "--output", "one")
+    at_once = run(tmp_path, "build", lengths, "--auto", *machine, *GRID[-2:], "--chunk-size", "8192", "--output", "one")
     assert at_once.returncode == 0, at_once.stderr
     assert "plan only: the runtime cannot run tensor parallelism" in at_once.stderr
-    ran = run(tmp_path, "tune", lengths, *machine, "--global-batch", "32", "--output", "tune.json")
+    ran = run(tmp_path, "tune", lengths, *machine, *GRID[-2:], "--chunk-sizes", "8192", "--output", "tune.json")
     assert f"next: chunkplan build {lengths} --auto --from tune.json" in ran.stderr
     from_file = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json", "--output", "other")
     assert from_file.returncode == 0, from_file.stderr
@@ -151,7 +151,8 @@ def test_what_was_tuned_last_is_what_auto_takes_unless_another_machine_is_given(
         }
     others: tuple[tuple[str, ...], ...] = (("--gpu-memory", "60GiB"), ("--lora-rank", "8"), ("--seed", "1"))
     for changed in others:
-        ran = run(tmp_path, "build", lengths, "--auto", *machine, *changed, "--dry-run", columns=200)
+        few = ("--chunk-size", "8192", "--k", "1", "--dry-run")
+        ran = run(tmp_path, "build", lengths, "--auto", *machine, *changed, *few, columns=200)
         assert "chunkplan-out/tuning.json was found with other options than these: tuning again" in ran.stderr
         assert "chosen: ChunkSize " in ran.stderr
     ran = run(tmp_path, "build", lengths, "--auto", *machine, "--chunk-size", "4096", "--dry-run", columns=200)

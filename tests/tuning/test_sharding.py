@@ -25,7 +25,12 @@ FOUR: dict[str, Any] = {"tp": 1, "dp": 4, "pp": 1, "schedules": None, "cp": "off
 
 
 def of(choices: tuple[Choice, ...], sharding: Sharding) -> list[tuple[PlanConfig, float, bool]]:
-    return [(each.config, each.step_ns, each.fits) for each in choices if each.cost.sharding == sharding]
+    """Those with one level of activation checkpointing for all layers; others are tried where they may be fastest."""
+    return [
+        (each.config, each.step_ns, each.fits)
+        for each in choices
+        if each.cost.sharding == sharding and each.cost.checkpointing in CHECKPOINTINGS
+    ]
 
 
 def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(lengths: Path) -> None:
@@ -37,8 +42,9 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(length
     assert {each.cost.sharding for each in further} == {"gradients", "weights"}
     assert not any(each.cost.sharding == "none" for each in found.choices)
     for each in further:
-        [plain] = [one for one in least.choices if one.config == each.config] or [None]
-        if plain is not None and each.fits:
+        same = [one for one in least.choices if one.config == each.config]
+        [plain] = [one for one in same if one.cost.checkpointing in CHECKPOINTINGS] or [None]
+        if plain is not None and each.fits and each.cost.checkpointing in CHECKPOINTINGS:
             levels = [CHECKPOINTINGS.index(one.cost.checkpointing) for one in (each, plain)]
             assert not plain.fits or levels[0] < levels[1]
     shares_more = found.best.cost.sharding != "optimizer"  # only where that is faster, slots and all
