@@ -133,17 +133,12 @@ def stage_memory(
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * _state_bytes(cost, on_stage))
         kv_elements = held * _kv_elements_per_token(cost, on_stage)
         retained_bytes, input_bytes, *_ = token_bytes(cost, own, chunk_size)
-        working_bytes = max(
-            working_bytes_per_token(cost, layer, level)
-            for of_model_stage in own
-            for layer, level in {(layer, level) for layer, level, _ in of_model_stage}
-        )
         stages.append(
             StageMemory(
                 weights=ceil(held_bytes + unpacked_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
                 optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
-                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * working_bytes),
+                activations=ceil(retained_tokens[stage] * retained_bytes + chunk_size * _working_bytes(cost, own)),
                 stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
                 kv=ceil(kv_elements * num_bytes + state_bytes),
                 kv_gradients=ceil(kv_elements * kv_gradient_bytes),
@@ -234,6 +229,12 @@ def stage_token_bytes(
     """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
     split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     return np.array([token_bytes(cost, own, chunk_size) for own in split])
+
+
+def _working_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> float:
+    """What the backward of any layer holds for each token of its chunk."""
+    several = {(layer, level) for layers in own for layer, level, _ in layers}
+    return max(working_bytes_per_token(cost, layer, level) for layer, level in several)
 
 
 def _without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
