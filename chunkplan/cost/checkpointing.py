@@ -6,7 +6,6 @@ All layers have one level, or runs of layers have one each, first to last: "full
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
@@ -89,18 +88,16 @@ def shown_levels(levels: Sequence[Checkpointing]) -> str:
 def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
     """How a level is named among notes: by itself, or the last one as `full` says; "none" is not named.
 
-    Of runs of layers, how many of them have each level but "none".
+    Of runs of layers, the weakest and the strongest level but "none", and how many layers have one of these.
     """
     if ":" not in checkpointing:
         return [] if checkpointing == "none" else [full if checkpointing == "full" else checkpointing]
-    counts: Counter[str] = Counter()
-    for level, count in _runs(checkpointing):
-        counts[level] += count
-    named = [f"{level} in {counts[level]}" for level in reversed(CHECKPOINTINGS[1:]) if counts[level]]
-    if not named:
+    levels = [level for level, count in _runs(checkpointing) for _ in range(count)]
+    saving = sorted((level for level in levels if level != "none"), key=CHECKPOINTINGS.index)
+    if not saving:
         return []
-    *others, last = named
-    return [" and ".join([*filter(None, [", ".join(others)]), last]) + f" of {sum(counts.values())} layers"]
+    weakest_to_strongest = " to ".join(dict.fromkeys((saving[0], saving[-1])))
+    return [f"{weakest_to_strongest} in {len(saving)} of {len(levels)} layers"]
 
 
 def with_again(

@@ -178,16 +178,12 @@ def _stages_of(
         if dp > 1 and cost.shares("weights"):
             whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
             held_bytes = held_bytes / dp + whole_bytes
-        working_bytes = max(
-            working_bytes_per_token(cost, layer, level)
-            for layer, level in {(layer, level) for of_model_stage in own for layer, level, _ in of_model_stage}
-        )
         stages.append(
             _Stage(
                 weights=ceil(held_bytes + unpacked_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
                 optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
-                working_bytes=chunk_size * working_bytes,
+                working_bytes=chunk_size * _working_bytes(cost, own),
                 logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
                 token_bytes=token_bytes(cost, own, chunk_size),
                 kv_elements=_kv_elements_per_token(cost, on_stage),
@@ -283,6 +279,12 @@ def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
     logits = min(chunk_size, tokens_at_once(shape.vocab_size)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters
     return max(logits * _LOGIT_BYTES, (2 * logits + of_head) * cost.num_bytes) / cost.tp
+
+
+def _working_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> float:
+    """What the backward of any layer holds for each token of its chunk."""
+    several = {(layer, level) for layers in own for layer, level, _ in layers}
+    return max(working_bytes_per_token(cost, layer, level) for layer, level in several)
 
 
 def _without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:

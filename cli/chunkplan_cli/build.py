@@ -85,10 +85,7 @@ def build(
         else:
             _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
-            settings = plan_config(values)
-            if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
-                settings = replace(settings, cp="off")
-                note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
+            settings = _settings(values, cost)
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
             is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
@@ -115,6 +112,15 @@ def build(
         if _can_be_trained(built.manifest, settings, cost):
             flags = ["--plan", str(target)] if output else flags
             note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
+
+
+def _settings(values: Given, cost: CostModel) -> PlanConfig:
+    """The options of a plan; ranks share no sequences of a recurrent model unless that is asked for."""
+    settings = plan_config(values)
+    if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
+        note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
+        return replace(settings, cp="off")
+    return settings
 
 
 def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostModel) -> bool:

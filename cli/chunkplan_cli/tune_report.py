@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -154,7 +154,8 @@ def _verdict(tuning: Tuning) -> Table:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
     rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
-    rows += [("layers", words) for words in _level_words(choice)]
+    if by_layer := _level_words(choice):
+        rows.append(("checkpointing", by_layer))
     rows.append(("longest sequence", _longest_words(tuning)))
     rows.append(("fewest GPUs", _fewest_words(tuning)))
     if lost := [f"{row.name}: {percent(row.lost)}" for row in tuning.baselines if row.lost]:
@@ -191,14 +192,23 @@ def _memory_words(tuning: Tuning) -> str:
     return used if tuning.best is rivals[0] else f"{used}; the least of those as fast within 0.5%"
 
 
-def _level_words(choice: Choice) -> list[str]:
+def _level_words(choice: Choice) -> str:
     """Say which levels of activation checkpointing the layers have, where these differ, stage by stage."""
     levels, layers = choice.cost.levels, choice.config.layers(choice.cost.shape.num_layers)
     if len(set(levels)) == 1:
-        return []
+        return ""
     stops = list(accumulate(layers))
     own = [shown_levels(levels[stop - count : stop]) for stop, count in zip(stops, layers, strict=True)]
-    return [f"--checkpointing {choice.cost.checkpointing}" + (f"; by stage: {' | '.join(own)}" if own[1:] else "")]
+    shown = [each.replace(",", ", ") for each in own]  # lines end between runs
+    if len(shown) == 1:
+        return shown[0]
+    kind = "model stage" if choice.config.virtual_stages > 1 else "stage"
+    place, words = 0, []
+    for same, run in groupby(shown):
+        last = place + len(list(run)) - 1
+        words.append(f"{kind} {place}: {same}" if last == place else f"{kind}s {place} to {last}: {same}")
+        place = last + 1
+    return "\n".join(words)
 
 
 def _longest_words(tuning: Tuning) -> str:

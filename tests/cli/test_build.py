@@ -97,6 +97,22 @@ def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tupl
     assert "─ recommended ─" in ran.stdout, ran.stderr
 
 
+def test_levels_are_chosen_layer_by_layer_where_that_is_asked_for(tmp_path: Path) -> None:
+    """None where everything fits."""
+    tokens = np.random.default_rng(0).lognormal(6.3, 1.5, 400)
+    np.save(tmp_path / "lengths.npy", np.clip(tokens, 1, 100_000).astype(np.int32))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = ("--chunk-size", "8192", "--k", "4", "--pp", "4", "--schedule", "1f1b", "--global-batch", "32")
+    for model, expected in (((), "[a-z-]+:[0-9]+,.*"), (("--model-config", "."), "none")):
+        document, said = built(tmp_path, *options, *model, "--checkpointing", "auto")
+        assert document["memory"]["fits"]
+        [chosen] = re.findall("chosen: --checkpointing (.*)", said)
+        assert re.fullmatch(expected, chosen)
+        manifest = json.loads((tmp_path / "chunkplan-out" / "plan" / "manifest.json").read_text())
+        assert manifest["predictions"]["cost_model"]["checkpointing"] == chosen
+        assert built(tmp_path, *options, *model, "--checkpointing", chosen)[0]["memory"] == document["memory"]
+
+
 def test_a_plan_that_fits_is_no_cause_for_a_warning(data: Path) -> None:
     document, said = built(data, "--model-config", "config.json", "--chunk-size", "512", "--k", "1", "--dry-run")
     assert document["memory"]["fits"]

@@ -58,10 +58,10 @@ def test_a_cost_model_is_read_back_with_its_levels():
 
 
 def test_levels_are_said_in_words():
-    assert checkpointing_words(MIXED) == ["full in 7 and keep-products in 3 of 28 layers"]
+    assert checkpointing_words(MIXED) == ["keep-products to full in 10 of 28 layers"]
     assert checkpointing_words("full:8,none:10,full:2,none:8") == ["full in 10 of 28 layers"]
-    assert checkpointing_words("full:1,keep-attention:1,keep-products:1") == [
-        "full in 1, keep-attention in 1 and keep-products in 1 of 3 layers"
+    assert checkpointing_words("full:1,none:1,keep-attention:1,keep-products:1") == [
+        "keep-products to full in 3 of 4 layers"
     ]
     assert checkpointing_words("none:28") == []
 

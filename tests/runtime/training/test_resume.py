@@ -116,18 +116,19 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(killed):
 
 
 @pytest.mark.parametrize(
-    ("precision", "number", "code"),
+    ("precision", "number", "code", "checkpointing"),
     [
-        ("fp32", signal.SIGTERM, 143),
-        ("bf16", signal.SIGINT, 130),
-        pytest.param("fp64", signal.SIGINT, 130, marks=pytest.mark.soak),
-        pytest.param("bf16-pure", signal.SIGTERM, 143, marks=pytest.mark.soak),
+        ("fp32", signal.SIGTERM, 143, "none"),
+        ("bf16", signal.SIGINT, 130, "keep-products:1,full:1"),
+        pytest.param("fp64", signal.SIGINT, 130, "none", marks=pytest.mark.soak),
+        pytest.param("bf16-pure", signal.SIGTERM, 143, "none", marks=pytest.mark.soak),
     ],
 )
 def test_a_stopped_run_says_how_to_resume_and_goes_on_bit_for_bit(
-    made, tmp_path, monkeypatch, capsys, precision, number, code
+    made, tmp_path, monkeypatch, capsys, precision, number, code, checkpointing
 ):
     more = ("--precision", precision, "--save-every", 3, "--lr-schedule", "linear", "--max-steps", 9)
+    more = (*more, "--checkpointing", checkpointing)
     assert main(options(made, tmp_path / "whole", *more)) == 0
     output = tmp_path / "stopped"
     with monkeypatch.context() as patch:
