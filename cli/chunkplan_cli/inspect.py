@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.planfile.plan import Plan, PlanStep
     from chunkplan.reporting.shared_sequences import StepShares
+    from chunkplan.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,11 @@ class InspectOptions(Options):
         default=None,
     )
     tuning: Path | None = option(
-        domains.path("FILE"), "Show on that page what `tune --output FILE` found.", group=OPTIONS, default=None
+        domains.path("FILE"),
+        "Show on that page what `tune --output FILE` found.",
+        group=OPTIONS,
+        default=None,
+        default_words="WORKSPACE/tuning.json, of what is in the workspace",
     )
 
 
@@ -128,7 +133,7 @@ def inspect(
     if options.html is not None:
         shown = [*given, *(["json"] if as_json else [])]
         _refuse_beside("html", shown, ("step", "analysis", "html", "tuning", "tokenizer"))
-        _write_page(options.html, path, options, step)
+        _write_page(options.html, path, options, step, place)
         return
     if options.tuning is not None:
         raise UsageError("--tuning needs --html", hint="give --html, or leave --tuning out")
@@ -177,13 +182,16 @@ def _refuse_without_record(reading: Given, files: Given) -> None:
         raise UsageError(f"{flag} needs --record", hint=f"give --record FILE:LINE, or leave {flag} out")
 
 
-def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:
-    """Write the page of what is at `shown`, and say so."""
+def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None, place: Workspace) -> None:
+    """Write the page of what is at `shown`, and say so; what lies in the workspace is shown with its tuning."""
     from chunkplan.reporting.page.write import write_report
 
+    tuning = options.tuning
+    if tuning is None and shown in (place.plan, place.analysis) and place.tuning.is_file():
+        tuning = place.tuning
     with note_compilation():
         warnings = write_report(
-            page, shown, tuning=options.tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
+            page, shown, tuning=tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
         )
     for warning in warnings:
         warn(warning)

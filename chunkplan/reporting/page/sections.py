@@ -95,7 +95,7 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
     notes = [
         f"What `tune` predicts for {shape} on {hardware}, {tuning['options']['global_batch']:,} sequences a step. "
         f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
-        limit_words(tuning),
+        f"{limit_words(tuning)} Diamonds are what people run today; a log scale is named at its axis.",
     ]
     own = None if plan is None else choice_of_plan(tuning, plan)
     if own is not None:

@@ -245,6 +245,21 @@ def test_candidates_fill_their_chart_however_much_memory_there_is(
         assert high < 8 * low
 
 
+def test_baselines_are_numbered_and_named_and_the_chosen_point_hides_nothing(tuning: dict[str, Any]) -> None:
+    """And an axis that is logarithmic says so, one that is not does not."""
+    figure = candidates_figure(tuning, None)
+    traces = {trace.name: trace for trace in figure.data}
+    for number, row in enumerate(tuning["baselines"], 1):
+        trace = traces[f"{number}: {row['name']}"]
+        assert (trace.text, list(trace.y)) == (str(number), [row["step_seconds"]])
+        assert "text" in trace.mode and row["name"] in trace.hovertext[0]
+    assert traces["chosen"].marker.symbol == "star-open"
+    for axis in (figure.layout.xaxis, figure.layout.yaxis):
+        assert axis.title.text.endswith(", log scale") == (axis.type == "log")
+    counted = histogram(np.array([100, 5000]))
+    assert lengths_figure(counted, None, None).layout.xaxis.title.text.endswith(", log scale")
+
+
 def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning: dict[str, Any]) -> None:
     document = json.loads(json.dumps(tuning))
     for place, row in enumerate([*document["choices"], *document["baselines"], document["chosen"]]):
