@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,48 @@ def seconds(microseconds: float) -> str:
     if value >= 120:
         return f"{value / 60:.1f} min"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def left_words(seconds_left: float) -> str:
+    """Print how long work still takes, in a unit that people think of such a time in."""
+    if seconds_left >= 5400:
+        return f"{seconds_left / 3600:,.1f} h left"
+    return f"{seconds_left / 60:.0f} min left" if seconds_left >= 90 else f"{seconds_left:.0f} s left"
+
+
+class Pace:
+    """How fast work goes, told from what was done at which time.
+
+    It counts from the first report, because what comes before that is often other work, such as to compile, and then
+    from the middle of that time on, because parts of the work may go at other rates.
+    """
+
+    #: A rate is told after so many seconds and so much of the work, or after so many seconds whatever is done.
+    _SECONDS, _SHARE, _ANY_SHARE_SECONDS = 10.0, 0.05, 120.0
+
+    def __init__(self) -> None:
+        """Begin without any report."""
+        self._first: tuple[float, int] | None = None
+        self._later: deque[tuple[float, int]] = deque()
+
+    def rate(self, done: int, total: int, now: float) -> float | None:
+        """Report that `done` of `total` is done at the time `now` in seconds; return the rate in what is done a
+        second, or None as long as there is too little to tell it from."""
+        if self._first is None:
+            self._first = now, done
+            self._later.append(self._first)
+        began, done_then = self._first
+        middle = (began + now) / 2
+        while len(self._later) > 1 and self._later[1][0] <= middle:
+            self._later.popleft()
+        since, done_since = self._later[0]
+        if now >= self._later[-1][0] + 0.1:
+            self._later.append((now, done))
+        elapsed = now - began
+        is_enough = elapsed >= self._SECONDS and done - done_then >= self._SHARE * total
+        if not (is_enough or elapsed >= self._ANY_SHARE_SECONDS) or done <= done_since:
+            return None
+        return (done - done_since) / (now - since)
 
 
 def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:

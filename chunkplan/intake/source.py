@@ -98,6 +98,8 @@ class Source:
             "num_sequences": sum(piece.num_sequences for piece in pieces),
             "more_sequences": sum(piece.num_more for piece in pieces),
             "num_tokens": sum(piece.num_tokens for piece in pieces),
+            "num_truncated": sum(piece.num_truncated for piece in pieces),
+            "num_truncated_tokens": sum(piece.num_truncated_tokens for piece in pieces),
             "unread_keys": most_unread(unread),
             "num_unread_keys": max(len(unread), *(piece.num_unread for piece in pieces), 0),
             "left_out": left_out,

@@ -59,8 +59,9 @@ class SourceEntry(TypedDict):
     """A source of an analysis (docs/plan-format.md). This version writes all entries; earlier ones wrote fewer.
 
     `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
-    that nothing was made of, each with the number of records, or None where that is not known. `left_out`: sequences of
-    which the chat template leaves something out, by what it is, and `first_left_out` the row of the first of them.
+    that nothing was made of, each with the number of records, or None where that is not known. `num_truncated`
+    sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which the chat template leaves
+    something out, by what it is, and `first_left_out` the row of the first of them.
     """
 
     path: str
@@ -79,6 +80,8 @@ class SourceEntry(TypedDict):
     num_sequences: NotRequired[int]
     more_sequences: NotRequired[int]
     num_tokens: NotRequired[int]
+    num_truncated: NotRequired[int]
+    num_truncated_tokens: NotRequired[int]
     unread_keys: NotRequired[dict[str, int | None]]
     num_unread_keys: NotRequired[int]
     left_out: NotRequired[dict[str, int]]
@@ -126,6 +129,8 @@ ANALYSIS: Expected = {
             "num_sequences?": whole(),
             "more_sequences?": whole(),
             "num_tokens?": whole(),
+            "num_truncated?": whole(),
+            "num_truncated_tokens?": whole(),
             "unread_keys?": COUNTS_OR_NULL,
             "num_unread_keys?": whole(),
             "left_out?": COUNTS,

@@ -14,11 +14,13 @@ from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis
 from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.plan_chunks import plan_chunks
+from chunkplan.reporting.plan_memory import plan_memory
 from chunkplan.reporting.source_changes import SourceChange, compare_sources
-from chunkplan.summary import summarize_plan
+from chunkplan.summary import summary_of
 
 Verdict = Literal["identical", "equal content, other manifest", "different"]
-Unit = Literal["count", "share", "ratio", "us"]
+Unit = Literal["count", "share", "ratio", "us", "bytes"]
 
 #: A manifest, or an object in it, whatever its entries are: all of them are compared.
 Manifest = Mapping[str, Any]
@@ -44,6 +46,7 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "total_us": "us",
     "reduction_us": "us",
     "lower_bound_us": "us",
+    "memory_bytes": "bytes",
 }
 
 
@@ -69,7 +72,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Number:
-    """A number of both; None where there is none. Shares are from 0 to 1, `us` are microseconds."""
+    """A number of both; None where there is none. Shares are from 0 to 1, `us` are microseconds.
+
+    Of plans `memory_bytes` is what the fullest GPU holds at its fullest moment.
+    """
 
     name: str
     unit: Unit
@@ -230,7 +236,10 @@ def _numbers(
 
 
 def _plan_numbers(plan: Plan) -> dict[str, float | None]:
-    return summarize_plan(plan.steps(), plan.chunks(), plan.manifest).to_dict()
+    chunks = plan_chunks(plan)
+    found = plan_memory(plan, chunks.table)
+    summary = summary_of(plan.steps(), chunks.frame, plan.manifest)
+    return {**summary.to_dict(), "memory_bytes": found and found.memory.total}
 
 
 def _analysis_numbers(analysis: Analysis) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from chunkplan.files.json_file import write_json
-from chunkplan.operations import OPS
+from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.simulated import Simulation
 
@@ -17,7 +17,7 @@ LETTERS = "FfRBIW"
 
 class _Required(TypedDict):
     name: str
-    ph: Literal["M", "X", "C"]
+    ph: Literal["M", "X", "C", "s", "f"]
     ts: float
     pid: int
     tid: int
@@ -25,40 +25,50 @@ class _Required(TypedDict):
 
 
 class TraceEvent(_Required, total=False):
-    """An event of the Chrome trace format: a name (`M`), a complete event (`X`) or a counter (`C`).
+    """An event of the Chrome trace format: a name (`M`), a complete event (`X`), a counter (`C`), or where an arrow
+    starts (`s`) and ends (`f`).
 
-    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op, or "waiting"; `pid` and `tid` are a
-    simulation and a stage.
+    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op, "waiting" or "sent"; `pid` and `tid` are a
+    simulation and a stage. Both ends of an arrow have its `id`; `bp` says that it ends at the action it is in.
     """
 
     cat: str
     dur: float
+    id: int
+    bp: str
 
 
-def write_trace(path: str | Path, simulations: Sequence[Simulation]) -> None:
+def write_trace(path: str | Path, simulations: Sequence[Simulation], *, content_hash: str | None = None) -> None:
     """Write a trace of `simulations`, a process each, to `path`: to a temporary name first, then renamed.
+
+    `content_hash` is that of the plan they are of, which stands in the trace.
 
     Raises:
         UsageError: `path` cannot be written.
     """
     events = [event for process, simulation in enumerate(simulations) for event in trace_events(simulation, process)]
     events.sort(key=lambda event: event["ts"])
-    write_json(Path(path), {"traceEvents": events, "displayTimeUnit": "ms"})
+    of_plan = {} if content_hash is None else {"otherData": {"plan": content_hash}}
+    write_json(Path(path), {"traceEvents": events, "displayTimeUnit": "ms", **of_plan})
 
 
 def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
-    """The events of the Chrome trace format: names, then the actions and the counters of one stage after the other.
+    """The events of the Chrome trace format: names, the actions and counters of one stage after the other, and arrows.
 
     A stage is a thread: complete events (`X`), named by `LETTERS` and chunk, that do not overlap. Before an action for
     which ranks meet comes an event while the stage waits for the others, if it does. Counters (`C`) of each stage are
     its "retained tokens" and its "KV tokens", see `Simulation.held`. Times are in microseconds; where the unit of the
     simulation is "tokens", one of these counts as one.
+
+    Arrows (`s`, `f`) go from the forward of a chunk on a stage to that on the next one, and from backward to backward
+    the other way.
     """
     named = [_name(process, 0, "process_name", name=f"{simulation.title}: {simulation.schedule}")]
     for stage in range(simulation.pp):
         named.append(_name(process, stage, "thread_name", name=f"stage {stage}"))
         named.append(_name(process, stage, "thread_sort_index", sort_index=stage))
-    return named + [event for stage in range(simulation.pp) for event in _stage_events(simulation, process, stage)]
+    done = [event for stage in range(simulation.pp) for event in _stage_events(simulation, process, stage)]
+    return [*named, *done, *_arrows(simulation, process)]
 
 
 def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[TraceEvent]:
@@ -94,6 +104,7 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
                 "part": None if chunk.group_id is None else f"{chunk.group_index + 1} of {chunk.group_size}",
                 "tokens": chunk.num_tokens,
                 "prefix": chunk.prefix_tokens,
+                "sequences": ", ".join(map(str, dict.fromkeys(each.sequence_id for each in chunk.segments))),
                 "critical": action in simulation.is_critical,
                 **(_shared(simulation, chunk, action) if chunk.cp_size > 1 else {}),
             },
@@ -108,6 +119,38 @@ def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[
                 "tid": stage,
                 "args": {"tokens": tokens},
             }
+
+
+def _arrows(simulation: Simulation, process: int) -> Iterator[TraceEvent]:
+    """Draw what a stage sends to another one: from the last nanosecond of an action to the start of the next."""
+    actions = simulation.actions
+    for ops, way in ((FORWARDS, 1), (BACKWARDS, -1)):
+        codes = [OPS.index(op) for op in ops]
+        places = {
+            (int(simulation.model_stages[place]), int(actions.chunk_ids[place])): place
+            for place in range(simulation.ends.size)
+            if actions.ops[place] in codes
+        }
+        for (model_stage, chunk), sender in places.items():
+            receiver = places.get((model_stage + way, chunk))
+            if receiver is None or simulation.stage_of[sender] == simulation.stage_of[receiver]:
+                continue
+            start, end, arrives = (
+                _microseconds(simulation, ticks)
+                for ticks in (simulation.starts[sender], simulation.ends[sender], simulation.starts[receiver])
+            )
+            arrow: TraceEvent = {
+                "name": f"{ops[0]} of chunk {chunk}",
+                "cat": "sent",
+                "id": (process << 32) + sender,  # an action sends once
+                "ph": "s",
+                "ts": max(start, round(end - 0.001, 3)),
+                "pid": process,
+                "tid": int(simulation.stage_of[sender]),
+                "args": {},
+            }
+            yield arrow
+            yield {**arrow, "ph": "f", "bp": "e", "ts": arrives, "tid": int(simulation.stage_of[receiver])}
 
 
 def ranks_of(chunk: Chunk) -> str:

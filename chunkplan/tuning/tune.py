@@ -41,7 +41,7 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 _SAME = 1.005
 
 #: What is less than this many times as fast is no gain: predictions are no better.
-_A_GAIN = 1.03
+A_GAIN = 1.03
 
 #: Called with (runs done, runs to do); a run is a ChunkSize and schedule, with all Ks.
 Progress = Callable[[int, int], None]
@@ -101,7 +101,7 @@ class Tuning:
     @property
     def has_gain(self) -> bool:
         """Whether there is anything to gain over what people run today."""
-        return self.gain is None or self.gain >= _A_GAIN
+        return self.gain is None or self.gain >= A_GAIN
 
     @property
     def epoch_hours(self) -> float:

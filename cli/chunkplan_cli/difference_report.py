@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import percent, ratio, seconds
+from chunkplan.quantities import gibibytes, percent, ratio, seconds
 from chunkplan_cli.tables import titled_table
 from chunkplan_cli.terminal import visible
 
@@ -40,6 +40,7 @@ _NAMES = {
     "total_us": "predicted time",
     "reduction_us": "of it reduction",
     "lower_bound_us": "at least",
+    "memory_bytes": "memory of the fullest GPU",
     "num_without_target": "without a target token",
     "truncated_num_sequences": "sequences cut",
     "truncated_num_tokens": "tokens cut off",
@@ -165,6 +166,8 @@ def _number(value: float | None, number: Number) -> str:
         return percent(value)
     if number.unit == "us":
         return seconds(value)
+    if number.unit == "bytes":
+        return gibibytes(int(value))
     return ratio(value) if number.unit == "ratio" else f"{value:,.0f}"
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.planfile.plan import Plan, PlanStep
     from chunkplan.reporting.shared_sequences import StepShares
+    from chunkplan.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class InspectOptions(Options):
         default=None,
         default_words="where it was",
     )
+    actions: bool = option(
+        domains.FLAG,
+        "List the actions of each stage of that step in their order, not only how many there are.",
+        group=OPTIONS,
+        default=False,
+    )
     html: Path | None = option(
         domains.path("FILE"),
         "Write one HTML page with charts instead; --step N is drawn first.",
@@ -60,7 +67,11 @@ class InspectOptions(Options):
         default=None,
     )
     tuning: Path | None = option(
-        domains.path("FILE"), "Show on that page what `tune --output FILE` found.", group=OPTIONS, default=None
+        domains.path("FILE"),
+        "Show on that page what `tune --output FILE` found.",
+        group=OPTIONS,
+        default=None,
+        default_words="WORKSPACE/tuning.json, of what is in the workspace",
     )
 
 
@@ -72,7 +83,7 @@ def inspect(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Show the chunks and actions of one step.", autocompletion=steps),
+        typer.Option(metavar="N", help="Show the chunks of one step, and what its stages do.", autocompletion=steps),
     ] = None,
     rank: Annotated[
         int | None,
@@ -111,7 +122,7 @@ def inspect(
     options = InspectOptions(**beside)
     asked = [name for name, value in (("step", step), ("rank", rank), ("chunk", chunk)) if value is not None]
     asked += ["text"] if text else []
-    given = [*asked, *beside]
+    given = [*asked, *(name for name, value in beside.items() if value is not False)]
     if options.record is not None:
         _refuse_beside("record", given, ("text", "record", "tokenizer"))
         request = RecordRequest(options.record, options.tokenizer, reading, files, shows_all=text, as_json=as_json)
@@ -122,7 +133,7 @@ def inspect(
     if options.html is not None:
         shown = [*given, *(["json"] if as_json else [])]
         _refuse_beside("html", shown, ("step", "analysis", "html", "tuning", "tokenizer"))
-        _write_page(options.html, path, options, step)
+        _write_page(options.html, path, options, step, place)
         return
     if options.tuning is not None:
         raise UsageError("--tuning needs --html", hint="give --html, or leave --tuning out")
@@ -133,20 +144,27 @@ def inspect(
             )
         _show_analysis(path, as_json)
         return
-    for name, other in _NEEDS.items():
-        if name in given and other not in given:
-            raise UsageError(f"--{name} needs --{other}", hint=f"give --{other}, or leave --{name} out")
+    _refuse_alone(given)
     plan = load_plan(path)
     if step is None:
         _show_plan(plan, as_json)
     elif chunk is None:
-        _show_step(plan, step, rank, as_json)
+        _show_step(plan, step, rank, lists_actions=options.actions, as_json=as_json)
     else:
         _show_chunk(plan, step, _one_rank(plan, rank), chunk, options, decodes=text, as_json=as_json)
 
 
 #: What an option is of no use without.
-_NEEDS = {"rank": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
+_NEEDS = {"rank": "step", "actions": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
+
+
+def _refuse_alone(given: Sequence[str]) -> None:
+    """Refuse what is of no use without another option, or beside one."""
+    for name, other in _NEEDS.items():
+        if name in given and other not in given:
+            raise UsageError(f"--{name} needs --{other}", hint=f"give --{other}, or leave --{name} out")
+    if "actions" in given and "chunk" in given:
+        raise UsageError("--actions and --chunk exclude one another", hint="leave one of them out")
 
 
 def _refuse_beside(name: str, given: Sequence[str], allowed: Collection[str]) -> None:
@@ -164,13 +182,16 @@ def _refuse_without_record(reading: Given, files: Given) -> None:
         raise UsageError(f"{flag} needs --record", hint=f"give --record FILE:LINE, or leave {flag} out")
 
 
-def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None) -> None:
-    """Write the page of what is at `shown`, and say so."""
+def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None, place: Workspace) -> None:
+    """Write the page of what is at `shown`, and say so; what lies in the workspace is shown with its tuning."""
     from chunkplan.reporting.page.write import write_report
 
+    tuning = options.tuning
+    if tuning is None and shown in (place.plan, place.analysis) and place.tuning.is_file():
+        tuning = place.tuning
     with note_compilation():
         warnings = write_report(
-            page, shown, tuning=options.tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
+            page, shown, tuning=tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
         )
     for warning in warnings:
         warn(warning)
@@ -206,7 +227,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         print_plan_tables(stdout(), report, header)
 
 
-def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None:
+def _show_step(plan: Plan, number: int, rank: int | None, *, lists_actions: bool, as_json: bool) -> None:
     from chunkplan.planfile.places import check_rank, find_step
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.shared_sequences import step_shares
@@ -225,7 +246,7 @@ def _show_step(plan: Plan, number: int, rank: int | None, as_json: bool) -> None
     if as_json:
         _print_step_json(step, shares, plan)
     else:
-        print_step(stdout(), step, shares, PlanHeader.of(plan.manifest))
+        print_step(stdout(), step, shares, PlanHeader.of(plan.manifest), lists_actions=lists_actions)
 
 
 def _one_rank(plan: Plan, rank: int | None) -> int:

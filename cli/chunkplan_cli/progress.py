@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from chunkplan.quantities import Pace, left_words
 from chunkplan_cli.terminal import note, stderr
 
 #: Seconds between two lines of progress where there is no terminal.
@@ -17,9 +18,6 @@ LINE_EVERY = 10.0
 
 #: Seconds of silence that need no explanation.
 PATIENCE = 2.0
-
-#: Rate and time left are said after so many seconds and so many per cent: what comes first may be slow, or other work.
-_SOUND_AFTER, _SOUND_PERCENT = 10.0, 5
 
 #: Called with what is done and what there is to do.
 Report = Callable[[int, int], None]
@@ -40,10 +38,10 @@ def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[speed]}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(doing, total=None, speed="")
-        started = time.monotonic()
+        pace = Pace()
 
         def report(done: int, total: int) -> None:
-            speed = _speed(done, total, time.monotonic() - started, unit, scale)
+            speed = _speed(pace, done, total, unit, scale)
             bar.update(task, completed=done, total=total, speed=speed)
 
         yield report
@@ -56,16 +54,18 @@ def reading_progress() -> Iterator[ReadingReport]:
     if not console.is_terminal:
         yield _reading_lines()
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None, rate="")
         started = time.monotonic()
+        pace = Pace()
 
         def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
             seconds = max(time.monotonic() - started, 1e-9)
-            rate = f"{num_bytes / 1e6:,.0f} MB  {_short(num_tokens / seconds)} tokens/s"
+            rate = f"{num_bytes / 1e6:,.0f} MB, {_short(num_tokens / seconds)} tokens/s"
+            rate += _time_left(pace, num_bytes, total)
             bar.update(task, completed=num_bytes, total=total, rate=rate)
 
         yield report
@@ -92,12 +92,15 @@ def note_compilation() -> Iterator[None]:
 def _reading_lines() -> ReadingReport:
     is_due = _Every(LINE_EVERY)
     started = time.monotonic()
+    pace = Pace()
 
     def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
-        if not num_bytes or not is_due():
+        if not num_bytes:
             return
-        seconds = time.monotonic() - started
-        left = "" if total is None else f", {_left(num_bytes, total, num_bytes / seconds)}"
+        left = _time_left(pace, num_bytes, total)
+        if not is_due():
+            return
+        seconds = max(time.monotonic() - started, 1e-9)
         whole = "" if total is None else f" of {total / 1e6:,.0f} MB ({100 * num_bytes // max(1, total)}%)"
         done = f"{num_bytes / 1e6:,.0f}" + (whole or " MB")
         note(f"reading: {done}, {_short(num_tokens / seconds)} tokens/s{left}")
@@ -107,12 +110,14 @@ def _reading_lines() -> ReadingReport:
 
 def _lines(doing: str, unit: str, scale: int) -> Report:
     is_due = _Every(LINE_EVERY)
-    started = time.monotonic()
+    pace = Pace()
 
     def report(done: int, total: int) -> None:
-        if not done or not is_due():
+        if not done:
             return
-        speed = _speed(done, total, time.monotonic() - started, unit, scale)
+        speed = _speed(pace, done, total, unit, scale)
+        if not is_due():
+            return
         note(
             f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%)"
             + (f", {speed}" if speed else "")
@@ -136,16 +141,16 @@ class _Every:
         return True
 
 
-def _speed(done: int, total: int, seconds: float, unit: str, scale: int) -> str:
+def _speed(pace: Pace, done: int, total: int, unit: str, scale: int) -> str:
     """Say rate and time left; nothing as long as too little was done to tell."""
-    if seconds < _SOUND_AFTER or 100 * done < _SOUND_PERCENT * total:
-        return ""
-    rate = done / seconds
-    return f"{rate / scale:,.1f} {unit}/s, {_left(done, total, rate)}"
+    rate = pace.rate(done, total, time.monotonic())
+    return "" if rate is None else f"{rate / scale:,.1f} {unit}/s, {left_words(max(0, total - done) / rate)}"
 
 
-def _left(done: int, total: int, rate: float) -> str:
-    return f"{max(0, total - done) / rate:,.0f} s left"
+def _time_left(pace: Pace, done: int, total: int | None) -> str:
+    """Say the time left behind a comma; nothing where nobody knows how much there is, or too little was done."""
+    rate = None if total is None else pace.rate(done, total, time.monotonic())
+    return "" if rate is None or total is None else f", {left_words(max(0, total - done) / rate)}"
 
 
 def _short(number: float) -> str:

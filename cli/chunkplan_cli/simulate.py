@@ -143,7 +143,7 @@ def simulate(
             # Ranks that share chunks wait for each other, which one alone does not show.
             traced = [*simulate_ranks(loaded, find_step(loaded, step or 0), range(loaded.config.dp)).values()]
     if trace is not None:
-        write_trace(trace, traced)
+        write_trace(trace, traced, content_hash=None if loaded is None else loaded.content_hash)
     _show(found, compared, loaded, as_json=as_json)
     if trace is not None:
         note(f"trace in {trace}: open it at https://ui.perfetto.dev")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.tables import titled_table
 
 if TYPE_CHECKING:
+    from chunkplan.config.plan import PlanConfig
     from chunkplan.planfile.plan import Action, Chunk, PlanStep
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.shared_sequences import StepShares
@@ -28,8 +31,13 @@ _MAX_CHUNKS = 40
 _MAX_ACTIONS = 200
 
 
-def print_step(console: Console, step: PlanStep, shares: StepShares, header: PlanHeader) -> None:
-    """Print the chunks of each rank of a step, which sequences ranks share, and what its stages do."""
+def print_step(
+    console: Console, step: PlanStep, shares: StepShares, header: PlanHeader, *, lists_actions: bool
+) -> None:
+    """Print the chunks of each rank of a step, which sequences ranks share, and what its stages do.
+
+    That is how many actions of each op they do, or, where it `lists_actions`, all of these in their order.
+    """
     from chunkplan.reporting.plan_words import unshared_words
 
     config = header.config
@@ -55,18 +63,16 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, header: Pla
         if len(chunks) > _MAX_CHUNKS:
             console.print(f"... and {len(chunks) - _MAX_CHUNKS:,} more chunks (--json shows all)")
         console.print()
-        stages = Table.grid(padding=(0, 2))
-        stages.add_column(no_wrap=True, style="dim")
-        stages.add_column()
-        for stage in range(config.pp):
-            stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config.virtual_stages))
-        console.print(stages)
+        console.print(_listed_actions(step, rank, config) if lists_actions else _counted_actions(step, rank, config))
     console.print()
     console.print(Text(_legend(step), style="dim"))
-    if config.virtual_stages > 1:
+    if lists_actions and config.virtual_stages > 1:
         console.print(Text("F3.1 chunk 3, virtual stage 1", style="dim"))
     if shares.sequences:
         console.print(Text("part 1/2 x4: shared by 4 ranks; time: of one of them, exchange is part of it", style="dim"))
+    if not lists_actions:
+        how = "--actions lists them in order, chunkplan simulate draws when each is done"
+        console.print(Text(how, style="dim"))
 
 
 def _shared_table(shares: StepShares) -> Table:
@@ -122,6 +128,37 @@ def _sequences(chunk: Chunk) -> str:
     ids = [str(each) for each in dict.fromkeys(segment.sequence_id for segment in chunk.segments)]
     shown = ", ".join(ids[:3])
     return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
+
+
+def _listed_actions(step: PlanStep, rank: int, config: PlanConfig) -> Table:
+    stages = Table.grid(padding=(0, 2))
+    stages.add_column(no_wrap=True, style="dim")
+    stages.add_column()
+    for stage in range(config.pp):
+        stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config.virtual_stages))
+    return stages
+
+
+def _counted_actions(step: PlanStep, rank: int, config: PlanConfig) -> Table:
+    """Make a row of each run of stages that do as many actions of each op, with when the first and last of them are
+    done."""
+    counts = [Counter(action.op for action in step.actions[rank, stage]) for stage in range(config.pp)]
+    ops = [op for op in OPS if any(op in each for each in counts)]
+    table = titled_table(f"actions of rank {rank}")
+    for name in ("stages" if config.pp > 1 else "stage", *(_LETTERS[op] for op in ops), "all", "done after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, run in groupby(range(config.pp), key=lambda stage: sorted(counts[stage].items())):
+        stages = list(run)
+        first, last = stages[0], stages[-1]
+        times = [step.schedule_us[rank, stage] for stage in stages]
+        done = list(dict.fromkeys(map(seconds, (min(times), max(times)))))
+        table.add_row(
+            f"{first}" if first == last else f"{first}-{last}",
+            *(f"{counts[first][op]:,}" for op in ops),
+            f"{counts[first].total():,}",
+            " to ".join(done),
+        )
+    return table
 
 
 def _action_line(actions: list[Action], virtual_stages: int) -> str:

@@ -89,6 +89,11 @@ def test_a_step_shows_its_chunks_and_actions(run: Run, tmp_path: Path) -> None:
     run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
     shown = run("inspect", "--step", 0).out
     assert "part 1/3 kv" in shown
+    assert "F0 B0" not in shown and "--actions lists them in order" in shown
+    [_, head, row] = re.findall("^(?:actions of rank 0|stage|    0).*$", shown, re.M)[-3:]
+    assert head.split() == ["stage", "F", "f", "R", "B", "all", "done", "after"]
+    assert row.split()[:6] == ["0", "2", "2", "2", "4", "10"]
+    shown = run("inspect", "--step", 0, "--actions").out
     assert "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1" in shown
     document = json.loads(run("inspect", "--step", 0, "--json").out)
     assert [chunk["chunk_id"] for chunk in document["chunks"]] == [0, 1, 2, 3]

@@ -153,7 +153,7 @@ def test_every_letter_of_a_step_is_explained(
 ) -> None:
     config = chunkplan.PlanConfig(chunk_size=128, k=1, pp=2, global_batch=16, schedule=schedule)
     chunkplan.build(made / "analysis", tmp_path / "plan", config)
-    shown = command("inspect", "plan", "--step", 0)
+    shown = command("inspect", "plan", "--step", 0, "--actions")
     lines = shown.out.split("stage 0 ")[1]
     actions, legend = lines.rsplit("\n\n", 1)
     assert set(re.findall(r"\b([A-Za-z])\d", actions)) == {*letters}
@@ -163,6 +163,22 @@ def test_every_letter_of_a_step_is_explained(
     chunk = command("inspect", "plan", "--step", 0, "--chunk", 0).out
     parts = {f"virtual stage {part}: forward" for part in (0, 1) if f"virtual stage {part}: forward" in chunk}
     assert len(parts) == (2 if schedule == "interleaved" else 0)
+
+
+def test_a_pipeline_of_eight_stages_is_a_row_where_all_do_the_same(command: Command, tmp_path: Path) -> None:
+    """What is listed with --actions takes tens of lines there."""
+    np.save(tmp_path / "lengths.npy", np.array([9000, 900, 300, 2500]))
+    config = chunkplan.PlanConfig(chunk_size=512, k=1, pp=8, global_batch=4, schedule="1f1b")
+    chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1)
+    shown = command("inspect", tmp_path / "plan", "--step", 0).out
+    table = shown.split("actions of rank 0")[1].split("\n\n")[0]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["stages", "0-7"]
+    assert re.search(r"\b[A-Za-z]\d", table) is None
+    assert max(map(len, shown.splitlines())) <= 80
+    listed = command("inspect", tmp_path / "plan", "--step", 0, "--actions").out
+    assert re.findall(r"^stage (\d) ", listed, re.M) == list("01234567")
+    ran = command("inspect", tmp_path / "plan", "--actions")
+    assert ran.code == 2 and "--actions needs --step" in ran.err
 
 
 def test_json_of_a_plan_is_its_report(command: Command, made: Path) -> None:

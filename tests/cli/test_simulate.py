@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import chunkplan
 from chunkplan.schedule.families import SCHEDULES
 from tests.support.command_line import Run
 from tests.support.places import ROOT
@@ -138,13 +139,15 @@ def test_a_comparison_marks_the_fastest(run: Run) -> None:
 def check_trace(path: Path) -> list[dict[str, Any]]:
     """Every event is what the format asks for: keys by phase, names for tracks, order, and no overlap on a track."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    assert set(document) == {"traceEvents", "displayTimeUnit"}
+    assert set(document) - {"otherData"} == {"traceEvents", "displayTimeUnit"}
     assert document["displayTimeUnit"] == "ms"
     events: list[dict[str, Any]] = document["traceEvents"]
     keys = {
         "M": {"name", "ph", "ts", "pid", "tid", "args"},
         "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
         "C": {"name", "ph", "ts", "pid", "tid", "args"},
+        "s": {"name", "cat", "id", "ph", "ts", "pid", "tid", "args"},
+        "f": {"name", "cat", "id", "ph", "bp", "ts", "pid", "tid", "args"},
     }
     free: dict[tuple[int, int], float] = {}
     last = 0.0
@@ -170,6 +173,27 @@ def check_trace(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def check_arrows(events: list[dict[str, Any]], num_stages: int) -> None:
+    """Each chunk's forward has an arrow from every stage to the next, its backward one back; both ends are in bars."""
+    ends: dict[int, dict[str, dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], {})[event["ph"]] = event
+    bars = [event for event in events if event["ph"] == "X" and event["cat"] in ("forward", "forward_kv", "backward")]
+    assert len(ends) == len(bars) // num_stages * (num_stages - 1)
+    for arrow in ends.values():
+        start, end = arrow["s"], arrow["f"]
+        assert end["tid"] - start["tid"] == (1 if start["name"].startswith("forward") else -1)
+        for each in (start, end):
+            [bar] = [
+                bar
+                for bar in bars
+                if bar["tid"] == each["tid"] and bar["ts"] <= each["ts"] < bar["ts"] + bar["dur"]
+                if f"chunk {bar['args']['chunk']}" in each["name"] and bar["cat"][:7] == each["name"][:7]
+            ]
+            assert bar["pid"] == each["pid"]
+
+
 def test_a_trace_of_a_plan_opens_and_holds_what_json_holds(run: Run, plans: Path) -> None:
     ran = run("simulate", "--trace", "step.json", "--json")
     assert "trace in step.json" in ran.err
@@ -178,6 +202,13 @@ def test_a_trace_of_a_plan_opens_and_holds_what_json_holds(run: Run, plans: Path
     actions = [event for event in events if event["ph"] == "X"]
     assert len(actions) == len(shown["actions"])
     assert max(event["ts"] + event["dur"] for event in actions) == pytest.approx(shown["makespan"])
+    check_arrows(events, num_stages=8)
+    hashed = json.loads((plans / "step.json").read_text(encoding="utf-8"))["otherData"]
+    assert hashed == {"plan": chunkplan.load_plan(plans / "chunkplan-out" / "plan").content_hash}
+    held = {chunk["chunk_id"]: chunk["segments"] for chunk in shown["chunks"]}
+    for event in actions:
+        ids = dict.fromkeys(segment["sequence_id"] for segment in held[event["args"]["chunk"]])
+        assert event["args"]["sequences"] == ", ".join(map(str, ids))
     for stage in range(8):
         for name, peaks in (("retained tokens", "peak_retained_tokens"), ("KV tokens", "peak_kv_tokens")):
             counts = [event["args"]["tokens"] for event in events if event["name"] == f"stage {stage}: {name}"]
@@ -201,7 +232,8 @@ def test_a_trace_names_what_it_shows(run: Run, tmp_path: Path) -> None:
     recompute = next(event for event in events if event["name"] == "R 2")
     assert (recompute["cat"], recompute["dur"]) == ("recompute", 2048)
     shown = {name: value for name, value in recompute["args"].items() if name != "critical"}
-    assert shown == {"chunk": 2, "virtual_stage": 0, "group": 0, "part": "1 of 2", "tokens": 2048, "prefix": 0}
+    said = {"chunk": 2, "virtual_stage": 0, "group": 0, "part": "1 of 2", "tokens": 2048, "prefix": 0}
+    assert shown == {**said, "sequences": "3"}
     assert [path.name for path in tmp_path.iterdir()] == ["what-if.json"], "no temporary file stays"
 
 

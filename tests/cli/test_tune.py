@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ import pytest
 from chunkplan import load_plan, validate
 from chunkplan.cost.checkpointing import levels_of
 from chunkplan.cost.model import CostModel
-from chunkplan_cli import progress
 from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
 
@@ -349,21 +347,3 @@ def test_an_interrupt_ends_it_without_waiting_for_what_it_has_begun(tmp_path: Pa
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130 and "interrupted" in said
-
-
-def test_rate_and_time_left_are_said_once_enough_is_done_to_tell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not of one run out of hundreds, however long it took, nor within the first seconds."""
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    monkeypatch.setattr(progress, "LINE_EVERY", 4.0)
-    with progress.progress("simulating", "runs") as report:
-        for now.seconds, done in ((5.0, 100), (360.0, 1), (400.0, 26), (540.0, 27)):
-            report(done, 540)
-    assert capsys.readouterr().err.splitlines() == [
-        "simulating: 100 of 540 runs (18%)",
-        "simulating: 1 of 540 runs (0%)",
-        "simulating: 26 of 540 runs (4%)",
-        "simulating: 27 of 540 runs (5%), 0.1 runs/s, 10,260 s left",
-    ]

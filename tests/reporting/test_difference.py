@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,21 @@ def test_a_plan_in_which_ranks_share_sequences_differs_from_one_without_by_what_
     assert [(entry.name, entry.before, entry.after) for entry in found.entries] == [("cp", "off", "auto")]
     [shared] = [number for number in found.numbers if number.name == "num_shared_sequences"]
     assert shared.before == 0 and shared.after is not None and shared.after >= 3
+
+
+def test_the_memory_of_the_fullest_gpu_is_a_row_with_its_change(
+    tmp_path: Path, plan: Path, lengths: Path, command: Callable[..., Any]
+) -> None:
+    """In GiB, as `inspect` has it; plans that do not describe their model say nothing of it."""
+    larger = build(tmp_path / "larger", lengths, k=2, chunk_size=1024).path
+    before, after = (chunkplan.plan_report(each).memory for each in (plan, larger))
+    assert before is not None and after is not None
+    [memory] = [number for number in chunkplan.diff(plan, larger).numbers if number.name == "memory_bytes"]
+    assert (memory.unit, memory.before, memory.after) == ("bytes", before.memory.total, after.memory.total)
+    [row] = re.findall("^memory of the fullest GPU.*$", command("diff", plan, larger).out, re.M)
+    change = 100 * (after.memory.total / before.memory.total - 1)
+    sizes = [f"{each.memory.total / 2**30:,.1f} GiB" for each in (before, after)]
+    assert row.split("GPU")[1].split() == [*" ".join(sizes).split(), f"{change:+,.1f}%"]
 
 
 def test_what_no_content_hash_covers_makes_another_manifest_only(tmp_path: Path, plan: Path) -> None:

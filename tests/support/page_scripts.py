@@ -21,7 +21,7 @@ LOOK_AT_TEXT = """() => {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
     const { width, height } = element.getBoundingClientRect();
     const isChart = element instanceof SVGElement;
-    if (!own || !width || !height || element.closest("script, style, option, .bartext")) continue;
+    if (!own || !width || !height || element.closest("script, style, option, .bartext, .textpoint")) continue;
     const style = getComputedStyle(element);
     const [one, other] = [light(parse(isChart ? style.fill : style.color)), light(behind(element))];
     const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);

@@ -44,7 +44,8 @@ def choice_of_plan(document: TuningDocument, plan: Plan) -> ChoiceEntry | None:
 def _settings(config: PlanEntries, cost_model: CostModelEntry | ChoiceEntry) -> list[object]:
     """List what sets a choice apart from others; K by length is a tuple, or a list where it was read from a file."""
     by_length = [list(pair) for pair in config["k_by_length"] or ()]
-    entries = [config.get(name) for name in PLAN_ENTRIES if name != "k_by_length"]
+    left_out = {"split": "full"}  # what a document does not say and a manifest does
+    entries = [config.get(name, left_out.get(name)) for name in PLAN_ENTRIES if name != "k_by_length"]
     machine = [cost_model["tp"], cost_model["checkpointing"], cost_model["kv_offload"]]
     return [*entries, by_length, *machine, cost_model.get("sharding", "optimizer")]
 
@@ -62,9 +63,17 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
     _add(figure, "fits, plan only", others, {"color": PURPLE, "size": 5, "opacity": 0.55})
     _add(figure, "fits", runnable, {"color": BLUE, "size": 6})
     _add(figure, "Pareto front", front, {"color": BLUE, "size": 8}, line={"color": BLUE, "width": 2, "shape": "vh"})
-    _add(figure, "baselines", document["baselines"], {"color": ORANGE, "size": 11, "symbol": "diamond"})
+    for number, row in enumerate(document["baselines"], 1):
+        _add(
+            figure, f"{number}: {row['name']}", [row], {"color": ORANGE, "size": 17, "symbol": "diamond"}, label=number
+        )
     _add(figure, "this plan", own_rows, {"color": GREEN, "size": 24, "symbol": "circle-open", "line": {"width": 2}})
-    _add(figure, "chosen", [document["chosen"]], {"color": GREEN, "size": 17, "symbol": "star"})
+    _add(
+        figure,
+        "chosen",
+        [document["chosen"]],
+        {"color": GREEN, "size": 19, "symbol": "star-open", "line": {"width": 2}},
+    )
     memory = _memory(document)
     limit = document["options"]["gpu_memory"] / 2**30
     if is_near := _is_near(limit, memory):
@@ -108,23 +117,39 @@ def _axis(title: str, values: list[float]) -> PlotlyEntries:
     steps = next(steps for decades, steps in _TICKS if high - low < decades)
     ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
     words = [f"{tick:,.4g}" for tick in ticks]
-    return axis(title, type="log", range=[low - room, high + room], tickvals=ticks, ticktext=words, tickangle=0)
+    return axis(
+        f"{title}, log scale", type="log", range=[low - room, high + room], tickvals=ticks, ticktext=words, tickangle=0
+    )
 
 
 def _add(
-    figure: go.Figure, name: str, rows: Sequence[Row], marker: PlotlyEntries, line: PlotlyEntries | None = None
+    figure: go.Figure,
+    name: str,
+    rows: Sequence[Row],
+    marker: PlotlyEntries,
+    *,
+    line: PlotlyEntries | None = None,
+    label: int | None = None,
 ) -> None:
+    """Add points; a `label`, the number of a baseline, stands in the point, and its name in the legend."""
     if rows:
         figure.add_scatter(
-            name=name,
+            name=plain(name),
             x=[row["memory"]["total"] / 2**30 for row in rows],
             y=[row["step_seconds"] for row in rows],
-            text=[plain(_words(row)) for row in rows],
-            mode="markers" if line is None else "lines+markers",
+            text=[plain(_words(row)) for row in rows] if label is None else str(label),
+            hovertext=[plain(_words(row)) for row in rows],
+            textfont={"color": "white", "size": 11},
+            mode="markers+text" if label is not None else "markers" if line is None else "lines+markers",
             marker=marker,
             line=line,
-            hovertemplate="%{text}<br>%{y:.3f} s, %{x:.1f} GiB<extra>" + name + "</extra>",
+            hovertemplate="%{hovertext}<br>%{y:.3f} s, %{x:.1f} GiB<extra>" + _kind(name, label) + "</extra>",
         )
+
+
+def _kind(name: str, label: int | None) -> str:
+    """Say what a point is beside its own name; that of a baseline is in its words already."""
+    return name if label is None else "what people run today"
 
 
 def _words(row: Row) -> str:

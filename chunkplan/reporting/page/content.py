@@ -9,7 +9,10 @@ from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
+from chunkplan.reporting.by_source import sources_of
+from chunkplan.reporting.page.candidates import choice_of_plan
 from chunkplan.reporting.page.document import render
+from chunkplan.reporting.page.head_words import gain_facts, source_facts, train_command
 from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_lengths
 from chunkplan.reporting.page.sections import (
     analysis_lengths_section,
@@ -20,6 +23,7 @@ from chunkplan.reporting.page.sections import (
     plan_lengths_section,
     steps_section,
 )
+from chunkplan.reporting.page.sources import sources_section
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_chunks import plan_chunks
@@ -50,6 +54,7 @@ def plan_page(
     lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
         plan_lengths_section(lengths, said, chunks.frame, summary.chunk_size),
+        *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
         candidates_section(tuning, warnings, plan),
         steps_section(steps),
         gantt_section(plan, steps, report, step),
@@ -59,7 +64,10 @@ def plan_page(
     title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"
     header = PlanHeader.of(plan.manifest)
     warned = caveats(exact=header.exact, sample=header.sample)
-    return render(title, warned, plan_facts(plan, report), sections)
+    own = None if tuning is None else choice_of_plan(tuning, plan)
+    gain = gain_facts(tuning, own, summary) if tuning is not None and not warnings else []
+    facts = [*gain, *source_facts(analysis), *plan_facts(plan, report)]
+    return render(title, warned, facts, sections, train_command(plan))
 
 
 def analysis_page(
@@ -73,9 +81,10 @@ def analysis_page(
 
     `tokenizer` decodes examples; without one, `why_no_text` stands there.
     """
-    sections = [analysis_lengths_section(analysis.num_tokens)]
+    sections = [analysis_lengths_section(analysis.num_tokens), *sources_section(sources_of(analysis))]
     sections += [examples_section(analysis, tokenizer, why_no_text)] if tokenizer or why_no_text else []
     sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
-    facts = analysis_facts(analysis, length_report(analysis))
+    gain = gain_facts(tuning, None, None) if tuning is not None and not warnings else []
+    facts = [*gain, *analysis_facts(analysis, length_report(analysis))]
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
     return render(title, caveats(exact=analysis.is_exact, sample=analysis.sample), facts, sections)

@@ -18,8 +18,14 @@ from chunkplan.reporting.page.parts import Section
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
-def render(title: str, warnings: Sequence[str], facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """Return the page. All words are escaped; equal arguments give equal text.
+def render(
+    title: str,
+    warnings: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    command: str | None = None,
+) -> str:
+    """Return the page. All words are escaped; equal arguments give equal text. `command`: what to type next.
 
     Its Content-Security-Policy allows nothing from elsewhere, and of scripts only those that are meant, by their hash.
     """
@@ -31,6 +37,7 @@ def render(title: str, warnings: Sequence[str], facts: Sequence[tuple[str, str]]
         title=title,
         warnings=warnings,
         facts=facts,
+        command=command,
         sections=sections,
         style=_resource("page.css"),
         scripts=scripts,

@@ -14,6 +14,9 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", 
 #: Of what is lost.
 RED = "#c02626"
 
+#: Of what all else waits for.
+PINK = "#d6338a"
+
 #: Of text in charts, in pixels.
 FONT_SIZE = 12
 

@@ -12,7 +12,19 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.operations import OPS
 from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
-from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, axis, layout, narrowest, within
+from chunkplan.reporting.page.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    PURPLE,
+    RED,
+    axis,
+    layout,
+    narrowest,
+    within,
+)
 from chunkplan.reporting.page.parts import Table
 from chunkplan.schedule.simulated import Simulation
 
@@ -59,7 +71,7 @@ class _Actions(NamedTuple):
 
 
 def gantt_figure(drawn: DrawnStep) -> go.Figure:
-    """Draw a trace for each op with each kind of chunks, and one of the waiting for ranks that share them."""
+    """Draw a trace for each op and kind of chunks, and of waiting for other ranks, the bubble and the critical path."""
     ranks = list(drawn.ranks.values())
     per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
     actions = _first(_Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True)))
@@ -74,9 +86,12 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
                 bar = _bars(bars, words, colour, kind, with_model_stage=with_model_stage, is_narrow=is_narrow)
                 figure.add_trace(bar.update(legendgroup=op, showlegend=not is_named))
                 is_named = True
-    long = _LEAST_SHOWN * float((actions.start + actions.duration).max())
+    end = float((actions.start + actions.duration).max())
+    long = _LEAST_SHOWN * end
     if (actions.wait > long).any():
         figure.add_trace(_waits(actions, long, has_slots=ranks[0].has_slots))
+    idle = _idle(drawn, long, end)
+    figure.add_traces([*([idle] if idle.x.size else []), _critical(drawn, end)])
     labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
     for row in range(ranks[0].pp, len(labels), ranks[0].pp):
         figure.add_hline(y=row - 0.5, line={"color": GREY, "width": 0.5})
@@ -90,7 +105,6 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
         "zeroline": False,
         "showgrid": False,
     }
-    end = float((actions.start + actions.duration).max())
     figure.update_layout(
         layout(
             _ROW_HEIGHT * len(labels) + _AROUND,
@@ -205,18 +219,67 @@ def _waits(actions: _Actions, least: float, *, has_slots: bool) -> go.Bar:
     )
 
 
+def _idle(drawn: DrawnStep, least: float, end: float) -> go.Bar:
+    """Draw where stages have nothing to do for longer than `least` seconds, until their rank is done or until `end`."""
+    rows, starts, stops = [], [], []
+    for place, simulation in enumerate(drawn.ranks.values()):
+        scale = simulation.ticks * _US_A_SECOND
+        for stage in range(simulation.pp):
+            own = slice(*simulation.actions.stages[stage : stage + 2])
+            begins = (simulation.starts - simulation.waits)[own] / scale
+            ends = simulation.ends[own] / scale
+            starts.append(np.append(0.0, ends))
+            stops.append(np.minimum(np.append(begins, float(simulation.ends.max()) / scale), end))
+            rows.append(np.full(begins.size + 1, place * simulation.pp + stage))
+    row, start, stop = np.concatenate(rows), np.concatenate(starts), np.concatenate(stops)
+    chosen = stop - start > least
+    return go.Bar(
+        orientation="h",
+        width=0.85,
+        name="bubble: nothing to do",
+        y=row[chosen].astype(np.int16),
+        base=start[chosen],
+        x=(stop - start)[chosen],
+        marker={"color": "rgba(128,140,155,0.22)", "line": {"width": 0}},
+        hovertemplate="<b>bubble</b>: nothing to do<br>%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>",
+    )
+
+
+def _critical(drawn: DrawnStep, end: float) -> go.Bar:
+    """Draw a line below what is on the critical path of the rank that is done last, up to `end` in seconds.
+
+    What other ranks do on it, until they meet this one, is not drawn: the path has a gap there.
+    """
+    place, simulation = max(enumerate(drawn.ranks.values()), key=lambda each: each[1].ends.max())
+    actions = np.array(simulation.critical_actions, np.int64)
+    scale = simulation.ticks * _US_A_SECOND
+    actions = actions[simulation.starts[actions] / scale < end]
+    return go.Bar(
+        orientation="h",
+        width=0.16,
+        offset=0.36,
+        name="critical path of the rank that is done last",
+        y=(place * simulation.pp + simulation.stage_of[actions]).astype(np.int16),
+        base=simulation.starts[actions] / scale,
+        x=(simulation.ends - simulation.starts)[actions] / scale,
+        marker={"color": PINK, "line": {"width": 0}},
+        hoverinfo="skip",
+    )
+
+
 def gantt_table(drawn: list[DrawnStep]) -> Table:
     """List of each stage that is drawn how much it does, how busy it is and when it is done.
 
     Where ranks meet, also what of its work is exchange, and how long it waits for them.
     """
     shares = any(simulation.step is not None for each in drawn for simulation in each.ranks.values())
-    head = ("stage", "actions", "busy", "done after", *(("exchange", "waiting for ranks") if shares else ()))
+    head = ("stage", "actions", "busy", "bubble", "done after", *(("exchange", "waiting for ranks") if shares else ()))
     rows = [
         (
             f"step {each.step.step:,}, rank {rank}, stage {stage}",
             f"{len(each.step.actions[rank, stage]):,}",
             percent(simulation.busy_per_stage[stage]),
+            percent(simulation.bubble_per_stage[stage]),
             seconds(simulation.in_unit(simulation.ends[simulation.actions.stages[stage + 1] - 1])),
             *(
                 seconds(times[stage])

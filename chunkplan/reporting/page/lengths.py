@@ -74,7 +74,7 @@ def lengths_figure(before: LengthHistogram | None, after: LengthHistogram | None
         when = {"sequences": "before: sequences", "chunks": "after: chunks"}[name] if len(panels) > 1 else "share"
         figure.update_yaxes(axis(when, ticksuffix="%", rangemode="tozero"), row=row, col=1)
     figure.update_xaxes(axis("", showticklabels=True, tickangle=0, **_ticks([each for _, each in panels], chunk_size)))
-    figure.update_xaxes(axis("tokens (8K is 8,192)"), row=len(panels), col=1)
+    figure.update_xaxes(axis("tokens (8K is 8,192), log scale"), row=len(panels), col=1)
     if chunk_size is not None:
         _mark(figure, chunk_size, len(panels))
     figure.update_layout(layout(220 * len(panels) + 60, bargap=0.08, bargroupgap=0))

@@ -95,7 +95,7 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
     notes = [
         f"What `tune` predicts for {shape} on {hardware}, {tuning['options']['global_batch']:,} sequences a step. "
         f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
-        limit_words(tuning),
+        f"{limit_words(tuning)} Diamonds are what people run today; a log scale is named at its axis.",
     ]
     own = None if plan is None else choice_of_plan(tuning, plan)
     if own is not None:
@@ -136,11 +136,16 @@ def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: in
         return Section("gantt", title, [f"Steps are not drawn: {_NO_MACHINE}."])
     drawn = drawn_steps(plan, steps, report.times.median_step, first)
     how = "Numbers are chunks. Hatched bars are chunks of split sequences, which depend on one another"
-    notes = [f"{how}; where a stage does more than {MOST_HATCHED} things, none are hatched."]
+    notes = [
+        f"{how}; where a stage does more than {MOST_HATCHED} things, none are hatched. A line below bars is the "
+        "critical path: what the step waits for, one thing after the other. Grey is the bubble, in which a stage has "
+        "nothing to do."
+    ]
     if report.shared:
         notes.append(
             "Cross-hatched bars are chunks that ranks share: they begin together, when the last of them is there. "
-            "Where a stage waits for the others for more than a thousandth of the step, a thin bar says so."
+            "Where a stage waits for the others for more than a thousandth of the step, a thin bar says so, and where "
+            "the critical path has a gap, other ranks are on it."
         )
     if len(drawn) < steps.height:
         some = f"{len(drawn)} of {steps.height:,} steps are here"

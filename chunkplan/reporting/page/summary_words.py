@@ -23,7 +23,7 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         ("model and GPUs", machine_words(cost_model)),
         ("ChunkSize", f"{summary.chunk_size:,} tokens"),
         ("K", k_words(summary.k, config.k_by_length)),
-        ("dp x pp", f"{summary.dp} x {summary.pp}"),
+        ("GPUs: dp x tp x pp", _gpus(summary, cost_model["tp"])),
         ("schedule", schedule_words(config, cost_model["shape"]["num_layers"])),
         ("sequences a step", _sequences_a_step(summary)),
         *_selection(plan, summary),
@@ -34,6 +34,10 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
     ]
+
+
+def _gpus(summary: PlanSummary, tp: int) -> str:
+    return f"{summary.dp * tp * summary.pp:,}: {summary.dp} x {tp} x {summary.pp}"
 
 
 def _reduction(summary: PlanSummary) -> Facts:

@@ -182,13 +182,15 @@ def waiting_shares(simulation: Simulation) -> list[float]:
     return [1 - busy for busy in simulation.busy_per_stage]
 
 
-def write_timeline(path: str | Path, replays: Sequence[Replay], *, planned: bool) -> None:
+def write_timeline(path: str | Path, replays: Sequence[Replay], *, planned: bool, content_hash: str) -> None:
     """Write one Chrome trace of all pipelines, of each as it was measured, replayed and, where it says, `planned`.
+
+    `content_hash` is that of the plan, which stands in the trace.
 
     Raises:
         UsageError: `path` cannot be written.
     """
-    write_trace(path, [each for one in replays for each in _shown(one, planned)])
+    write_trace(path, [each for one in replays for each in _shown(one, planned)], content_hash=content_hash)
 
 
 def _shown(replay: Replay, planned: bool) -> list[Simulation]:

@@ -43,5 +43,5 @@ class LargestStep:
         from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
 
         replays = replay_step(plan, timelines, job.layout)
-        write_timeline(trace, replays, planned=planned)
+        write_timeline(trace, replays, planned=planned, content_hash=plan.content_hash)
         return describe_replays(replays, job.layout, timelines[0].step, planned=planned)

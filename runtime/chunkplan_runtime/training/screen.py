@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
+from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
 from chunkplan_runtime.training.metrics import StepRow
 
@@ -23,6 +25,7 @@ class Screen:
         self._num_steps = num_steps
         self._silent = silent
         self._bar: Any = None
+        self._pace = Pace()
 
     def __enter__(self) -> Screen:
         if sys.stderr.isatty() and not self._silent:
@@ -67,7 +70,9 @@ class Screen:
             parts.pop()  # metrics.jsonl has it all
         self.say("  ".join(parts))
         if self._bar is not None:
-            speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+            rate = self._pace.rate(step + 1 - self._start, self._num_steps - self._start, time.monotonic())
+            left = "" if rate is None else f"  {left_words((self._num_steps - step - 1) / rate)}"
+            speed = f"{row['tokens_per_second']:,.0f} tokens/s{left}"
             self._bar.update(0, completed=step + 1, loss=f"{row['loss']:.4f}", speed=speed)
 
 
@@ -75,15 +80,13 @@ def _make_bar(start: int, num_steps: int) -> Any:
     """None without rich, which a machine that only trains need not have."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn
     except ImportError:
         return None
     bar = Progress(
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
         BarColumn(bar_width=20),
         TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
         console=Console(stderr=True),
         redirect_stdout=False,
     )

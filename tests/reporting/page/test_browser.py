@@ -296,14 +296,14 @@ def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> 
 def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     open_page: Open, tmp_path: Path, widths: tuple[int, ...]
 ) -> None:
-    """Of a step of one row and many ops, opened there or in a window that becomes as narrow, and then wide again."""
+    """Of a step of one row and all there is, opened there or in a window that becomes as narrow, then wide again."""
     np.save(tmp_path / "lengths.npy", np.array([5, 9, 3000, 12]))
     page = open_plan_page(open_page, tmp_path, widths[0], chunk_size=512, k=2)
     for width in widths:
         page.set_viewport_size({"width": width, "height": 900})
         height = "document.querySelector('#gantt-chart svg').clientHeight"
         page.wait_for_function(f"isHigh => ({height} > 170) === isHigh", arg=width < 600)
-        assert page.locator("#gantt-chart .legendtext").count() == 4
+        assert page.locator("#gantt-chart .legendtext").count() == 5
         assert page.evaluate(OVERLAPS) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()

@@ -44,6 +44,28 @@ def drawn_all(plan: Plan) -> list[DrawnStep]:
     return drawn_steps(plan, steps, median, None)
 
 
+def actions_of(drawn: DrawnStep) -> list[Any]:
+    """The traces of a step that draw actions: not those of the bubble and the critical path."""
+    return [trace for trace in gantt_figure(drawn).data if trace.legendgroup]
+
+
+def test_the_bubble_and_the_critical_path_are_drawn(plan: Plan) -> None:
+    """The bubble is all the time in which stages do nothing; the path is that of the rank that is done last."""
+    for each in drawn_all(plan):
+        traces = {trace.name: trace for trace in gantt_figure(each).data}
+        bubble, path = traces["bubble: nothing to do"], traces["critical path of the rank that is done last"]
+        idle = sum(
+            simulation.makespan * (1 - busy) / 1e6
+            for simulation in each.ranks.values()
+            for busy in simulation.busy_per_stage
+        )
+        rows = sum(simulation.pp for simulation in each.ranks.values())
+        assert idle - rows * 0.02 * each.step.predicted_us / 1e6 <= bubble.x.sum() <= idle * (1 + 1e-9)
+        last = max(each.ranks, key=lambda rank: each.ranks[rank].makespan)
+        assert path.x.size == len(each.ranks[last].critical_actions)
+        assert float((path.base + path.x).max()) == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
+
+
 def test_the_bars_of_a_step_end_when_the_plan_says(plan: Plan) -> None:
     drawn = drawn_all(plan)
     for each in drawn:
@@ -58,14 +80,12 @@ def test_the_bars_of_a_step_end_when_the_plan_says(plan: Plan) -> None:
 def test_every_action_is_a_bar_whatever_the_schedule(tmp_path: Path, schedule: str) -> None:
     plan = build_plan(tmp_path, schedule=schedule)
     for each in drawn_all(plan):
-        figure = gantt_figure(each)
+        figure = actions_of(each)
         done = [(action.op, action.chunk_id) for actions in each.step.actions.values() for action in actions]
-        assert sorted(chunk for bars in figure.data for chunk in bars.text.tolist()) == sorted(
-            chunk for _, chunk in done
-        )
-        assert {bars.legendgroup for bars in figure.data} == {op for op, _ in done}
-        assert ("model stage" in figure.data[0].hovertemplate) == (schedule in ("interleaved", "zero-bubble-v"))
-        end = max(float((bars.base + bars.x).max()) for bars in figure.data)
+        assert sorted(chunk for bars in figure for chunk in bars.text.tolist()) == sorted(chunk for _, chunk in done)
+        assert {bars.legendgroup for bars in figure} == {op for op, _ in done}
+        assert ("model stage" in figure[0].hovertemplate) == (schedule in ("interleaved", "zero-bubble-v"))
+        end = max(float((bars.base + bars.x).max()) for bars in figure)
         assert end == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
 
 
@@ -95,11 +115,12 @@ def test_of_a_step_of_too_many_actions_the_first_are_drawn_and_it_is_said_so(tmp
     assert list(made.charts["gantt-chart"]) == ["step 0: first, slowest, least full", "step 1: median time, fastest"]
     assert "Of step 0, the first 5,000 of 22,000 actions." in made.text
     assert "Of step 1" not in made.text
-    of_step, whole = (gantt_figure(each) for each in drawn_all(plan))
-    assert sum(bars.x.size for bars in of_step.data) == 5000
-    assert sum(bars.x.size for bars in whole.data) == 2000
-    ends = [float((bars.base + bars.x).max()) for bars in of_step.data]
-    assert of_step.layout.xaxis.range == (0, max(ends))
+    first, _ = drawn_all(plan)
+    of_step, whole = (actions_of(each) for each in drawn_all(plan))
+    assert sum(bars.x.size for bars in of_step) == 5000
+    assert sum(bars.x.size for bars in whole) == 2000
+    ends = [float((bars.base + bars.x).max()) for bars in of_step]
+    assert gantt_figure(first).layout.xaxis.range == (0, max(ends))
     assert max(ends) < next(plan.iter_steps(0)).predicted_us / 1e6 / 4
 
 
@@ -115,11 +136,11 @@ def test_of_few_steps_all_are_drawn_and_of_many_the_odd_ones(tmp_path: Path, pla
 
 
 def test_many_bars_of_a_stage_have_no_outlines_that_hide_them(tmp_path: Path, plan: Plan) -> None:
-    few = [bars for each in drawn_all(plan) for bars in gantt_figure(each).data]
+    few = [bars for each in drawn_all(plan) for bars in actions_of(each)]
     assert {bars.marker.line.width for bars in few} == {0.5}
     assert {bars.marker.pattern.shape for bars in few} == {"", "/"}
     [busy] = drawn_all(build_plan(tmp_path, chunk_size=256, global_batch=60))
-    many = gantt_figure(busy).data
+    many = actions_of(busy)
     assert {bars.marker.line.width for bars in many} == {0}
     assert {bars.marker.pattern.shape for bars in many} == {""}
     assert all("part " in bars.hovertemplate for bars in many if not bars.showlegend)
@@ -243,6 +264,21 @@ def test_candidates_fill_their_chart_however_much_memory_there_is(
         low, high = np.power(10, axis.range) if axis.type == "log" else axis.range
         assert axis.tickvals is None or sum(low <= tick <= high for tick in axis.tickvals) >= 3
         assert high < 8 * low
+
+
+def test_baselines_are_numbered_and_named_and_the_chosen_point_hides_nothing(tuning: dict[str, Any]) -> None:
+    """And an axis that is logarithmic says so, one that is not does not."""
+    figure = candidates_figure(tuning, None)
+    traces = {trace.name: trace for trace in figure.data}
+    for number, row in enumerate(tuning["baselines"], 1):
+        trace = traces[f"{number}: {row['name']}"]
+        assert (trace.text, list(trace.y)) == (str(number), [row["step_seconds"]])
+        assert "text" in trace.mode and row["name"] in trace.hovertext[0]
+    assert traces["chosen"].marker.symbol == "star-open"
+    for axis in (figure.layout.xaxis, figure.layout.yaxis):
+        assert axis.title.text.endswith(", log scale") == (axis.type == "log")
+    counted = histogram(np.array([100, 5000]))
+    assert lengths_figure(counted, None, None).layout.xaxis.title.text.endswith(", log scale")
 
 
 def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning: dict[str, Any]) -> None:

@@ -33,11 +33,14 @@ from tests.support.page_cases import (
     tuning_of,
     write_and_read,
 )
+from tests.support.places import ROOT
 
 Command = Callable[..., Any]
 
 #: Pages stay small enough to send.
 MOST_BYTES = 8 << 20
+
+TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +103,8 @@ def test_names_that_are_markup_stay_text(
     assert hostile.text.count("onerror=") > 5
     assert HOSTILE.replace("`", "") in hostile.text
     assert HOSTILE in hostile.tables["What people run today"][1][0]
-    [baselines] = [trace for trace in hostile.charts["candidates-chart"][""]["data"] if trace["name"] == "baselines"]
-    assert "<" not in "".join(baselines["text"])
+    [first] = [trace for trace in hostile.charts["candidates-chart"][""]["data"] if trace["name"].startswith("1: ")]
+    assert "<" not in first["name"] + "".join(first["hovertext"])
     assert "<" not in next(text for kind, text in hostile.scripts if kind == "application/json")
 
 
@@ -144,6 +147,38 @@ def test_tables_say_what_the_plan_holds(write: Callable[..., Page], plan: Plan, 
         len(actions) for actions in next(plan.iter_steps(0)).actions.values()
     )
     assert any("chosen" in row[-1] for caption, table in tables.items() if "Choices" in caption for row in table)
+
+
+def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: Path, command: Command) -> None:
+    """The tuning is that of the workspace where none is given; what lies elsewhere is shown without it."""
+    texts = ["one and two " * times for times in (*range(2, 60), 9000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "one.jsonl").write_text(lines, encoding="utf-8")
+    tried = ("--chunk-sizes", "512,2048", "--ks", "1,4", "--gpus", 8, "--global-batch", 16)
+    for words in (
+        ("analyze", "one.jsonl", "--tokenizer", TOKENIZER),
+        ("tune", "--hardware", "h200", *tried),
+        ("build", "--auto"),
+        ("inspect", "--html", "page.html"),
+    ):
+        assert command(*words).code == 0
+    made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "nothing to gain: " in made.text
+    tuned = tmp_path / "chunkplan-out" / "tuning.json"
+    found = json.loads(tuned.read_text(encoding="utf-8"))
+    slower = [{**row, "step_seconds": 10 * row["step_seconds"]} for row in found["baselines"]]
+    tuned.write_text(json.dumps({**found, "baselines": slower}), encoding="utf-8")
+    assert command("inspect", "--html", "page.html").code == 0
+    made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    layout = [found["chosen"][name] for name in ("dp", "tp", "pp")]
+    assert f"{10 * found['speedup_over_best']:.2f}x as fast as " in made.text
+    assert f"8: {' x '.join(map(str, layout))}" in made.text
+    assert "1 data source" in made.text and "one.jsonl" in made.text
+    assert "chunkplan train --plan chunkplan-out/plan --model NAME" in made.text
+    assert "candidates-chart" in made.charts
+    shutil.copytree(tmp_path / "chunkplan-out" / "plan", tmp_path / "elsewhere")
+    assert command("inspect", "elsewhere", "--html", "other.html").code == 0
+    assert "candidates-chart" not in Page((tmp_path / "other.html").read_text(encoding="utf-8")).charts
 
 
 @pytest.mark.parametrize("change", ["gone", "another"])

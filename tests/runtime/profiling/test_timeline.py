@@ -264,8 +264,11 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
         replace(times, actions=[later(each) for each in times.actions])
         for times in planned_times(plan, RankLayout(dp=1, pp=4))
     ]
-    write_timeline(tmp_path / "timeline.json", replay_step(plan, late, RankLayout(dp=1, pp=4)), planned=True)
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    replays = replay_step(plan, late, RankLayout(dp=1, pp=4))
+    write_timeline(tmp_path / "timeline.json", replays, planned=True, content_hash=plan.content_hash)
+    document = json.loads((tmp_path / "timeline.json").read_text())
+    assert document["otherData"] == {"plan": plan.content_hash}
+    events = document["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
         process: f"step 0, pipeline 0, {what}: auto" for process, what in enumerate(("measured", "replayed", "planned"))
@@ -298,7 +301,7 @@ def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan:
     assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
     assert not any(word in " ".join(lines) for word in ("plan", "slow:"))
     assert all(len(line) <= 80 for line in lines)
-    write_timeline(tmp_path / "timeline.json", replays, planned=False)
+    write_timeline(tmp_path / "timeline.json", replays, planned=False, content_hash=plan.content_hash)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert len(names) == 4 and not any("planned" in name for name in names)

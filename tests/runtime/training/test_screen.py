@@ -8,6 +8,7 @@ import pty
 import shutil
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chunkplan import PlanConfig, analyze, build, load_plan
 from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.train import main
+from chunkplan_runtime.training import screen as screen_module
 from chunkplan_runtime.training.json_lines import append_lines, cut_back
 from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.screen import Screen
@@ -227,12 +229,17 @@ def test_a_terminal_shows_one_bar_below_the_lines(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("COLUMNS", "80")
         monkeypatch.setenv("TERM", "xterm")
+        now = iter([0.0, 300.0])
+        monkeypatch.setattr(screen_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
         with Screen(1200, 10000) as screen:
             screen.show_step(ROW)
+            screen.show_step(ROW | {"step": 1333})
         stream.close()
         shown = b"".join(iter(partial(_read, terminal), b"")).decode()
     assert "step 1233 (1234/10000)  loss 12.3457  grad 1.23" in shown
-    assert "1,234 of 10,000 steps" in shown and "123,457 tokens/s" in shown and "left" in shown
+    assert "1,334 of 10,000 steps" in shown and "123,457 tokens/s" in shown
+    before, after = shown.split("step 1333 ")
+    assert "left" not in before and "7.2 h left" in after
 
 
 def test_elsewhere_there_are_plain_lines_of_120_columns_at_most(capsys):
