@@ -63,10 +63,13 @@ def write_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: RunState,
     keep_last: int,
+    best: int | None,
     device: torch.device,
     job: Job,
 ) -> None:
     """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last`.
+
+    That from which the step `best` comes next is kept beside these.
 
     Raises:
         ChunkplanError: it cannot be written; those that were there still are.
@@ -81,7 +84,9 @@ def write_checkpoint(
         if job.is_main:
             rest = {"step": step, "processes": job.layout.world_size, "random": _random_states(device)}
             (temporary / _STATE).write_text(json.dumps({**state, **rest}, allow_nan=False) + "\n", encoding="utf-8")
-    for old in folder.checkpoints()[:-keep_last] if job.is_main else ():
+    kept = None if best is None else folder.checkpoint(best)
+    others = [each for each in folder.checkpoints() if each != kept] if job.is_main else []
+    for old in others[:-keep_last]:
         remove_folder(old)
 
 

@@ -18,13 +18,14 @@ from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
+from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.losses import SpikeWatch
-from chunkplan_runtime.training.metrics import RunLog
+from chunkplan_runtime.training.metrics import RunLog, evaluations_before
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from chunkplan_runtime.training.run_summary import describe_run
@@ -83,6 +84,11 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
+    elif config.early_stopping or config.keep_best:
+        raise UsageError(
+            f"{'--early-stopping' if config.early_stopping else '--keep-best'} without a plan of held-out sequences",
+            hint="build the plan with --holdout 0.01, or give --eval-plan",
+        )
     for plan in (data.plan, data.evaluation):
         if plan is not None:
             check_plan(model_config, plan, job.layout.dp, router_loss)
@@ -122,6 +128,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         flops=flops,
         comparison=comparison,
         description=description,
+        best=BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start))),
     )
 
 

@@ -15,7 +15,8 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import stage_rows
-from chunkplan_runtime.training.checkpoint import RunState, write_checkpoint
+from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.checkpoint import RunState, read_state, write_checkpoint
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
@@ -50,6 +51,7 @@ class TrainingRun:
         fixed: what may not change when a run is resumed, by the name that a message has for it.
         whole: the model; of several processes each has a hollow one, of which it trains a part.
         description: the lines to print before the first step.
+        best: the evaluations before it.
     """
 
     config: TrainConfig
@@ -70,6 +72,7 @@ class TrainingRun:
     flops: FlopCounter
     comparison: Comparison
     description: list[str]
+    best: BestLoss
     largest: LargestStep = field(default_factory=LargestStep)
 
     def finish(self) -> None:
@@ -87,18 +90,25 @@ class TrainingRun:
                 self.folder.remove_left_behind()
                 self.log.cut_back(self.start)
         with self.screen:
-            for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
+            num_left = 0 if self.best.should_stop else self.num_steps - self.start
+            for work, waited in islice(_timed(self.stream), num_left):
                 self._do_step(work, waited)
-                done = work.step.step + 1
+                done, is_best = work.step.step + 1, False
                 if _is_due(done, self.config.eval_every) or done == self.num_steps:
-                    self._evaluate(work.step.step)
-                if _is_due(done, self.config.save_every):
+                    is_best = self._evaluate(work.step.step)
+                if _is_due(done, self.config.save_every) or (is_best and self.config.keeps_best):
                     self._save(done)
+                if self.best.should_stop:
+                    break
+        if self.best.should_stop:
+            say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
         if self.job.groups is not None:
             planned = self.comparison.times
             report = self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned)
             for line in [*report, f"timeline  {self.folder.timeline}"] if report else ():
                 say(line)
+        if self.config.keeps_best:
+            self._take_best()
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
         save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job)
         say(f"saved     {self.folder.final}")
@@ -141,11 +151,14 @@ class TrainingRun:
         if worst:
             self.screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
 
-    def _evaluate(self, step: int) -> None:
-        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source."""
+    def _evaluate(self, step: int) -> bool:
+        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
+
+        Returns whether it is the lowest so far.
+        """
         data = self.data
         if data.evaluation is None:
-            return
+            return False
         started = time.perf_counter()
         losses = self.train_step.evaluate(data.stream(data.evaluation))
         num_target_tokens = sum(loss.num_target_tokens for loss in losses)
@@ -163,6 +176,7 @@ class TrainingRun:
             self.log.write_evaluation(row)
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
+        return self.best.add(step + 1, loss)
 
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
@@ -175,9 +189,23 @@ class TrainingRun:
             **self.train_step.tensors(),
             state=state,
             keep_last=self.config.keep_last,
+            best=self.best.step if self.config.keeps_best and self.best.loss is not None else None,
             device=self.train_step.model.device,
             job=self.job,
         )
+
+    def _take_best(self) -> None:
+        """Have the weights of the lowest evaluation loss, whose checkpoint was kept; of none those that there are."""
+        best = self.best
+        if best.loss is None:
+            return
+        checkpoint = self.folder.checkpoint(best.step)
+        what = f"evaluation loss {best.loss:.4f} after step {best.step - 1}"
+        if not self.job.broadcast_object(checkpoint.is_dir()):  # of a run that did not keep it at first
+            self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
+            return
+        self.train_step.restore(checkpoint, read_state(checkpoint))
+        self.screen.say(f"best      {checkpoint}: {what}; final/ has its weights")
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:
         return ChunkplanError(
