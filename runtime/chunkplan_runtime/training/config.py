@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chunkplan.domains import FLAG, number, one_of, whole
+from chunkplan.domains import FLAG, number, one_of, several, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import option, options_of
 from chunkplan_runtime.domains import ROUTER_LOSSES
@@ -19,6 +19,9 @@ from chunkplan_runtime.training.model_options import ABOVE_0, BELOW_1, LEARNING,
 RENAMED = {"schedule": "lr-schedule"}
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
+
+#: What metrics are reported to, each by its integration in transformers.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 LENGTH, LOG = "how long", "what is kept"
 
@@ -162,6 +165,13 @@ class TrainConfig(ModelOptions):
         "Go on from the last checkpoint of --output, or start if there is none.",
         group=LOG,
         default=False,
+    )
+    report_to: tuple[str, ...] | None = option(
+        several(one_of(*TRACKERS), metavar="NAMES", example="tensorboard,wandb"),
+        "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.",
+        group=LOG,
+        default=None,
+        default_words="none",
     )
     log_sequences: bool = option(
         FLAG,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, DataError, UsageError
@@ -19,6 +21,7 @@ from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
@@ -35,10 +38,11 @@ from chunkplan_runtime.training.train_step import TrainStep
 from chunkplan_runtime.training.training_run import TrainingRun
 
 
-def train(config: TrainConfig, job: Job) -> None:
+def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
 
-    `config` is as `choose_device` left it. All processes of `job` call this with the same one.
+    `config` is as `choose_device` left it. All processes of `job` call this with the same one. `callbacks`: of
+    transformers, called on the processes that are given them.
 
     Raises:
         ChunkplanError: loss or gradients are not finite, or the disk is full.
@@ -52,7 +56,8 @@ def train(config: TrainConfig, job: Job) -> None:
         if job.is_main:
             lock.take()  # first: what a run at work has written is not of an earlier one
             folder.check(config.resume)
-        open_run(config, folder, lock, job).finish()
+        trackers(config)
+        open_run(config, folder, lock, job, callbacks).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
@@ -63,7 +68,9 @@ def train(config: TrainConfig, job: Job) -> None:
         lock.release()
 
 
-def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) -> TrainingRun:
+def open_run(
+    config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback] = ()
+) -> TrainingRun:
     """Open data and model, compare them with those of the other processes, and go to the last checkpoint.
 
     Raises:
@@ -109,6 +116,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     if checkpoint is not None and state is not None:
         train_step.restore(checkpoint, state)
         restore_random_states(state, train_step.model.device)
+    best = BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start)))
     return TrainingRun(
         config=config,
         data=data,
@@ -128,7 +136,8 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         flops=flops,
         comparison=comparison,
         description=description,
-        best=BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start))),
+        best=best,
+        callbacks=Callbacks(callbacks, config, job, train_step, num_steps),
     )
 
 

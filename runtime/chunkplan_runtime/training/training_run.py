@@ -16,6 +16,7 @@ from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.callbacks import Callbacks
 from chunkplan_runtime.training.checkpoint import RunState, read_state, write_checkpoint
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
@@ -73,6 +74,7 @@ class TrainingRun:
     comparison: Comparison
     description: list[str]
     best: BestLoss
+    callbacks: Callbacks
     largest: LargestStep = field(default_factory=LargestStep)
 
     def finish(self) -> None:
@@ -90,18 +92,11 @@ class TrainingRun:
                 self.folder.remove_left_behind()
                 self.log.cut_back(self.start)
         with self.screen:
-            num_left = 0 if self.best.should_stop else self.num_steps - self.start
-            for work, waited in islice(_timed(self.stream), num_left):
-                self._do_step(work, waited)
-                done, is_best = work.step.step + 1, False
-                if _is_due(done, self.config.eval_every) or done == self.num_steps:
-                    is_best = self._evaluate(work.step.step)
-                if _is_due(done, self.config.save_every) or (is_best and self.config.keeps_best):
-                    self._save(done)
-                if self.best.should_stop:
-                    break
+            self._train()
         if self.best.should_stop:
             say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
+        elif self.callbacks.control.should_training_stop:
+            say(f"stopped   by a callback, after {self.callbacks.state.global_step:,} of {self.num_steps:,} steps")
         if self.job.groups is not None:
             planned = self.comparison.times
             report = self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned)
@@ -109,12 +104,40 @@ class TrainingRun:
                 say(line)
         if self.config.keeps_best:
             self._take_best()
+        self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
         save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job)
         say(f"saved     {self.folder.final}")
         say(f"metrics   {self.folder.metrics}")
 
-    def _do_step(self, work: StepWork, waited: float) -> None:
+    def _train(self) -> None:
+        """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
+        callbacks, config, epoch = self.callbacks, self.config, -1
+        callbacks.begin(self.start, self.data.epochs_done(self.start), self.best)
+        if self.best.should_stop or callbacks.control.should_training_stop:
+            return
+        for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
+            if work.step.epoch != epoch > -1:
+                callbacks.call("on_epoch_end")
+            callbacks.begin_step(is_first_of_epoch=work.step.epoch != epoch)
+            done, epoch, is_best = work.step.step + 1, work.step.epoch, False
+            row = self._do_step(work, waited)
+            callbacks.end_step(
+                row,
+                self.data.epochs_done(done),
+                evaluates=_is_due(done, config.eval_every) or done == self.num_steps,
+                saves=_is_due(done, config.save_every),
+            )
+            if callbacks.control.should_evaluate:
+                is_best = self._evaluate(work.step.step)
+            if callbacks.control.should_save or (is_best and config.keeps_best):
+                self._save(done)
+            if self.best.should_stop or callbacks.control.should_training_stop:
+                break
+        if epoch > -1:
+            callbacks.call("on_epoch_end")
+
+    def _do_step(self, work: StepWork, waited: float) -> StepRow:
         device = self.train_step.model.device
         self.job.at_step(work.step.step)
         reset_peak_memory(device)
@@ -126,7 +149,9 @@ class TrainingRun:
                 f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
             )
         self.largest.look_at(work.step, gradients.times)
+        self.callbacks.call("on_pre_optimizer_step")
         rate = self.train_step.update(work.step)
+        self.callbacks.call("on_optimizer_step")
         seconds = time.perf_counter() - started
         spike = work.step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
         worst = describe_worst(gradients.sequences, self.data.analysis) if spike else []
@@ -150,6 +175,7 @@ class TrainingRun:
         self.screen.show_step(row)
         if worst:
             self.screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
+        return row
 
     def _evaluate(self, step: int) -> bool:
         """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
@@ -176,11 +202,13 @@ class TrainingRun:
             self.log.write_evaluation(row)
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
+        self.callbacks.evaluated(row, self.best)
         return self.best.add(step + 1, loss)
 
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
-        position = self.stream.state_dict()
+        position, best = self.stream.state_dict(), self.best
+        kept = best.step if self.config.keeps_best and best.loss is not None else None
         assert position["step"] == step
         state: RunState = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
         write_checkpoint(
@@ -189,10 +217,11 @@ class TrainingRun:
             **self.train_step.tensors(),
             state=state,
             keep_last=self.config.keep_last,
-            best=self.best.step if self.config.keeps_best and self.best.loss is not None else None,
+            best=kept,
             device=self.train_step.model.device,
             job=self.job,
         )
+        self.callbacks.saved(best, None if kept is None else self.folder.checkpoint(kept))
 
     def _take_best(self) -> None:
         """Have the weights of the lowest evaluation loss, whose checkpoint was kept; of none those that there are."""
