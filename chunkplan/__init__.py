@@ -5,10 +5,14 @@ Names are imported when first used, so that `import chunkplan` and `chunkplan --
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.version import __version__
+
+if sys.platform == "win32":
+    raise ImportError("chunkplan does not run on Windows: install it in WSL, which is Linux on Windows")
 
 if TYPE_CHECKING:
     from chunkplan.building import build

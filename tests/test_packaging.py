@@ -83,3 +83,13 @@ def test_the_licences_of_the_sample_data_are_named() -> None:
     [section] = re.findall(r"^## Sources and licences\n(.*?)(?=^## )", readme, re.M | re.S)
     for data in (ROOT / "sample_data").glob("*.jsonl"):
         assert f"`{data.name}`" in section
+
+
+def test_windows_is_refused_before_anything_is_built_or_imported() -> None:
+    """Locks and signals there are others: what cannot run says so at once, and says what can be done."""
+    change = "import sys; sys.platform = 'win32'; "
+    build = (sys.executable, "-c", f"{change}from hatchling.build import build_wheel; build_wheel('dist')")
+    for words in (build, (sys.executable, "-c", f"{change}import chunkplan")):
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert done.stderr.splitlines()[-1].endswith("install it in WSL, which is Linux on Windows")

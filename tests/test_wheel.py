@@ -73,10 +73,10 @@ def test_the_metadata_ask_for_what_is_documented(built: Built) -> None:
     named = {
         extra
         for path in texts
-        for extras in re.findall(r"chunkplan\[([\w,]+)\]", path.read_text(encoding="utf-8"))
+        for extras in re.findall(r"(?:\.\[|pip_install\(\")([\w,]+)(?:\]|\"\))", path.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    assert named and named <= set(metadata.get_all("Provides-Extra", []))
+    assert named > {"runtime", "report"} and named <= set(metadata.get_all("Provides-Extra", []))
 
 
 def test_an_installed_wheel_runs_the_console_script(built: Built, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.extras import pip_install
 
 #: Stands for the standard input.
 STDIN = "-"
@@ -205,9 +206,7 @@ def _filesystem(url: str) -> Any:
     try:
         import fsspec
     except ImportError as error:
-        raise UsageError(
-            f"{url} is a URL, which needs fsspec", hint="pip install 'chunkplan[remote]', or give local files"
-        ) from error
+        raise UsageError(f"{url} is a URL, which needs fsspec", hint=pip_install("remote")) from error
     try:
         return fsspec.core.url_to_fs(url)[0]
     except ImportError as error:

@@ -147,7 +147,9 @@ def _num_workers(request: IntakeRequest, files: Sequence[SourceFile]) -> int:
     must_be_alone = multiprocessing.current_process().daemon  # such as a worker of a DataLoader
     if must_be_alone or num_bytes < ONE_PROCESS_BYTES or request.ray is not None:
         return 1
-    return request.workers or len(os.sched_getaffinity(0))
+    if request.workers:
+        return request.workers
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
 
 
 def _begin(workers: Workers, request: IntakeRequest, files: Sequence[SourceFile], store: Store) -> None:

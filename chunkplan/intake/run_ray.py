@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.extras import pip_install
 from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task, attempt
@@ -43,7 +44,7 @@ def run_on_ray(
     try:
         import ray
     except ImportError as error:
-        raise UsageError("Ray is not installed", hint="pip install 'chunkplan[ray]'") from error
+        raise UsageError("Ray is not installed", hint=pip_install("ray")) from error
     with _connected(ray, address, num_workers):
         yield from _run(ray, tasks, settings, report)
 

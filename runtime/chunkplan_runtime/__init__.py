@@ -44,8 +44,9 @@ def _require_accelerate() -> None:
         import_module("accelerate")
     except ImportError as error:
         from chunkplan.errors import UsageError
+        from chunkplan.extras import pip_install
 
         raise UsageError(
             f"ChunkTrainer needs accelerate, as transformers' Trainer does ({error})",
-            hint="pip install 'chunkplan[hf]'",
+            hint=pip_install("hf"),
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 
 
 def require_torch() -> None:
@@ -15,6 +16,4 @@ def require_torch() -> None:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
-        raise UsageError(
-            f"torch and transformers are needed ({error})", hint="pip install 'chunkplan[runtime]'"
-        ) from error
+        raise UsageError(f"torch and transformers are needed ({error})", hint=pip_install("runtime")) from error

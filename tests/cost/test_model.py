@@ -299,7 +299,7 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
 
 
 def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() -> None:
-    """Gradients in backwards, weights in all but the half for weights; of chunks too small to hide it, that and the head."""
+    """Gradients in backwards, weights in all but the half for weights; of small chunks, that and the head."""
     tokens, pairs = np.array([1, 65_536]), np.array([1.0, 65_536.0**2])
     one = CostModel()
     bytes_sent = 3 / 4 * one.shape.layer_parameters / one.hardware.gpu_link_bytes * 1e9

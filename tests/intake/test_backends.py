@@ -15,6 +15,7 @@ import tiktoken
 from tokenizers import Tokenizer, processors
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.extras import pip_install
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.chat_templates import TemplateChoice, read_template
 from chunkplan.intake.backends.tiktoken_name import make
@@ -129,11 +130,11 @@ def test_without_their_libraries_names_say_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match="no tokenizer at some/one") as caught:
         load_tokenizer("some/one")
-    assert "chunkplan[hub]" in caught.value.hint
+    assert pip_install("hub") in caught.value.hint
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UsageError, match="needs tiktoken") as caught:
         load_tokenizer("tiktoken:o200k_base")
-    assert "chunkplan[tiktoken]" in caught.value.hint
+    assert pip_install("tiktoken") in caught.value.hint
 
 
 PLUGIN = """

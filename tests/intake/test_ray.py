@@ -16,9 +16,10 @@ import pytest
 
 from chunkplan import analyze, load_analysis
 from chunkplan.errors import DataError, UsageError
+from chunkplan.extras import pip_install
 from tests.support.places import ROOT
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'chunkplan[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
@@ -135,7 +136,7 @@ def test_without_ray_the_extra_is_named(many: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="Ray is not installed") as caught:
         analyze(many, tmp_path / "out", ray="local")
-    assert "chunkplan[ray]" in caught.value.hint
+    assert pip_install("ray") in caught.value.hint
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1", "auto", "nonsense"])

@@ -13,6 +13,7 @@ from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.building import build
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import DataError, UsageError
+from chunkplan.extras import pip_install
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.sources import SourceFile, describe, find_sources
@@ -268,4 +269,4 @@ def test_a_url_without_access_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(UsageError, match="needs fsspec") as caught:
         find_sources(["s3://bucket/a.jsonl"])
-    assert "chunkplan[remote]" in caught.value.hint
+    assert pip_install("remote") in caught.value.hint

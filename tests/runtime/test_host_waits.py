@@ -65,7 +65,9 @@ def test_the_host_waits_for_nothing_in_forwards_and_backwards(model_type, make_s
     executor.run(work, 30, strict(work))
 
 
-@pytest.mark.parametrize("how", [{"kv_offload": True}, {"checkpointing": "full"}, {"checkpointing": "keep-attention"}, {"k": 2}])
+@pytest.mark.parametrize(
+    "how", [{"kv_offload": True}, {"checkpointing": "full"}, {"checkpointing": "keep-attention"}, {"k": 2}]
+)
 def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(how, make_step):
     executor, work = make_step("qwen3", **how)
     executor.run(work, 30, strict(work))

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice, choose_template
 from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.tokenizer import RecordTokenizer
@@ -36,7 +37,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     except ImportError as error:
         raise UsageError(
             f"there is no tokenizer at {name}, and a name on the hub needs transformers",
-            hint="pip install 'chunkplan[hub]'",
+            hint=pip_install("hub"),
         ) from error
     silent = _silent_hub()
     try:

@@ -13,6 +13,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice
 from chunkplan.intake.byte_masks import mask_from, mask_in
 from chunkplan.intake.template_spans import Span
@@ -39,7 +40,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     try:
         import tiktoken
     except ImportError as error:
-        raise UsageError(f"{name} needs tiktoken", hint="pip install 'chunkplan[tiktoken]'") from error
+        raise UsageError(f"{name} needs tiktoken", hint=pip_install("tiktoken")) from error
     try:
         encoding = tiktoken.get_encoding(name.removeprefix(PREFIX))
     except Exception as error:  # a name it does not know, or whatever came of the network

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.extras import pip_install
 from chunkplan.files.whole_file import refuse_overwriting, refuse_unwritable, whole_file
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis
@@ -43,7 +44,7 @@ def write_report(
     try:
         from chunkplan.reporting.page import content
     except ImportError as error:
-        raise UsageError(f"the page needs plotly ({error})", hint="pip install 'chunkplan[report]'") from error
+        raise UsageError(f"the page needs plotly ({error})", hint=pip_install("report")) from error
     if isinstance(plan_or_analysis, str | Path):
         plan_or_analysis = load_plan_or_analysis(plan_or_analysis)
     read = [plan_or_analysis.path, analysis, None if isinstance(tuning, Tuning) else tuning]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.quantized import is_quantized
 
@@ -71,7 +72,7 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UsageError(f"adapters need peft ({error})", hint="pip install 'chunkplan[lora]'") from error
+        raise UsageError(f"adapters need peft ({error})", hint=pip_install("lora")) from error
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,

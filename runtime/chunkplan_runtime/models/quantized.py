@@ -9,6 +9,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 
 _NARROWEST, _WIDEST = torch.float16.itemsize, torch.float32.itemsize
 
@@ -26,7 +27,7 @@ def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
             import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"weights in 4 bits need bitsandbytes and accelerate ({error})", hint="pip install 'chunkplan[qlora]'"
+            f"weights in 4 bits need bitsandbytes and accelerate ({error})", hint=pip_install("qlora")
         ) from error
     if not _NARROWEST <= dtype.itemsize <= _WIDEST:
         raise UsageError(

@@ -20,6 +20,7 @@ from transformers import (
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
+from chunkplan.extras import pip_install
 from chunkplan_runtime import ChunkTrainer
 from tests.support.hf_cases import (
     pad,
@@ -187,4 +188,4 @@ except UsageError as error:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.startswith("ChunkTrainer needs accelerate"), done.stderr
-    assert done.stdout.endswith("| pip install 'chunkplan[hf]'\n")
+    assert done.stdout.endswith(f"| {pip_install('hf')}\n")

@@ -12,6 +12,7 @@ from chunkplan.cost.memory import activation_bytes_per_token
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
+from chunkplan.extras import pip_install
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
@@ -193,4 +194,4 @@ def test_a_layer_that_is_not_there_and_peft_that_is_not_are_named(adapted, monke
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match="peft") as raised:
         adapted()
-    assert "chunkplan[lora]" in raised.value.hint
+    assert pip_install("lora") in raised.value.hint

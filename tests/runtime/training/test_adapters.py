@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chunkplan import load_analysis
+from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
 from tests.support.training_checks import after_step, learning, lines, make_training, options, same_weights
 
@@ -71,7 +72,7 @@ def test_weights_in_4_bits_need_an_extra_that_is_named(made, tmp_path, capsys, m
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert adapt(made, tmp_path / "run", "--load-in-4bit") == 2
     said = capsys.readouterr().err
-    assert "weights in 4 bits need bitsandbytes" in said and "pip install 'chunkplan[qlora]'" in said
+    assert "weights in 4 bits need bitsandbytes" in said and pip_install("qlora") in said
 
 
 def test_adapters_on_weights_in_4_bits_learn(made, tmp_path, capsys):

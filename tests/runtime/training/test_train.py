@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from chunkplan import PlanConfig, build, load_plan
+from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
 from tests.support.training_checks import (
     SOURCES,
@@ -169,7 +170,7 @@ def test_without_torch_it_says_what_to_install(made, tmp_path):
     code = "import sys; sys.modules['torch'] = None; from chunkplan_runtime.train import main; sys.exit(main())"
     done = command(options(made, tmp_path), sys.executable, "-c", code)
     assert done.returncode == 2
-    assert "pip install 'chunkplan[runtime]'" in done.stderr
+    assert pip_install("runtime") in done.stderr
     assert "Traceback" not in done.stderr
 
 

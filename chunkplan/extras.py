@@ -1,0 +1,26 @@
+"""What installs an extra of this project, told by the packages in it."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, requires
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs what `extra` has: `pip install 'plotly<8,>=6'  # the extra report`.
+
+    It names the packages and not this project, which may have come from a clone, a wheel or an index: the name is right
+    in none of these ways alone. Where the metadata of an installation is missing, the command is for a clone.
+
+    Raises:
+        ValueError: there is no such extra.
+    """
+    try:
+        requirements = requires("chunkplan") or []
+    except PackageNotFoundError:
+        return f"pip install '.[{extra}]'  # in the clone"
+    split = [each.partition(";") for each in requirements]
+    packages = [package.strip() for package, _, marker in split if marker.strip() == f"extra == '{extra}'"]
+    if not packages:
+        raise ValueError(f"no extra is called {extra}")
+    quoted = " ".join(f"'{package}'" for package in packages)
+    return f"pip install {quoted}  # the extra {extra}"
