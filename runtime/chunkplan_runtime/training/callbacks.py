@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.distributed.job import Job
@@ -50,6 +49,9 @@ LOGGED_OF_EVALUATIONS = {
     "seconds": "eval_seconds",
 }
 
+#: What callbacks of transformers get besides, which a run does not have.
+_NOTHING = dict.fromkeys(("processing_class", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+
 #: What a callback may ask for.
 _ASKED = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
@@ -58,7 +60,7 @@ _ASKED = ("should_training_stop", "should_save", "should_evaluate", "should_log"
 class _Arguments(TrainingArguments):
     """The options of a run under the names that transformers has for them; as a document, those of the run itself."""
 
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Leave devices and processes as they are, which those of transformers would set up."""
@@ -66,14 +68,14 @@ class _Arguments(TrainingArguments):
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return torch.device(self.config["device"])
+        return torch.device(str(self.config["device"]))
 
     @property
     def n_gpu(self) -> int:
         """How many GPUs a process has."""
         return int(self.device.type == "cuda")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The options of the run, for trackers."""
         return self.config
 
@@ -92,7 +94,7 @@ def trackers(config: TrainConfig) -> list[type[TrainerCallback]]:
             )
     if not config.report_to:
         return []
-    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     integrations: Any = get_reporting_integration_callbacks
     return list(integrations(list(config.report_to)))
@@ -111,8 +113,8 @@ class Callbacks:
         made = [tracker() for tracker in trackers(config)] if job.is_main else []
         self._job = job
         self._are_there = any(job.all_gather_object(bool(given or made)))
-        handler: Any = CallbackHandler
-        self._handler = handler([*given, *made], train_step.model.model, None, train_step.optimizer, None)
+        self._callbacks = [*given, *made]
+        self._trained = {"model": train_step.model.model, "optimizer": train_step.optimizer}
         self._arguments = _arguments(config, num_steps)
         self.control = TrainerControl()
         self.state = TrainerState(
@@ -132,7 +134,11 @@ class Callbacks:
         """
         if not self._are_there:
             return
-        self.control = self._handler.call_event(event, self._arguments, self.state, self.control, **more)
+        for callback in self._callbacks:
+            do: Any = getattr(callback, event)
+            self.control = (
+                do(self._arguments, self.state, self.control, **_NOTHING, **self._trained, **more) or self.control
+            )
         asked = self._job.all_gather_object({name: getattr(self.control, name) for name in _ASKED})
         for name in _ASKED:
             setattr(self.control, name, any(each[name] for each in asked))

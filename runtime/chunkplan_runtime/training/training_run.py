@@ -114,7 +114,7 @@ class TrainingRun:
         """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
         callbacks, config, epoch = self.callbacks, self.config, -1
         callbacks.begin(self.start, self.data.epochs_done(self.start), self.best)
-        if self.best.should_stop or callbacks.control.should_training_stop:
+        if self._is_to_stop():
             return
         for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
             if work.step.epoch != epoch > -1:
@@ -132,10 +132,14 @@ class TrainingRun:
                 is_best = self._evaluate(work.step.step)
             if callbacks.control.should_save or (is_best and config.keeps_best):
                 self._save(done)
-            if self.best.should_stop or callbacks.control.should_training_stop:
+            if self._is_to_stop():
                 break
         if epoch > -1:
             callbacks.call("on_epoch_end")
+
+    def _is_to_stop(self) -> bool:
+        """Whether evaluations or a callback say that there is no further step."""
+        return self.best.should_stop or self.callbacks.control.should_training_stop
 
     def _do_step(self, work: StepWork, waited: float) -> StepRow:
         device = self.train_step.model.device

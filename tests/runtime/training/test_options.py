@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_its_allocator_is_
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main(["--help"])
-    found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+    found = {name: value for name, value in os.environ.items() if re.fullmatch("PYTORCH_.*ALLOC_CONF", name)}
     assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
