@@ -77,8 +77,9 @@ def _of_router(cost: CostModel, layer: Layer) -> int:
 def _of_projections(cost: CostModel, layer: Layer) -> float:
     """Results of the products that mix tokens, but for those that expand latents: q + 2 kv, and what they add, h.
 
-    Of gates and latents half of `mixed_width`, the other half being what norms and products make of it. Of what is
-    recurrent, all that comes out of its matrices and goes into them, which have the hidden size on one side.
+    Of gates half of `mixed_width`, the other half being what norms and products make of it; of latents what goes into
+    their norms. Of what is recurrent, all that comes out of its matrices and goes into them, which have the hidden size
+    on one side.
     """
     latents = layer.latent_width
     made = layer.query_width + (latents or layer.key_value_width) + cost.shape.hidden_size
@@ -86,7 +87,7 @@ def _of_projections(cost: CostModel, layer: Layer) -> float:
         around = layer.query_width + layer.key_value_width + layer.output_width
         made += max(0, layer.mixer_parameters // cost.shape.hidden_size - around)
     else:
-        made += layer.mixed_width // 2
+        made += layer.normed_width if latents else layer.mixed_width // 2
     return (made if layer.mixer_parameters else 0) * cost.num_bytes + cost.adapters.between_bytes(layer)
 
 

@@ -193,13 +193,16 @@ def check_sharing(step: PlanStep, dp_rank: int) -> None:
 
 
 def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int]]:
-    """(stage, op, chunk) of what all stages of a rank do with these chunks."""
+    """(stage, op, chunk) of what all stages of a rank do with these chunks, but for weight halves of backwards.
+
+    In those nothing is exchanged with the ranks of a block: each does them when its own schedule has room.
+    """
     return [
         (stage, action.op, action.chunk_id)
         for (of_rank, stage), actions in step.actions.items()
         if of_rank == rank
         for action in actions
-        if action.chunk_id in chunk_ids
+        if action.chunk_id in chunk_ids and action.op != "backward_weight"
     ]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,19 +41,30 @@ class Mask:
 _KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
 
 
+#: Whether this thread is in a block of `borders_from_plan`.
+_KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
+
+_FIND_BORDERS = masking_utils.find_packed_sequence_indices
+
+
+@wraps(_FIND_BORDERS)
+def _borders_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+    return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
+
+
 @contextmanager
 def borders_from_plan() -> Iterator[None]:
-    """Within the block transformers looks for no borders of sequences in positions.
+    """Within the block transformers looks for no borders of sequences in positions. Other threads are not concerned.
 
     It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
     part here.
     """
-    own = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = _borders_unless_known
+    before = _KNOWS_BORDERS.set(True)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        _KNOWS_BORDERS.reset(before)
 
 
 def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:

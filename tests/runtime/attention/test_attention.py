@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.interface import chunk_attention, register_attention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
-from chunkplan_runtime.attention.mask import Mask, mask_of
+from chunkplan_runtime.attention.mask import Mask, borders_from_plan, mask_of
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.kv.store import StateStore
@@ -291,3 +292,27 @@ def test_masks_of_transformers_are_what_their_functions_say():
     assert mask_of(mask_function=either) == Mask(causal=False)
     nothing = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: torch.tensor(False))
     assert mask_of(mask_function=nothing).unknown == "or_masks"
+
+
+def test_borders_of_sequences_are_looked_for_again_whichever_thread_ends_first():
+    """A thread begins while another runs a chunk, and ends after it; a third runs something else meanwhile."""
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    both_within, first_ended = threading.Barrier(3), threading.Event()
+    found = {}
+
+    def run(name, ends_first):
+        with borders_from_plan():
+            both_within.wait(timeout=60)
+            found[name] = masking_utils.find_packed_sequence_indices(positions)
+            assert ends_first or first_ended.wait(timeout=60)
+        first_ended.set()
+
+    threads = [threading.Thread(target=run, args=(name, name == "a")) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    both_within.wait(timeout=60)
+    found["elsewhere"] = masking_utils.find_packed_sequence_indices(positions)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found.pop("elsewhere").tolist() == [[0, 0, 0, 1, 1]] and found == {"a": None, "b": None}
+    assert masking_utils.find_packed_sequence_indices(positions).tolist() == [[0, 0, 0, 1, 1]]

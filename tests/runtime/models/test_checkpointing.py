@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
@@ -97,21 +97,23 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
 
 
 class _Alive(TorchDispatchMode):
-    """Bytes of the storages that operators have made and something still holds."""
+    """Storages that operators have made: a weak reference to each, whose address is not given away, and its bytes."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = {}
+        self.made = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
-                storage = tensor.untyped_storage()
-                self.sizes[id(storage)] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, id(storage), None)
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
+
+    def num_bytes(self):
+        """Of those that something still holds."""
+        return sum(size for reference, size in self.made.values() if not reference.expired())
 
 
 def held(config, dtype, rank, level, num_tokens=64):
@@ -125,7 +127,7 @@ def held(config, dtype, rank, level, num_tokens=64):
     with _Alive() as alive:
         hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
         gc.collect()
-        found = sum(alive.sizes.values())
+        found = alive.num_bytes()
         del hidden
     return found / num_tokens
 
