@@ -160,6 +160,12 @@ class TrainConfig(ModelOptions):
         default=None,
         default_words="with --early-stopping",
     )
+    merge_adapters: bool = option(
+        FLAG,
+        "Leave in final/ whole weights with the adapters added to them, in place of the adapters.",
+        group=LOG,
+        default=False,
+    )
     resume: bool = option(
         FLAG,
         "Go on from the last checkpoint of --output, or start if there is none.",
@@ -193,6 +199,14 @@ class TrainConfig(ModelOptions):
             raise UsageError(
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
                 hint="use --precision bf16, or --sharding optimizer",
+            )
+        if self.merge_adapters and self.lora_rank == 0:
+            raise UsageError("--merge-adapters without --lora-rank would do nothing", hint="give --lora-rank too")
+        if self.merge_adapters and self.load_in_4bit:
+            raise UsageError(
+                "--merge-adapters with weights in 4 bits: rounding them to 4 bits again would lose what is added",
+                hint="leave it out: peft merges the adapter in final/ into weights that are whole (merge_and_unload); "
+                "or give --no-load-in-4bit",
             )
         for flag, asked in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
             if asked and not self.eval_every:

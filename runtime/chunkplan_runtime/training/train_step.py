@@ -220,10 +220,10 @@ class TrainStep:
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self.optimizer, weights)}
 
-    def all_tensors(self) -> dict[str, torch.Tensor]:
-        """What a saved model is made of, by name: trained weights, and unless these are adapters all that is saved."""
+    def all_tensors(self, *, with_frozen: bool) -> dict[str, torch.Tensor]:
+        """What a saved model is made of, by name: trained weights, and `with_frozen` all others that are saved."""
         weights, model = self._weights.tensors, self.model.model
-        if hasattr(model, "get_base_model"):
+        if not with_frozen:
             return weights
         others = {name: weight for name, weight in model.named_parameters() if name not in weights}
         for path, module in model.named_modules():

@@ -16,6 +16,7 @@ from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
@@ -100,6 +101,8 @@ def open_run(
         if plan is not None:
             check_plan(model_config, plan, job.layout.dp, router_loss)
     model = build_model(config, model_config, data.plan, job)
+    if config.merge_adapters:
+        additions(model.whole.model)  # refused now if they cannot be merged
     refuse_other_processes({"weights": model.identity}, job)
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     start, state = 0, None

@@ -106,7 +106,8 @@ class TrainingRun:
             self._take_best()
         self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
-        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job)
+        merges = self.config.merge_adapters
+        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job, merges=merges)
         say(f"saved     {self.folder.final}")
         say(f"metrics   {self.folder.metrics}")
 
