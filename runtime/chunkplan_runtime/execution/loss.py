@@ -33,17 +33,18 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
 
 def losses_and_gradient(
-    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float
+    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
 
+    `label_smoothing`: the share of a target that is spread over all entries of the vocabulary, in losses and gradient.
     Gradients of the head's own parameters are added to their `.grad`.
     """
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        block_losses = _cross_entropy(head, block, targets)  # [rows]
+        block_losses = _cross_entropy(head, block, targets, label_smoothing)  # [rows]
         torch.autograd.backward(block_losses.sum() * scale)
         losses[rows] = block_losses.detach().to(losses.dtype)  # some heads give float32 whatever their weights are
         assert block.grad is not None
@@ -68,6 +69,6 @@ def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[t
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+def _cross_entropy(head: Head, hidden: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     logits = head(hidden)  # [rows, vocab_size]
-    return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none")
+    return F.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="none", label_smoothing=label_smoothing)

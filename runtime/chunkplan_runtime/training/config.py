@@ -102,6 +102,12 @@ class TrainConfig(ModelOptions):
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
     )
+    label_smoothing: float = option(
+        BELOW_1,
+        "Share of each target that is spread over the whole vocabulary in training; evaluation has none.",
+        group=LEARNING,
+        default=0.0,
+    )
     router_loss: str | None = option(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",

@@ -91,6 +91,7 @@ class TrainStep:
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
             router_loss=self.router_loss,
+            label_smoothing=config.label_smoothing,
         )
         self._config = config
         self._num_steps = num_steps
