@@ -30,6 +30,7 @@ from chunkplan_runtime.execution.executor import Around, Executor, Meet, meet_no
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -149,8 +150,13 @@ def compare_steps(
     machine_size: int | None = None,
     steps: Sequence[int] = (0,),
     evaluates: bool = False,
+    freeze: Sequence[str] = (),
+    train_only: Sequence[str] = (),
 ) -> list[Compared]:
-    """Run steps of `plan` as one of all processes; with `evaluates` each after an evaluation of the same step."""
+    """Run steps of `plan` as one of all processes; with `evaluates` each after an evaluation of the same step.
+
+    The reference is always plain training of all weights.
+    """
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float64, seed=1)
     if lora:
@@ -161,6 +167,9 @@ def compare_steps(
         for step in steps:
             reference_losses.append(_reference_loss(model, opened, analysis, step))
             references.append(take_gradients(model))
+        frozen = frozen_names(model.model, freeze, train_only)
+        references = [{name: each[name] for name in each if name not in frozen} for each in references]
+        freeze_weights(model.model, frozen)
         if checkpointing:
             model.set_checkpointing(mixed_levels(model.config.num_hidden_layers))
         how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
@@ -180,7 +189,7 @@ def compare_steps(
             chunks = [len(each.chunks) for each in work.ranks]
             compared.append(
                 Compared(
-                    float(np.max(list(errors.values()))),
+                    float(np.max([0.0, *errors.values()])),
                     sorted(gradients),
                     loss,
                     evaluated,

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 import transformers
 import transformers.models.qwen2.modeling_qwen2
+from transformers import TrainerCallback
 
-import chunkplan_runtime.training.processes  # noqa: F401  # all that a run imports, before processes are forked
 from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.train import main
+from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
 
 
 def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[int, str]:
@@ -59,10 +61,26 @@ def run_main_with_versions(rank: int, *, versions: list[str], **arguments: Any) 
         return run_main(rank, **arguments)
 
 
+class _StopsAt(TrainerCallback):
+    """Stops after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.steps
+
+
+def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[str], steps: int) -> None:
+    """A run from Python, where the last process alone has a callback: it stops after `steps`."""
+    _join(rank, size, port)
+    with contextlib.redirect_stderr(io.StringIO()):
+        train_together(read_options(arguments, print), [_StopsAt(steps)] if rank == size - 1 else [])
+
+
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:
     """One command line for all, or one for each: (exit code, stderr)."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
+    _join(rank, size, port)
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         try:
@@ -70,3 +88,9 @@ def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> 
         except SystemExit as end:
             code = int(str(end.code))
     return code, told.getvalue()
+
+
+def _join(rank: int, size: int, port: int) -> None:
+    """Say to this process which one it is, as torchrun would."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}

@@ -21,7 +21,7 @@ def take_rows(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) ->
     """Leave the shapes of a model's weights, on torch's meta device, and return of each the rows of this process.
 
     It is done weight by weight, so that there are never more than the rows and one weight: of a whole weight its rows
-    are copied, and where these are `master_weights` it is they that become float32.
+    are copied, and where these are `master_weights` it is they that become float32; those of frozen weights do not.
     """
     device = torch.device(replicas.device_type)
     rows: dict[nn.Parameter, Tensor] = {}
@@ -31,8 +31,8 @@ def take_rows(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) ->
         if own is None:
             chunks = torch.chunk(weight.data, replicas.size())
             own = next(iter(chunks[replicas.get_local_rank() :]), weight.data[:0]).clone()
-        if master_weights and weight.requires_grad:
-            own = own.float()
+        if master_weights:
+            own = own.float() if weight.requires_grad else own.to(weight.dtype)
         shape = nn.Parameter(own.new_empty(weight.shape, device="meta"), requires_grad=weight.requires_grad)
         rows[shape] = own.to(device)
         return shape

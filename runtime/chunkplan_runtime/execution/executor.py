@@ -53,7 +53,8 @@ class Executor:
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
-    `router_loss`: whose gradient is added, once it has begun a step.
+    `router_loss`: whose gradient is added, once it has begun a step. `label_smoothing`: of the loss that is trained on;
+    evaluation has none.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Executor:
         links: Links | None = None,
         exchanges: Exchanges | None = None,
         router_loss: RouterLoss | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         self.model = model
         self._parts = model.parts
         self._router_loss = router_loss
+        self._label_smoothing = label_smoothing
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
@@ -289,7 +292,8 @@ class Executor:
         losses = None
         if isinstance(begin, Tensor):
             model = self.model
-            losses, gradient = losses_and_gradient(model.head, begin, tensors.labels, model.vocab_size, scale)
+            of_head = model.head, begin, tensors.labels, model.vocab_size
+            losses, gradient = losses_and_gradient(*of_head, scale, self._label_smoothing)
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
                 use_head(model.head, begin, model.vocab_size)
             if not begin.requires_grad:  # all that is trained is the head

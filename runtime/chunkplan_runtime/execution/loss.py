@@ -32,17 +32,18 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
 
 def losses_and_gradient(
-    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float
+    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
 
+    `label_smoothing`: the share of a target that is spread over all entries of the vocabulary, in losses and gradient.
     Gradients of the head's own parameters are added to their `.grad`.
     """
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        losses[rows] = _forward_and_backward(head, block, targets, scale)
+        losses[rows] = _forward_and_backward(head, block, targets, scale, label_smoothing)
         assert block.grad is not None
         gradient[rows] = block.grad
     return losses, gradient
@@ -65,28 +66,33 @@ def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[t
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float) -> Tensor:
+def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float, smoothing: float) -> Tensor:
     """The losses of a block [rows]; gradients of `scale` times their sum are added to those of `hidden` and the head.
 
-    The gradient of the logits, the softmax less 1 at the target, is made in the place of their exponentials, as
-    autograd would not do: beside the logits there is no more than these, and the gradient where its dtype is narrower.
+    The gradient of the logits, the softmax less the share of each entry in the target, is made in the place of their
+    exponentials, as autograd would not do: beside the logits there is no more than these, and the gradient where its
+    dtype is narrower.
     """
     logits = head(hidden)  # [rows, vocab_size]
-    losses, gradient, totals = _exponentials(logits.detach(), targets)
+    losses, gradient, totals = _exponentials(logits.detach(), targets, smoothing)
     gradient *= (scale / totals)[:, None]
-    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -scale))
+    if smoothing:
+        gradient -= scale * smoothing / logits.shape[1]
+    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -scale * (1 - smoothing)))
     gradient = gradient.to(logits.dtype)
     torch.autograd.backward(logits, gradient)
     return losses
 
 
-def _exponentials(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [rows] in at least float32, and what they are of: exponentials [rows, vocab_size] and their sums [rows].
 
     Those of each row are over the largest one, which keeps them finite.
     """
     values = logits.to(wide(logits.dtype), copy=True)
     values -= values.amax(1, keepdim=True)
-    of_targets = values.gather(1, targets[:, None])[:, 0]
+    aims = values.gather(1, targets[:, None])[:, 0]
+    if smoothing:
+        aims = (1 - smoothing) * aims + smoothing * values.mean(1)
     totals = values.exp_().sum(1)
-    return totals.log() - of_targets, values, totals
+    return totals.log() - aims, values, totals

@@ -15,6 +15,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.checks import check_config
+from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 
@@ -166,7 +167,7 @@ def base_model(model: Any, router_loss: str | None = None) -> Any:
         UsageError: gradients are not known to be exact for it.
     """
     base: Any = model
-    if hasattr(model, "get_base_model"):  # peft's
+    if has_adapters(model):
         for name, adapter in model.peft_config.items():
             features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
             if adapter.peft_type != "LORA" or features:

@@ -15,7 +15,12 @@ AUTO_MODEL: Any = AutoModelForCausalLM
 
 def whole_of(model: Any) -> Any:
     """The causal LM itself, of a model that may have adapters of peft around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if has_adapters(model) else model
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether it has adapters of peft around it."""
+    return hasattr(model, "get_base_model")
 
 
 def decoder_of(model: Any) -> Any:

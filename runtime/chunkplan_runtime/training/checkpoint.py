@@ -17,9 +17,10 @@ from torch import Tensor
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
+from chunkplan.options import options_of
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import StreamPosition
-from chunkplan_runtime.training.config import RENAMED
+from chunkplan_runtime.training.config import RENAMED, TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
 from chunkplan_runtime.training.save import remove_folder, shared_folder
 from chunkplan_runtime.training.tensor_files import HINT, read_tensors, stored_tensors, write_tensors
@@ -63,10 +64,13 @@ def write_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: RunState,
     keep_last: int,
+    best: int | None,
     device: torch.device,
     job: Job,
 ) -> None:
     """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last`.
+
+    That from which the step `best` comes next is kept beside these.
 
     Raises:
         ChunkplanError: it cannot be written; those that were there still are.
@@ -81,7 +85,9 @@ def write_checkpoint(
         if job.is_main:
             rest = {"step": step, "processes": job.layout.world_size, "random": _random_states(device)}
             (temporary / _STATE).write_text(json.dumps({**state, **rest}, allow_nan=False) + "\n", encoding="utf-8")
-    for old in folder.checkpoints()[:-keep_last] if job.is_main else ():
+    kept = None if best is None else folder.checkpoint(best)
+    others = [each for each in folder.checkpoints() if each != kept] if job.is_main else []
+    for old in others[:-keep_last]:
         remove_folder(old)
 
 
@@ -117,6 +123,9 @@ def refuse_other_run(state: CheckpointState, fixed: Mapping[str, Any], checkpoin
     now = json.loads(json.dumps(fixed))
     new_names = {f"--{old}": f"--{new}" for old, new in RENAMED.items()}
     before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
+    for one in options_of(TrainConfig).values():  # which it was before there was such an option
+        if one.flag in now:
+            before.setdefault(one.flag, one.default)
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differ:
         changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)

@@ -131,6 +131,8 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
 
 def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
     planned = trained_words(cost.lora_rank, cost.load_in_4bit)
+    if config.freeze or config.train_only:
+        return [_Difference(planned, "some weights frozen", "")]
     here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
     names = ",".join(config.lora_targets)
     if config.lora_rank and config.lora_targets != options_of(TrainConfig)["lora_targets"].default:

@@ -6,29 +6,25 @@ Options are read from here (`options`) and checked here, without torch, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
+from chunkplan.domains import FLAG, number, one_of, several, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, same
-from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
+from chunkplan.options import option, options_of
+from chunkplan_runtime.domains import ROUTER_LOSSES
 from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
+from chunkplan_runtime.training.model_options import ABOVE_0, BELOW_1, LEARNING, LORA, SHARED, ModelOptions
 
 #: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
 RENAMED = {"schedule": "lr-schedule"}
 
-#: What data-parallel processes can share, each all before it too.
-SHARED = ("optimizer", "gradients", "weights")
-
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
-DATA, MODEL, LORA = "what to train on", "what to train", "adapters"
-LEARNING, LENGTH, LOG = "how to learn", "how long", "what is kept"
+#: What metrics are reported to, each by its integration in transformers.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
-ABOVE_0 = number(lambda value: value > 0, "a number above 0, such as 1e-4")
-BELOW_1 = number(lambda value: 0 <= value < 1, "a number from 0 to below 1")
+LENGTH, LOG = "how long", "what is kept"
+
 FROM_0 = number(lambda value: value >= 0, "a number from 0")
 WARMUP = number(
     lambda value: value >= 0 and (value < 1 or value.is_integer()), "a number of steps, or a share below 1", metavar="N"
@@ -36,7 +32,7 @@ WARMUP = number(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Options):
+class TrainConfig(ModelOptions):
     """A training run. Exactly one of `model_config` (random weights) and `model` (saved weights) is given.
 
     The help of each option is in its field.
@@ -45,114 +41,6 @@ class TrainConfig(Options):
         UsageError: an option is not what it may be; the message names its flag.
     """
 
-    plan: Path = option(
-        path("DIR"),
-        "The plan, from `chunkplan build`.",
-        group=DATA,
-    )
-    analysis: Path | None = option(
-        path("DIR"),
-        "Its analysis, if that is not where it was.",
-        group=DATA,
-        default=None,
-    )
-    eval_plan: Path | None = option(
-        path("DIR"),
-        "The plan of held-out sequences.",
-        group=DATA,
-        default=None,
-        default_words="what `build --holdout` left beside the plan",
-    )
-    output: Path = option(
-        path("DIR"),
-        "The run's folder: metrics, checkpoints, final/.",
-        group=DATA,
-    )
-    model: str | None = option(
-        text("NAME"),
-        "A saved model: a folder, or a name on the Hugging Face Hub.",
-        group=MODEL,
-        default=None,
-    )
-    model_config: Path | None = option(
-        path("FILE"),
-        "A config.json, or its folder, in place of --model; weights start random.",
-        group=MODEL,
-        default=None,
-    )
-    tokenizer: str | None = option(
-        text("NAME"),
-        "A folder or Hub name whose tokenizer goes with the weights.",
-        group=MODEL,
-        default=None,
-        default_words="the model's",
-    )
-    device: str = option(
-        DEVICE,
-        "The device: auto, cpu, cuda or cuda:N.",
-        group=MODEL,
-        default="auto",
-    )
-    attention: str = option(
-        KERNEL,
-        "The attention kernel's name, or auto.",
-        group=MODEL,
-        default="auto",
-    )
-    kv_offload: bool | None = option(
-        FLAG,
-        "Keep keys and values of split sequences in host memory.",
-        group=MODEL,
-        default=None,
-        default_words="as planned",
-    )
-    checkpointing: str | None = same(CostModel, "checkpointing", group=MODEL, default=None, default_words="as planned")
-    stage_layers: tuple[int, ...] | None = option(
-        several(whole(1), metavar="N,N,...", example="7,7,6"),
-        "Layers of each pipeline stage, or of each model stage, with commas.",
-        group=MODEL,
-        default=None,
-        default_words="as even as it goes",
-    )
-    sharding: str | None = option(
-        one_of(*SHARED),
-        "What data-parallel processes share: optimizer states (ZeRO-1), also gradients (2), also weights (3).",
-        group=MODEL,
-        default=None,
-        default_words="as planned",
-    )
-    lora_rank: int | None = option(
-        whole(),
-        "Train adapters of this rank in place of the weights, 0: off.",
-        group=LORA,
-        default=None,
-        default_words="as planned",
-    )
-    load_in_4bit: bool | None = option(
-        FLAG,
-        "Keep the weights that have adapters in 4 bits (QLoRA).",
-        group=LORA,
-        default=None,
-        default_words="as planned",
-    )
-    lora_alpha: float = option(
-        ABOVE_0,
-        "What an adapter adds counts alpha / rank.",
-        group=LORA,
-        default=16.0,
-    )
-    lora_dropout: float = option(
-        BELOW_1,
-        "Dropout of what goes into an adapter.",
-        group=LORA,
-        default=0.0,
-    )
-    lora_targets: tuple[str, ...] = option(
-        several(text("NAME"), metavar="NAMES", example="q_proj,v_proj"),
-        "Names of the layers that get one, with commas; all-linear: all but the head.",
-        group=LORA,
-        default=("all-linear",),
-    )
     lr: float = option(
         ABOVE_0,
         "AdamW's highest learning rate.",
@@ -214,6 +102,12 @@ class TrainConfig(Options):
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
     )
+    label_smoothing: float = option(
+        BELOW_1,
+        "Share of each target that is spread over the whole vocabulary in training; evaluation has none.",
+        group=LEARNING,
+        default=0.0,
+    )
     router_loss: str | None = option(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
@@ -240,6 +134,13 @@ class TrainConfig(Options):
         group=LENGTH,
         default=None,
     )
+    early_stopping: int | None = option(
+        whole(1),
+        "Stop after N evaluations in a row whose loss is not lower than the lowest before.",
+        group=LENGTH,
+        default=None,
+        default_words="never",
+    )
     eval_every: int = option(
         whole(),
         "Evaluate every N steps, 0: at the end only.",
@@ -258,11 +159,31 @@ class TrainConfig(Options):
         group=LOG,
         default=3,
     )
+    keep_best: bool | None = option(
+        FLAG,
+        "Keep the checkpoint of the lowest evaluation loss too, and leave its weights in final/.",
+        group=LOG,
+        default=None,
+        default_words="with --early-stopping",
+    )
+    merge_adapters: bool = option(
+        FLAG,
+        "Leave in final/ whole weights with the adapters added to them, in place of the adapters.",
+        group=LOG,
+        default=False,
+    )
     resume: bool = option(
         FLAG,
         "Go on from the last checkpoint of --output, or start if there is none.",
         group=LOG,
         default=False,
+    )
+    report_to: tuple[str, ...] | None = option(
+        several(one_of(*TRACKERS), metavar="NAMES", example="tensorboard,wandb"),
+        "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.",
+        group=LOG,
+        default=None,
+        default_words="none",
     )
     log_sequences: bool = option(
         FLAG,
@@ -278,26 +199,32 @@ class TrainConfig(Options):
     )
 
     def check_together(self) -> None:
-        """Refuse no model or two, and what would do nothing or lose precision together with the others."""
-        if (self.model is None) == (self.model_config is None):
-            found = "neither is given" if self.model is None else "both are given"
-            raise UsageError(f"--model or --model-config: {found}", hint="give one of them")
+        """Refuse what would do nothing or lose precision together with other options."""
+        super().check_together()
         if self.sharding in SHARED[1:] and self.precision == "bf16-pure":
             raise UsageError(
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
                 hint="use --precision bf16, or --sharding optimizer",
             )
-        if self.lora_rank and self.model is None:
+        if self.merge_adapters and self.lora_rank == 0:
+            raise UsageError("--merge-adapters without --lora-rank would do nothing", hint="give --lora-rank too")
+        if self.merge_adapters and self.load_in_4bit:
             raise UsageError(
-                "--lora-rank with --model-config: random weights that nothing keeps",
-                hint="adapters need a saved model: give --model",
+                "--merge-adapters with weights in 4 bits: rounding them to 4 bits again would lose what is added",
+                hint="leave it out: peft merges the adapter in final/ into weights that are whole (merge_and_unload); "
+                "or give --no-load-in-4bit",
             )
-        declared = options_of(TrainConfig)
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit"):
-            changed = getattr(self, name) not in (declared[name].default, False)
-            if changed and self.lora_rank == 0:  # None: as planned, which is not known yet
-                flag = declared[name].flag
-                raise UsageError(f"{flag} without --lora-rank would do nothing", hint="give --lora-rank too")
+        for flag, asked in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
+            if asked and not self.eval_every:
+                raise UsageError(
+                    f"{flag} without --eval-every: there is one evaluation, at the end",
+                    hint="for example --eval-every 100",
+                )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the lowest evaluation loss is kept."""
+        return self.early_stopping is not None if self.keep_best is None else self.keep_best
 
 
 def what_it_learns_by(config: TrainConfig) -> dict[str, Any]:

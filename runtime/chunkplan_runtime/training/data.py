@@ -56,6 +56,11 @@ class TrainingData:
             within = steps.filter(pc.field("epoch") < config.max_epochs).num_rows
         return min(within, config.max_steps or within)
 
+    def epochs_done(self, step: int) -> float:
+        """How many epochs of the plan are done where `step` comes next, with the share that is done of one."""
+        epochs: float = step * self.plan.manifest["epochs"] / self.plan.manifest["totals"]["num_steps"]
+        return epochs
+
 
 def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
     """Open the plans that `config` names.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.own_part import layer_of
+from chunkplan_runtime.models.merge import Read, merged
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.tensor_file import Kind, TensorWriter, writing_tensors
 from chunkplan_runtime.training.save import NO_ROOM, copy_files, save_files, shared_folder
 from chunkplan_runtime.training.tensor_files import read_tensors, stored_tensors, write_tensors
@@ -33,37 +36,56 @@ _MOST_IN_A_FILE = "50GB"
 
 
 @torch.no_grad()
-def save_final(train_step: TrainStep, whole: CausalLM, tokenizer: list[Path], target: Path, job: Job) -> None:
+def save_final(
+    train_step: TrainStep, whole: CausalLM, tokenizer: list[Path], target: Path, job: Job, *, merges: bool = False
+) -> None:
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
-    `whole`: the model, hollow where there are several processes.
+    `whole`: the model, hollow where there are several processes. `merges`: save all weights with the adapters added to
+    them; these are no longer in `whole` afterwards.
 
     Raises:
         ChunkplanError: it cannot be written.
+        UsageError: adapters cannot be added to their weights.
     """
     if job.groups is None:
         with shared_folder(target, job) as folder:
-            save_files(train_step.model, tokenizer, folder)
+            if merges:
+                held = train_step.all_tensors(with_frozen=True)
+                kinds = {name: Kind(value.dtype, tuple(value.shape)) for name, value in held.items()}
+                save_model(*merged(whole.model, kinds, partial(_copy, held)), folder=folder)
+                copy_files(tokenizer, folder)
+            else:
+                save_files(train_step.model, tokenizer, folder)
         return
+    only_adapters = has_adapters(whole.model) and not merges
     with shared_folder(target, job, _STAGES) as folder:
         stages = folder / _STAGES
-        write_tensors(stages, train_step.all_tensors(), 0, job, target)
+        write_tensors(stages, train_step.all_tensors(with_frozen=not only_adapters), 0, job, target)
         if job.is_main:
-            if hasattr(whole.model, "get_base_model"):
-                adapters = {name: each.data for name, each in whole.model.named_parameters() if each.requires_grad}
-                read_tensors(stages, adapters, Job(), hint=NO_ROOM)
+            read: Read = partial(read_tensors, stages, job=Job(), hint=NO_ROOM)
+            if only_adapters:
+                read({name: each.data for name, each in whole.model.named_parameters() if each.requires_grad})
                 save_files(whole, tokenizer, folder)
             else:
                 kinds = {name: Kind(*kind) for name, kind in stored_tensors(stages, 0, job.layout.world_size).items()}
-                save_model(whole.model, kinds, lambda some: read_tensors(stages, some, Job(), hint=NO_ROOM), folder)
+                model = whole.model
+                if merges:
+                    model, kinds, read = merged(model, kinds, read)
+                save_model(model, kinds, read, folder)
                 copy_files(tokenizer, folder)
             shutil.rmtree(stages)
+
+
+def _copy(held: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(held[name])
 
 
 def save_model(
     model: Any,
     stored: Mapping[str, Kind],
-    read: Callable[[dict[str, Tensor]], None],
+    read: Read,
     folder: Path,
     most: str = _MOST_IN_A_FILE,
 ) -> None:

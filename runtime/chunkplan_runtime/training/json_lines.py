@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from chunkplan_runtime.training.save import saving
 
@@ -25,14 +27,20 @@ def cut_back(path: Path, step: int) -> None:
     """Leave the lines before the first whose `step` is `step` or later, or that is torn. No file: nothing to do."""
     if not path.exists():
         return
-    end = 0
+    end = sum(map(len, _before(path, step)))
     with path.open("rb+") as file:
-        for line in file:
-            if not _is_before(line, step):
-                break
-            end += len(line)
         file.truncate(end)
         os.fsync(file.fileno())
+
+
+def lines_before(path: Path, step: int) -> list[Any]:
+    """The rows that `cut_back` would leave; none where there is no file."""
+    return [json.loads(line) for line in _before(path, step)] if path.exists() else []
+
+
+def _before(path: Path, step: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from takewhile(lambda line: _is_before(line, step), file)
 
 
 def _is_before(line: bytes, step: int) -> bool:

@@ -20,7 +20,7 @@ from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.json_lines import append_lines, cut_back
+from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
 from chunkplan_runtime.training.losses import source_losses
 from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.train_step import Gradients
@@ -113,6 +113,15 @@ class RunLog:
             "config": config,
         }
         write_json(self._folder.config, document, indent=2)
+
+
+def evaluations_before(path: Path, start: int) -> list[tuple[int, float | None]]:
+    """The evaluations of a run that goes on with step `start`: how many steps were done, and the loss.
+
+    Lines of later ones, which it will cut off, are left out.
+    """
+    rows: list[EvaluationRow] = lines_before(path, start)
+    return [(row["step"] + 1, row["eval_loss"]) for row in rows]
 
 
 def step_row(

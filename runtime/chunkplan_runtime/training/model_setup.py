@@ -19,11 +19,13 @@ from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.cut import Cut
+from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.quantized import in_4bit
-from chunkplan_runtime.training.config import SHARED, TrainConfig
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.model_options import SHARED
 
 _SAMPLES = 256
 
@@ -85,7 +87,8 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     """Load or draw a model, after `choose_device`: of a saved one each of several processes reads what it has of it.
 
     Raises:
-        UsageError: its weights cannot be loaded, or an option is not one for this model, or for this plan.
+        UsageError: its weights cannot be loaded, or an option is not one for this model, or for this plan; a pattern
+            of weights is of none.
         DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
     if job.groups is None:
@@ -93,6 +96,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         model = replace(model, model=model.model.to(config.device))
         if config.lora_rank:
             model = add_lora(model, _lora(config))
+        _freeze(config, model, model)
         model.set_checkpointing(config.checkpointing or "none")
         return Built(model, model)
     own, identity, note = _own_part(config, model_config, plan, job)
@@ -100,6 +104,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     if config.lora_rank:
         own, whole = (add_lora(each, _lora(config)) for each in (own, whole))
         take_adapters(own, whole)
+    _freeze(config, whole, own, whole)
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note)
 
@@ -143,6 +148,13 @@ def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job
     if hasattr(own.model, "_weight_conversions"):
         model._weight_conversions = own.model._weight_conversions
     return replace(own, model=model, cuts=(Cut(),), rows={}, current=Current())
+
+
+def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:
+    """Freeze weights of `models`, which are `whole` and what a process has of it."""
+    names = frozen_names(whole.model, config.freeze or (), config.train_only or ())
+    for model in models:
+        freeze_weights(model.model, names)
 
 
 def _lora(config: TrainConfig) -> LoraOptions:

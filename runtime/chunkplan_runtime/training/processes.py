@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
@@ -28,17 +29,17 @@ from chunkplan_runtime.training.trainer import train
 _HEAD_START = 1.0
 
 
-def train_alone(config: TrainConfig) -> None:
-    """Train on this process alone.
+def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Train on this process alone. `callbacks` are those of transformers; docs/training.md says when each is called.
 
     Raises:
         ChunkplanError: as `train` does.
     """
-    train(choose_device(config), Job())
+    train(choose_device(config), Job(), callbacks)
 
 
-def train_together(config: TrainConfig) -> None:
-    """Train on all processes that were started; all of them call this.
+def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Train on all processes that were started; all of them call this. `callbacks`: of this one, as in `train_alone`.
 
     Raises:
         ChunkplanError: as `train` does, on the one process that prints it for all.
@@ -61,7 +62,7 @@ def train_together(config: TrainConfig) -> None:
             dist.broadcast_object_list(blocks, src=0)
             groups = make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0], machine_size())
             job = Job(layout, groups, watchdog)
-            train(config, job)
+            train(config, job, callbacks)
             job.barrier()
         watchdog.stop()
 

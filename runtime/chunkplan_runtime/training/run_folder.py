@@ -121,7 +121,8 @@ class RunFolder:
             is_adapter = (self.final / "adapter_config.json").exists()
             raise UsageError(
                 f"the run in {self.path} is finished: {self.final} is there",
-                hint="start another run; peft merges adapters into their model (merge_and_unload) to train on from"
+                hint="start another run, with --merge-adapters one whose weights can be trained on from; "
+                "peft merges those that are here into their model (merge_and_unload)"
                 if is_adapter
                 else f"`--model {self.final}` with another --output trains on from its weights",
             )

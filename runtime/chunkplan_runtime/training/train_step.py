@@ -91,6 +91,7 @@ class TrainStep:
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
             router_loss=self.router_loss,
+            label_smoothing=config.label_smoothing,
         )
         self._config = config
         self._num_steps = num_steps
@@ -99,7 +100,7 @@ class TrainStep:
         # Sharded weights are fp32 master weights themselves.
         self._weights = TrainedWeights(model.model, master_weights=master_weights and self._shards is None)
         self._tied = tied_weight(self.model, groups)
-        self._optimizer = make_optimizer(self._weights.tensors, config)
+        self.optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
         """Run a step, rank by rank, reduce its gradients over all processes, and clip them."""
@@ -156,11 +157,11 @@ class TrainStep:
             config.lr_schedule, step.step, self._num_steps, warmup=config.warmup, lowest=config.min_lr
         )
         if step.num_target_tokens:  # without targets there is nothing to learn: no decay, no momentum either
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self._optimizer.step()
+            self.optimizer.step()
             self._weights.publish()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return rate
 
     def evaluate(self, stream: PlanStream) -> list[SequenceLoss]:
@@ -218,12 +219,12 @@ class TrainStep:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""
         weights = self._weights.tensors
-        return {"weights": weights, "optimizer": optimizer_state(self._optimizer, weights)}
+        return {"weights": weights, "optimizer": optimizer_state(self.optimizer, weights)}
 
-    def all_tensors(self) -> dict[str, torch.Tensor]:
-        """What a saved model is made of, by name: trained weights, and unless these are adapters all that is saved."""
+    def all_tensors(self, *, with_frozen: bool) -> dict[str, torch.Tensor]:
+        """What a saved model is made of, by name: trained weights, and `with_frozen` all others that are saved."""
         weights, model = self._weights.tensors, self.model.model
-        if hasattr(model, "get_base_model"):
+        if not with_frozen:
             return weights
         others = {name: weight for name, weight in model.named_parameters() if name not in weights}
         for path, module in model.named_modules():
@@ -240,5 +241,5 @@ class TrainStep:
         """
         weights = self._weights.tensors
         read_weights(checkpoint, weights, state, self._job)
-        restore_optimizer(self._optimizer, weights, read_optimizer(checkpoint, weights, state, self._job))
+        restore_optimizer(self.optimizer, weights, read_optimizer(checkpoint, weights, state, self._job))
         self._weights.publish()

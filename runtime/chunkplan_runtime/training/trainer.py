@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
+from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, open_data
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.losses import SpikeWatch
-from chunkplan_runtime.training.metrics import RunLog
+from chunkplan_runtime.training.metrics import RunLog, evaluations_before
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from chunkplan_runtime.training.run_summary import describe_run
@@ -34,10 +39,11 @@ from chunkplan_runtime.training.train_step import TrainStep
 from chunkplan_runtime.training.training_run import TrainingRun
 
 
-def train(config: TrainConfig, job: Job) -> None:
+def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
 
-    `config` is as `choose_device` left it. All processes of `job` call this with the same one.
+    `config` is as `choose_device` left it. All processes of `job` call this with the same one. `callbacks`: of
+    transformers, called on the processes that are given them.
 
     Raises:
         ChunkplanError: loss or gradients are not finite, or the disk is full.
@@ -51,7 +57,8 @@ def train(config: TrainConfig, job: Job) -> None:
         if job.is_main:
             lock.take()  # first: what a run at work has written is not of an earlier one
             folder.check(config.resume)
-        open_run(config, folder, lock, job).finish()
+        trackers(config)
+        open_run(config, folder, lock, job, callbacks).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
@@ -62,7 +69,9 @@ def train(config: TrainConfig, job: Job) -> None:
         lock.release()
 
 
-def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) -> TrainingRun:
+def open_run(
+    config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback] = ()
+) -> TrainingRun:
     """Open data and model, compare them with those of the other processes, and go to the last checkpoint.
 
     Raises:
@@ -83,10 +92,17 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
+    elif config.early_stopping or config.keep_best:
+        raise UsageError(
+            f"{'--early-stopping' if config.early_stopping else '--keep-best'} without a plan of held-out sequences",
+            hint="build the plan with --holdout 0.01, or give --eval-plan",
+        )
     for plan in (data.plan, data.evaluation):
         if plan is not None:
             check_plan(model_config, plan, job.layout.dp, router_loss)
     model = build_model(config, model_config, data.plan, job)
+    if config.merge_adapters:
+        additions(model.whole.model)  # refused now if they cannot be merged
     refuse_other_processes({"weights": model.identity}, job)
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     start, state = 0, None
@@ -103,6 +119,7 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
     if checkpoint is not None and state is not None:
         train_step.restore(checkpoint, state)
         restore_random_states(state, train_step.model.device)
+    best = BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start)))
     return TrainingRun(
         config=config,
         data=data,
@@ -122,6 +139,8 @@ def open_run(config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job) ->
         flops=flops,
         comparison=comparison,
         description=description,
+        best=best,
+        callbacks=Callbacks(callbacks, config, job, train_step, num_steps),
     )
 
 

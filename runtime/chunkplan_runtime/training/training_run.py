@@ -15,7 +15,9 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import stage_rows
-from chunkplan_runtime.training.checkpoint import RunState, write_checkpoint
+from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.callbacks import Callbacks
+from chunkplan_runtime.training.checkpoint import RunState, read_state, write_checkpoint
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
@@ -50,6 +52,7 @@ class TrainingRun:
         fixed: what may not change when a run is resumed, by the name that a message has for it.
         whole: the model; of several processes each has a hollow one, of which it trains a part.
         description: the lines to print before the first step.
+        best: the evaluations before it.
     """
 
     config: TrainConfig
@@ -70,6 +73,8 @@ class TrainingRun:
     flops: FlopCounter
     comparison: Comparison
     description: list[str]
+    best: BestLoss
+    callbacks: Callbacks
     largest: LargestStep = field(default_factory=LargestStep)
 
     def finish(self) -> None:
@@ -87,24 +92,57 @@ class TrainingRun:
                 self.folder.remove_left_behind()
                 self.log.cut_back(self.start)
         with self.screen:
-            for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
-                self._do_step(work, waited)
-                done = work.step.step + 1
-                if _is_due(done, self.config.eval_every) or done == self.num_steps:
-                    self._evaluate(work.step.step)
-                if _is_due(done, self.config.save_every):
-                    self._save(done)
+            self._train()
+        if self.best.should_stop:
+            say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
+        elif self.callbacks.control.should_training_stop:
+            say(f"stopped   by a callback, after {self.callbacks.state.global_step:,} of {self.num_steps:,} steps")
         if self.job.groups is not None:
             planned = self.comparison.times
             report = self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned)
             for line in [*report, f"timeline  {self.folder.timeline}"] if report else ():
                 say(line)
+        if self.config.keeps_best:
+            self._take_best()
+        self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
-        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job)
+        merges = self.config.merge_adapters
+        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job, merges=merges)
         say(f"saved     {self.folder.final}")
         say(f"metrics   {self.folder.metrics}")
 
-    def _do_step(self, work: StepWork, waited: float) -> None:
+    def _train(self) -> None:
+        """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
+        callbacks, config, epoch = self.callbacks, self.config, -1
+        callbacks.begin(self.start, self.data.epochs_done(self.start), self.best)
+        if self._is_to_stop():
+            return
+        for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
+            if work.step.epoch != epoch > -1:
+                callbacks.call("on_epoch_end")
+            callbacks.begin_step(is_first_of_epoch=work.step.epoch != epoch)
+            done, epoch, is_best = work.step.step + 1, work.step.epoch, False
+            row = self._do_step(work, waited)
+            callbacks.end_step(
+                row,
+                self.data.epochs_done(done),
+                evaluates=_is_due(done, config.eval_every) or done == self.num_steps,
+                saves=_is_due(done, config.save_every),
+            )
+            if callbacks.control.should_evaluate:
+                is_best = self._evaluate(work.step.step)
+            if callbacks.control.should_save or (is_best and config.keeps_best):
+                self._save(done)
+            if self._is_to_stop():
+                break
+        if epoch > -1:
+            callbacks.call("on_epoch_end")
+
+    def _is_to_stop(self) -> bool:
+        """Whether evaluations or a callback say that there is no further step."""
+        return self.best.should_stop or self.callbacks.control.should_training_stop
+
+    def _do_step(self, work: StepWork, waited: float) -> StepRow:
         device = self.train_step.model.device
         self.job.at_step(work.step.step)
         reset_peak_memory(device)
@@ -116,7 +154,9 @@ class TrainingRun:
                 f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
             )
         self.largest.look_at(work.step, gradients.times)
+        self.callbacks.call("on_pre_optimizer_step")
         rate = self.train_step.update(work.step)
+        self.callbacks.call("on_optimizer_step")
         seconds = time.perf_counter() - started
         spike = work.step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
         worst = describe_worst(gradients.sequences, self.data.analysis) if spike else []
@@ -140,12 +180,16 @@ class TrainingRun:
         self.screen.show_step(row)
         if worst:
             self.screen.say(f"step {work.step.step} is a spike: {'; '.join(worst)}")
+        return row
 
-    def _evaluate(self, step: int) -> None:
-        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source."""
+    def _evaluate(self, step: int) -> bool:
+        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
+
+        Returns whether it is the lowest so far.
+        """
         data = self.data
         if data.evaluation is None:
-            return
+            return False
         started = time.perf_counter()
         losses = self.train_step.evaluate(data.stream(data.evaluation))
         num_target_tokens = sum(loss.num_target_tokens for loss in losses)
@@ -163,10 +207,13 @@ class TrainingRun:
             self.log.write_evaluation(row)
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
+        self.callbacks.evaluated(row, self.best)
+        return self.best.add(step + 1, loss)
 
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
-        position = self.stream.state_dict()
+        position, best = self.stream.state_dict(), self.best
+        kept = best.step if self.config.keeps_best and best.loss is not None else None
         assert position["step"] == step
         state: RunState = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
         write_checkpoint(
@@ -175,9 +222,24 @@ class TrainingRun:
             **self.train_step.tensors(),
             state=state,
             keep_last=self.config.keep_last,
+            best=kept,
             device=self.train_step.model.device,
             job=self.job,
         )
+        self.callbacks.saved(best, None if kept is None else self.folder.checkpoint(kept))
+
+    def _take_best(self) -> None:
+        """Have the weights of the lowest evaluation loss, whose checkpoint was kept; of none those that there are."""
+        best = self.best
+        if best.loss is None:
+            return
+        checkpoint = self.folder.checkpoint(best.step)
+        what = f"evaluation loss {best.loss:.4f} after step {best.step - 1}"
+        if not self.job.broadcast_object(checkpoint.is_dir()):  # of a run that did not keep it at first
+            self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
+            return
+        self.train_step.restore(checkpoint, read_state(checkpoint))
+        self.screen.say(f"best      {checkpoint}: {what}; final/ has its weights")
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:
         return ChunkplanError(

@@ -101,19 +101,21 @@ def test_actions_that_would_not_be_exact_are_refused(run_step, actions, message)
     assert "chunkplan validate" in raised.value.hint
 
 
-def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch, smoothing):
     monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([3, -100, 4, 5, -100, 6, 7, 8, 9, 19, -100])
-    plain = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum", ignore_index=-100)
+    how = {"ignore_index": -100, "label_smoothing": smoothing}
+    plain = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum", **how)
     expected, of_weight = torch.autograd.grad(plain / 7, [hidden, head.weight])
-    losses, gradient = losses_and_gradient(head, hidden, labels, 20, 1 / 7)
+    losses, gradient = losses_and_gradient(head, hidden, labels, 20, 1 / 7, smoothing)
     torch.testing.assert_close(losses.sum(), plain, rtol=1e-14, atol=0)
     torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-16)
     torch.testing.assert_close(head.weight.grad, of_weight, rtol=1e-13, atol=1e-16)
-    assert torch.equal(losses, token_losses(head, hidden, labels, 20))
+    assert torch.equal(losses, token_losses(head, hidden, labels, 20)) == (smoothing == 0)
     assert torch.equal(losses != 0, labels >= 0)
 
 

@@ -1,0 +1,62 @@
+"""Which weights of a model are trained, by patterns of their names; the others are frozen.
+
+A frozen weight has no gradient, no state of the optimizer and no fp32 master weight, and no process reduces it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from chunkplan.errors import UsageError
+
+#: How many names an error shows.
+_SHOWN = 3
+
+
+def frozen_names(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
+    """The names of the weights of a whole model that are not trained.
+
+    `freeze` and `train_only` are globs, of which one is empty: `*` stands for any letters, dots too. Weights that are
+    one, such as tied embeddings, are frozen, or trained, by any of their names.
+
+    Raises:
+        UsageError: a pattern is of no weight, or none is left to train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    flag, patterns = ("--freeze", freeze) if freeze else ("--train-only", train_only)
+    matched = set()
+    for pattern in patterns:
+        found = {id(weight) for name, weight in named if fnmatchcase(name, pattern)}
+        if not found:
+            raise _no_such_weight(flag, pattern, [name for name, _ in named])
+        matched |= found
+    frozen = {name for name, weight in named if (id(weight) in matched) == bool(freeze)} if patterns else set()
+    if len(frozen) == len(named):
+        raise UsageError(
+            f"{flag} {shlex.quote(','.join(patterns))} leaves nothing to train: all {len(named)} weights match",
+            hint=f"name fewer, such as --freeze {shlex.quote(named[0][0])}",
+        )
+    return frozen
+
+
+def freeze_weights(model: Any, names: set[str]) -> None:
+    """Train none of the weights of a model, or of a stage of it, that have one of `names`."""
+    for name, weight in model.named_parameters():
+        if name in names:
+            weight.requires_grad_(False)
+
+
+def _no_such_weight(flag: str, pattern: str, names: Sequence[str]) -> UsageError:
+    word = pattern.strip("*.")
+    inside = [name for name in names if word and fnmatchcase(name, f"*{word}*")]
+    near = inside or get_close_matches(word, names, n=_SHOWN, cutoff=0.3) or list(names)
+    kinds = list(dict.fromkeys(near))[:_SHOWN]
+    suggested = f"*{word}*" if inside else kinds[0]
+    return UsageError(
+        f"{flag} {shlex.quote(pattern)} is the name of no weight; near are {', '.join(kinds)}",
+        hint=f"for example {flag} {shlex.quote(suggested)}",
+    )

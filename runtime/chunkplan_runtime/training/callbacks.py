@@ -1,0 +1,224 @@
+"""Calls `TrainerCallback`s of transformers at the moments of a run, and does what they ask for.
+
+They get what transformers' own Trainer gives them: arguments, a `TrainerState` and a `TrainerControl`, the model and
+the optimizer. docs/training.md has the moments. The trackers of `--report-to` are such callbacks too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.metrics import EvaluationRow, StepRow
+from chunkplan_runtime.training.train_step import TrainStep
+
+#: By tracker the packages that transformers takes it from: one of them has to be there.
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
+
+#: Entries of metrics.jsonl that are logged, by the name that they are logged under: those of transformers where it has
+#: one.
+LOGGED = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "lr": "learning_rate",
+    "router_loss": "router_loss",
+    "tokens": "tokens",
+    "target_tokens": "target_tokens",
+    "tokens_per_second": "tokens_per_second",
+    "seconds": "seconds",
+    "wait_seconds": "wait_seconds",
+    "mfu": "mfu",
+    "peak_memory_bytes": "peak_memory_bytes",
+}
+
+#: The same of evals.jsonl.
+LOGGED_OF_EVALUATIONS = {
+    "eval_loss": "eval_loss",
+    "target_tokens": "eval_target_tokens",
+    "seconds": "eval_seconds",
+}
+
+#: What callbacks of transformers get besides, which a run does not have.
+_NOTHING = dict.fromkeys(("processing_class", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+
+#: What a callback may ask for.
+_ASKED = ("should_training_stop", "should_save", "should_evaluate", "should_log")
+
+
+@dataclass
+class _Arguments(TrainingArguments):
+    """The options of a run under the names that transformers has for them; as a document, those of the run itself."""
+
+    config: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Leave devices and processes as they are, which those of transformers would set up."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return torch.device(str(self.config["device"]))
+
+    @property
+    def n_gpu(self) -> int:
+        """How many GPUs a process has."""
+        return int(self.device.type == "cuda")
+
+    def to_dict(self) -> dict[str, object]:
+        """The options of the run, for trackers."""
+        return self.config
+
+
+def trackers(config: TrainConfig) -> list[type[TrainerCallback]]:
+    """The classes of the trackers of `--report-to`.
+
+    Raises:
+        UsageError: the package of one is not installed.
+    """
+    for name in config.report_to or ():
+        if not any(map(find_spec, _PACKAGES[name])):
+            raise UsageError(
+                f"--report-to {name} needs {' or '.join(_PACKAGES[name])}, which is not installed",
+                hint=f"pip install {_PACKAGES[name][-1]}",
+            )
+    if not config.report_to:
+        return []
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    integrations: Any = get_reporting_integration_callbacks
+    return list(integrations(list(config.report_to)))
+
+
+class Callbacks:
+    """The callbacks of a run, on each of its processes; without any nothing is done.
+
+    What the callbacks of one process ask for is done by all: stop, save, evaluate. Trackers are on the main one alone.
+    """
+
+    def __init__(
+        self, given: Sequence[TrainerCallback], config: TrainConfig, job: Job, train_step: TrainStep, num_steps: int
+    ) -> None:
+        """`num_steps`: of the run."""
+        made = [tracker() for tracker in trackers(config)] if job.is_main else []
+        self._job = job
+        self._are_there = any(job.all_gather_object(bool(given or made)))
+        self._callbacks = [*given, *made]
+        self._trained = {"model": train_step.model.model, "optimizer": train_step.optimizer}
+        self._arguments = _arguments(config, num_steps)
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            max_steps=num_steps,
+            logging_steps=1,
+            eval_steps=config.eval_every,
+            save_steps=config.save_every,
+            is_world_process_zero=job.is_main,
+            is_local_process_zero=job.is_main,
+        )
+
+    def call(self, event: str, **more: Any) -> None:
+        """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event.
+
+        Raises:
+            UsageError: one asks for the end of an epoch, which a plan does not have before its last step.
+        """
+        if not self._are_there:
+            return
+        for callback in self._callbacks:
+            do: Any = getattr(callback, event)
+            self.control = (
+                do(self._arguments, self.state, self.control, **_NOTHING, **self._trained, **more) or self.control
+            )
+        asked = self._job.all_gather_object({name: getattr(self.control, name) for name in _ASKED})
+        for name in _ASKED:
+            setattr(self.control, name, any(each[name] for each in asked))
+        if self.control.should_epoch_stop:
+            raise UsageError(
+                f"a callback set should_epoch_stop in {event}: steps of a plan are not left out",
+                hint="set should_training_stop, or build the plan with fewer --epochs",
+            )
+
+    def begin(self, start: int, epochs_done: float, best: BestLoss) -> None:
+        """Before the first step, which is `start` of the plan."""
+        self.state.global_step, self.state.epoch = start, epochs_done
+        self._know(best)
+        self.call("on_train_begin")
+
+    def begin_step(self, *, is_first_of_epoch: bool) -> None:
+        """Before the forwards of a step."""
+        self.control.should_save = self.control.should_evaluate = self.control.should_log = False
+        if is_first_of_epoch:
+            self.call("on_epoch_begin")
+        self.call("on_step_begin")
+
+    def end_step(self, row: StepRow, epochs_done: float, *, evaluates: bool, saves: bool) -> None:
+        """After the update of a step: `evaluates` and `saves` say what its options have follow it."""
+        state, control = self.state, self.control
+        state.global_step, state.epoch = row["step"] + 1, epochs_done
+        state.num_input_tokens_seen += row["tokens"]
+        control.should_log, control.should_evaluate, control.should_save = True, evaluates, saves
+        self.call("on_step_end")
+        if control.should_log:
+            self._log(_numbers(row, LOGGED))
+
+    def evaluated(self, row: EvaluationRow, best: BestLoss) -> None:
+        """After an evaluation; `best` does not know it yet."""
+        metrics = _numbers(row, LOGGED_OF_EVALUATIONS)
+        self._log(metrics)
+        self._know(best)
+        self.call("on_evaluate", metrics={**metrics, "epoch": self.state.epoch})
+
+    def saved(self, best: BestLoss, checkpoint: Path | None) -> None:
+        """After a checkpoint; `checkpoint`: the best one, where it is kept."""
+        self._know(best)
+        self.state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
+        self.call("on_save")
+
+    def _know(self, best: BestLoss) -> None:
+        self.state.best_metric, self.state.best_global_step = best.loss, best.step or None
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        logs = {**numbers, "epoch": self.state.epoch}
+        if self._are_there:
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call("on_log", logs=logs)
+
+
+def _numbers(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+    """What a row has of `names`, where that is a number."""
+    found = {logged: row.get(name) for name, logged in names.items()}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+
+
+def _arguments(config: TrainConfig, num_steps: int) -> TrainingArguments:
+    entries = {name: str(each) if isinstance(each, Path) else each for name, each in asdict(config).items()}
+    evaluates = "steps" if config.eval_every else "no"
+    return _Arguments(
+        output_dir=str(config.output),
+        run_name=config.output.name,
+        config=entries,
+        learning_rate=config.lr,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.clip,
+        max_steps=num_steps,
+        logging_steps=1,
+        eval_strategy=evaluates,
+        eval_steps=config.eval_every or None,
+        save_steps=config.save_every,
+        save_total_limit=config.keep_last,
+        load_best_model_at_end=config.keeps_best,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        seed=config.seed,
+        report_to=list(config.report_to or ()),
+    )

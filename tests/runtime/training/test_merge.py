@@ -1,0 +1,157 @@
+"""Adapters merged into their weights at the end of a run: what is saved computes what the adapted model does."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan import PlanConfig, build
+from chunkplan.errors import UsageError
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.merge import additions, merged, plain_name
+from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.tensor_file import Kind
+from chunkplan_runtime.train import main
+from chunkplan_runtime.training.final import save_model
+from tests.runtime.distributed.test_train import all_well
+from tests.support.process_pool import process_pool
+from tests.support.training_checks import make_training, options
+
+TOKENS = torch.arange(1, 60)[None]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences):
+    """As elsewhere, and `base/`: a saved model to adapt."""
+    folder = make_training(tmp_path_factory.mktemp("merging") / "made", tiny_config, random_sequences)
+    settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off"}
+    for name, layout in (("one", {}), ("both", {"dp": 2, "pp": 2})):
+        build(folder / "analysis", folder / name, PlanConfig(**settings, **layout))
+    assert main(options(folder, folder / "run", "--max-steps", 1)) == 0
+    (folder / "run" / "final").rename(folder / "base")
+    return folder
+
+
+def adapt(made, output, *more, plan="one", model="base"):
+    where = ("--plan", made / plan, "--model", made / model, "--output", output, "--device", "cpu")
+    how = ("--lora-rank", 4, "--lr", "3e-2", "--max-steps", 4, "--precision", "fp64")
+    return [str(word) for word in (*where, *how, *more)]
+
+
+@torch.no_grad()
+def logits(model):
+    return model.double().eval()(TOKENS).logits
+
+
+def test_a_merged_model_computes_what_base_and_adapters_do(made, tmp_path):
+    """In float64; it needs no peft, goes on training, and resumes as any run does."""
+    assert main(adapt(made, tmp_path / "apart")) == 0
+    more = ("--merge-adapters", "--save-every", 2)
+    assert main(adapt(made, tmp_path / "whole", *more)) == 0
+    base = AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float64)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, tmp_path / "apart" / "final"))
+    final = tmp_path / "whole" / "final"
+    assert not (final / "adapter_config.json").exists()
+    found = logits(AutoModelForCausalLM.from_pretrained(final))
+    assert (expected - before).norm() > 0.01 * before.norm()
+    assert (found - expected).norm() <= 1e-14 * expected.norm()
+    weights = load_file(final / "model.safetensors")
+    assert weights.keys() == load_file(made / "base" / "model.safetensors").keys()
+    assert {weight.dtype for weight in weights.values()} == {torch.float64}
+    assert main(adapt(made, tmp_path / "further", "--lora-rank", 0, model=final)) == 0
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", pytest.param("weights", marks=pytest.mark.soak)])
+def test_four_processes_merge_what_one_does(made, tmp_path, sharding):
+    assert main(adapt(made, tmp_path / "one", "--merge-adapters")) == 0
+    with process_pool(4, joined=False) as pool:
+        all_well(pool, 4, adapt(made, tmp_path / "both", "--merge-adapters", "--sharding", sharding, plan="both"))
+    one, both = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "both"))
+    assert one.keys() == both.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(both[name], weight, rtol=1e-10, atol=1e-12)
+    assert {path.name for path in (tmp_path / "both" / "final").iterdir()} == {
+        path.name for path in (tmp_path / "one" / "final").iterdir()
+    }
+
+
+def test_sums_are_in_float32_and_rounded_once_to_bfloat16(made, tmp_path):
+    more = ("--merge-adapters", "--precision", "bf16", "--save-every", 4, "--lora-alpha", 10)
+    assert main(adapt(made, tmp_path / "run", *more)) == 0
+    [file] = (tmp_path / "run" / "checkpoints" / "step-00000004" / "weights").iterdir()
+    masters = load_file(file)
+    base, found = (load_file(path / "model.safetensors") for path in (made / "base", tmp_path / "run" / "final"))
+    for name, weight in base.items():
+        expected = weight.bfloat16().float()
+        factor = f"base_model.model.{name.removesuffix('weight')}lora_{{}}.default.weight"
+        if factor.format("A") in masters:
+            expected += 10 / 4 * (masters[factor.format("B")] @ masters[factor.format("A")])
+        assert torch.equal(found[name], expected.bfloat16()), name
+    assert sum("lora_A" in name for name in masters) == 14
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}),
+    ],
+)
+def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config, tmp_path, kind, more):
+    """Transposed weights; experts, of which a checkpoint has each by itself; recurrent layers."""
+    config = AutoConfig.for_model(**tiny_config(kind, **more))
+    model = add_lora(new_model(config, torch.float64, seed=3), LoraOptions(rank=2, alpha=3.0))
+    torch.manual_seed(1)
+    for name, weight in model.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    held = {name: value.clone() for name, value in model.model.state_dict().items()}
+    how = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_config(config, **how)
+    plain.load_state_dict({plain_name(name): held[name] for name in held if "lora_" not in name})
+    before = logits(plain)
+    model.model.save_pretrained(tmp_path / "adapter")
+    expected = logits(PeftModel.from_pretrained(plain, tmp_path / "adapter"))
+    assert (expected - before).norm() > 0.01 * before.norm()
+
+    def read(some):
+        for name, tensor in some.items():
+            tensor.copy_(held[name])
+
+    with torch.no_grad():
+        kinds = {name: Kind(value.dtype, tuple(value.shape)) for name, value in held.items()}
+        save_model(*merged(model.model, kinds, read), tmp_path / "final", "50KB")
+    assert len([*(tmp_path / "final").glob("*.safetensors")]) > 1
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "final", **how))
+    assert (found - expected).norm() <= 1e-14 * expected.norm()
+
+
+def test_an_adapter_of_a_weight_that_others_use_is_refused(tiny_config):
+    config = AutoConfig.for_model(**tiny_config("qwen2", tie_word_embeddings=True))
+    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=2, alpha=3.0, targets=("lm_head",)))
+    with pytest.raises(UsageError, match=r"lm_head.weight has an adapter, and another layer has the same weight"):
+        additions(model.model)
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "hint"),
+    [
+        (("--lora-targets", "embed_tokens"), "that of model.embed_tokens.weight (Embedding) is none", "--lora-targets"),
+        (("--load-in-4bit",), "--merge-adapters with weights in 4 bits", "--no-load-in-4bit"),
+        (("--lora-rank", 0), "--merge-adapters without --lora-rank would do nothing", "give --lora-rank too"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_before_a_step(made, tmp_path, capsys, monkeypatch, more, said, hint):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert main(adapt(made, tmp_path / "run", "--merge-adapters", *more)) == 2
+    message, _, hinted = capsys.readouterr().err.rstrip().rpartition("\nhint: ")
+    assert said in message and hint in hinted
+    assert not (tmp_path / "run").exists()
