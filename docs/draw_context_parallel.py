@@ -12,7 +12,7 @@ from drawing import FAINT, INK, LANE, LINE, SHORT, SPLIT, WIDTH, Drawing, planne
 import chunkplan
 from chunkplan.planfile.plan import Chunk, PlanStep
 
-LENGTHS = [30000, 20000, 12000, 7400, 6800, 6100, 5200, 4700, 3000]
+LENGTHS = [30000, 20000, 12000, 8000, 7000, 6000, 5000, 4000, 3000]
 CONFIG = chunkplan.PlanConfig(chunk_size=8192, k=2, dp=4, cp="off")
 
 # Everything is measured in units of the view box.
