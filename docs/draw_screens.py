@@ -23,7 +23,7 @@ from rich.text import Text
 import chunkplan
 
 SAMPLE = Path(__file__).parent.parent / "sample_data"
-COMMAND = "chunkplan tune --gpus 8 --global-batch 64 --chunk-sizes 4096,7168 --ks 1 --schedules auto"
+COMMAND = "chunkplan tune --gpus 8 --global-batch 128 --chunk-sizes 7168,14336 --ks 1 --schedules auto"
 COLUMNS = 100
 
 # Everything is measured in units of the view box.
