@@ -96,7 +96,7 @@ def test_a_run_on_processes_that_cannot_share_the_plan_ends_with_its_own_exit_co
 
 
 #: Each option can have one of these.
-EXAMPLES = ("1", "0.5", "2", "cpu", "torch-cpu", "full")
+EXAMPLES = ("1", "0.5", "2", "cpu", "torch-cpu", "full", "tensorboard")
 
 
 def is_value(one: Option, typed: str) -> bool:
