@@ -137,6 +137,7 @@ def best_by_enumeration(times: np.ndarray, sizes: np.ndarray, dp: int) -> int:
         model.add(sum(int(times[index, job]) * var for (job, index, _), var in own) <= slowest)
     model.minimize(slowest)
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # what it leaves behind would end this process at the next interrupt
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = 20
     assert solver.solve(model) == cp_model.OPTIMAL

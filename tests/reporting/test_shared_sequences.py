@@ -118,7 +118,7 @@ def test_ways_to_share_are_named() -> None:
 
 def test_the_page_draws_shared_chunks_apart_and_lists_exchange(plan: Plan) -> None:
     [drawn, *_] = drawn_steps(plan, per_step(plan), 0, 1)
-    shared = [bar for bar in gantt_figure(drawn).data if "shared by ranks" in bar.hovertemplate]
+    shared = [bar for bar in gantt_figure(drawn).data if "shared by ranks" in (bar.hovertemplate or "")]
     chunks = [chunk for (step, _), rows in shared_of(plan).items() if step == drawn.step.step for _, chunk in rows]
     assert sum(len(bar.y) for bar in shared) == sum(2 if chunk.keeps_activations else 3 for chunk in chunks) > 0
     assert {bar.marker.pattern.shape for bar in shared} == {"x"}
