@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.places import check_rank, find_chunk, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
 from chunkplan.reporting.shared_sequences import exchange_us
-from chunkplan.reporting.token_text import NUM_CONTEXT, TextPiece, decode_pieces
+from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, TextPiece, decode_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +88,47 @@ def view_chunk(
     described = find_step(plan, step)
     chunk = find_chunk(described, dp_rank, chunk_id)
     tokens = analysis.tokens() if analysis is not None and (analysis.has_tokens or tokenizer is not None) else None
+    segments = view_segments(chunk, analysis, tokens)
+    if tokens is not None and tokenizer is not None:
+        segments = tuple(replace(each, pieces=segment_text(each, tokens, tokenizer).first) for each in segments)
     return ChunkView(
         step=step,
         dp_rank=dp_rank,
         chunk=chunk,
         actions=_actions(described, dp_rank, chunk_id),
-        segments=tuple(
-            _without_analysis(segment, chunk, place)
-            if analysis is None
-            else _with_analysis(segment, chunk, analysis, tokens, tokenizer)
-            for place, segment in enumerate(chunk.segments)
-        ),
+        segments=segments,
         exchange_us=_exchange_us(plan, chunk),
     )
+
+
+def view_segments(
+    chunk: Chunk, analysis: Analysis | None, tokens: TokenReader | None, most: int | None = None
+) -> tuple[SegmentView, ...]:
+    """Look at the segments of a chunk, or at the first `most` of them, without their text; `tokens` are those of
+    `analysis`.
+
+    Raises:
+        DataError: the analysis has no such sequences, or is damaged.
+    """
+    return tuple(
+        _without_analysis(segment, chunk, place)
+        if analysis is None
+        else _with_analysis(segment, chunk, analysis, tokens)
+        for place, segment in enumerate(chunk.segments[:most])
+    )
+
+
+def segment_text(
+    segment: SegmentView, tokens: TokenReader, tokenizer: RecordTokenizer, most_tokens: int | None = None
+) -> SequenceText:
+    """Decode the tokens of a segment that the analysis has; of more than `most_tokens`, the first and the last.
+
+    Raises:
+        DataError: a token file is damaged.
+    """
+    first = max(0, segment.start - NUM_CONTEXT)
+    input_ids, target = tokens.gather(np.array([segment.sequence_id]), np.array([first]), np.array([segment.end]))
+    return decode_sequence(tokenizer.library, input_ids, target, most_tokens, num_context=segment.start - first)
 
 
 def _exchange_us(plan: Plan, chunk: Chunk) -> float | None:
@@ -133,9 +161,7 @@ def _without_analysis(segment: Segment, chunk: Chunk, place: int) -> SegmentView
     )
 
 
-def _with_analysis(
-    segment: Segment, chunk: Chunk, analysis: Analysis, tokens: TokenReader | None, tokenizer: RecordTokenizer | None
-) -> SegmentView:
+def _with_analysis(segment: Segment, chunk: Chunk, analysis: Analysis, tokens: TokenReader | None) -> SegmentView:
     sequence_id, start, end = segment.sequence_id, segment.start, segment.end
     length = int(analysis.num_tokens[sequence_id]) if 0 <= sequence_id < analysis.num_sequences else 0
     if not 0 <= start < end <= length:
@@ -144,20 +170,16 @@ def _with_analysis(
             where=f"chunk {chunk.chunk_id}",
             hint=VALIDATE_HINT,
         )
-    beyond, pieces = min(end + 1, length), None
+    beyond = min(end + 1, length)
     num_target_tokens = beyond - (start + 1)  # without tokens every token but the first is a target
     if tokens is not None:
-        first = max(0, start - NUM_CONTEXT)
-        input_ids, target = tokens.gather(np.array([sequence_id]), np.array([first]), np.array([beyond]))
-        num_target_tokens = int(target[start + 1 - first :].sum())
-        if tokenizer is not None:
-            shown = slice(0, end - first)
-            pieces = decode_pieces(tokenizer.library, input_ids[shown], target[shown], start - first)
+        _, target = tokens.gather(np.array([sequence_id]), np.array([start]), np.array([beyond]))
+        num_target_tokens = int(target[1:].sum())
     return SegmentView(
         **asdict(segment),
         sequence_tokens=length,
         part=None if end - start == length else (chunk.group_index, chunk.group_size),
         num_target_tokens=num_target_tokens,
         place=analysis.place(sequence_id),
-        pieces=pieces,
+        pieces=None,
     )

@@ -119,20 +119,28 @@ def decode_pieces(
 
 
 def decode_sequence(
-    backend: TokenizerLibrary, input_ids: Int32Array, target: BoolArray, most: int | None = None
+    backend: TokenizerLibrary,
+    input_ids: Int32Array,
+    target: BoolArray,
+    most: int | None = None,
+    *,
+    num_context: int = 0,
 ) -> SequenceText:
-    """Decode a sequence with its target mask, both [n]; of one with more than `most` tokens these, at its two ends."""
+    """Decode a sequence, or a part of one behind `num_context` tokens of it, with its target mask, both [n].
+
+    Of one with more than `most` tokens these are decoded, at its two ends.
+    """
     num_tokens = len(input_ids)
-    if most is None or num_tokens <= most:
-        return SequenceText(decode_pieces(backend, input_ids, target, 0), (), 0, 0)
-    num_first = most - most // 4
+    if most is None or num_tokens - num_context <= most:
+        return SequenceText(decode_pieces(backend, input_ids, target, num_context), (), 0, 0)
+    first_stop = num_context + most - most // 4
     start = num_tokens - most // 4
-    context = start - NUM_CONTEXT
+    before = start - NUM_CONTEXT
     return SequenceText(
-        first=decode_pieces(backend, input_ids[:num_first], target[:num_first], 0),
-        last=decode_pieces(backend, input_ids[context:], target[context:], NUM_CONTEXT),
-        num_left_out=start - num_first,
-        num_targets_left_out=int(target[num_first:start].sum()),
+        first=decode_pieces(backend, input_ids[:first_stop], target[:first_stop], num_context),
+        last=decode_pieces(backend, input_ids[before:], target[before:], NUM_CONTEXT),
+        num_left_out=start - first_stop,
+        num_targets_left_out=int(target[first_stop:start].sum()),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkplan.intake.tokenizer import RecordTokenizer
+import numpy as np
+
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
@@ -25,6 +26,7 @@ from chunkplan.reporting.page.sections import (
 )
 from chunkplan.reporting.page.sources import sources_section
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
+from chunkplan.reporting.page.text_source import TextSource
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_chunks import plan_chunks
 from chunkplan.reporting.plan_report import report_of
@@ -34,18 +36,22 @@ from chunkplan.tuning.document_entries import TuningDocument
 
 def plan_page(
     plan: Plan,
-    analysis: Analysis | None,
-    why_no_analysis: str | None,
+    text: TextSource,
+    why_no_lengths: str | None,
     tuning: TuningDocument | None,
     warnings: Sequence[str],
     step: int | None,
 ) -> str:
-    """Return the HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first."""
+    """Return the HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first.
+
+    `text` has its analysis; where that is None, `why_no_lengths` stands in the place of the lengths of sequences.
+    """
     chunks = plan_chunks(plan)
     steps = per_step(plan, chunks.frame)
     report = report_of(plan, chunks, steps)
     summary = report.summary
-    said = [] if why_no_analysis is None else [why_no_analysis]
+    analysis = text.analysis
+    said = [] if why_no_lengths is None else [why_no_lengths]
     if analysis is not None and not holds_all_once(plan):
         said.append(
             f"The plan does not hold every sequence of its analysis once: of the {analysis.num_sequences:,} there, "
@@ -57,7 +63,8 @@ def plan_page(
         *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
         candidates_section(tuning, warnings, plan),
         steps_section(steps),
-        gantt_section(plan, steps, report, step),
+        gantt_section(plan, steps, report, step, text),
+        *(examples_section(text, np.unique(chunks.table.sequence_id)) if text.tokenizer is not None else []),
         numbers_section(report),
     ]
     sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
@@ -70,19 +77,13 @@ def plan_page(
     return render(title, warned, facts, sections, train_command(plan))
 
 
-def analysis_page(
-    analysis: Analysis,
-    tokenizer: RecordTokenizer | None,
-    why_no_text: str | None,
-    tuning: TuningDocument | None,
-    warnings: Sequence[str],
-) -> str:
-    """Return the HTML of an analysis; `tuning` is as `tuning_document` has it.
-
-    `tokenizer` decodes examples; without one, `why_no_text` stands there.
-    """
-    sections = [analysis_lengths_section(analysis.num_tokens), *sources_section(sources_of(analysis))]
-    sections += [examples_section(analysis, tokenizer, why_no_text)] if tokenizer or why_no_text else []
+def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
+    """Return the HTML of an analysis, which is that of `text`; `tuning` is as `tuning_document` has it."""
+    sections = [
+        analysis_lengths_section(analysis.num_tokens),
+        *sources_section(sources_of(analysis)),
+        *examples_section(text),
+    ]
     sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
     gain = gain_facts(tuning, None, None) if tuning is not None and not warnings else []
     facts = [*gain, *analysis_facts(analysis, length_report(analysis))]

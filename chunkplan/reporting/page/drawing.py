@@ -52,9 +52,10 @@ def axis(title: str, **more: Any) -> PlotlyEntries:
     return {"title": title_text, "automargin": True, "zeroline": False, "separatethousands": True, **more}
 
 
-def narrowest(width: float) -> PlotlyEntries:
-    """Make entries of a layout of which the page's buttons never show less than `width` of the x axis."""
-    return {"meta": {"narrowest": width}}
+def narrowest(width: float, **more: Any) -> PlotlyEntries:
+    """Make entries of a layout of which the page's buttons never show less than `width` of the x axis; it finds `more`
+    there."""
+    return {"meta": {"narrowest": width, **more}}
 
 
 def within(least: float, most: float) -> PlotlyEntries:

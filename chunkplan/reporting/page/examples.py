@@ -1,39 +1,39 @@
-"""A sequence of each source as it will be trained: the first of it, decoded from the tokens that the analysis has."""
+"""A few sequences as they will be trained, decoded from the tokens that the analysis has: those that say most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
+from chunkplan.arrays import Int64Array
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.manifest_entries import SourceEntry
 from chunkplan.quantities import counted
+from chunkplan.reporting.page.marked_runs import marked_runs
 from chunkplan.reporting.page.parts import MarkedText
-from chunkplan.reporting.token_text import SequenceText, TextPiece, decode_sequence
-from chunkplan.visible import visible
+from chunkplan.reporting.token_text import decode_sequence
 
 #: Sources of which there is an example, and the tokens of one that are shown.
-MOST_SOURCES = 6
-_MOST_TOKENS = 600
-
-#: The symbol of a line end, and one that more fonts have.
-_LINE_END = "\u240a", "\u21b5"
+MOST_SOURCES, MOST_TOKENS = 6, 600
 
 
-def example_texts(analysis: Analysis, tokenizer: RecordTokenizer) -> list[MarkedText]:
-    """The first sequence of each of the first sources that have any; of a long one, how it begins and ends.
+def example_texts(analysis: Analysis, tokenizer: RecordTokenizer, held: Int64Array | None) -> list[MarkedText]:
+    """The shortest, the median and the longest sequence, and the first of each of the first sources that have any; of a
+    long one, how it begins and ends.
+
+    `held`: the ids of those that a plan holds, ascending, int64 [n]; by default all of them are chosen from.
 
     Raises:
         DataError: a token file is damaged.
     """
     tokens = analysis.tokens()
     texts = []
-    for source in with_sequences(analysis)[:MOST_SOURCES]:
-        sequence_id = source["first_sequence_id"]
+    for sequence_id, reasons in _chosen(analysis, held).items():
         input_ids, target = tokens(sequence_id)
         size = f"{counted(len(input_ids), 'token')}, {counted(int(target.sum()), 'target')}"
-        shown = decode_sequence(tokenizer.library, input_ids, target, _MOST_TOKENS)
-        texts.append(MarkedText(f"{analysis.place(sequence_id)}: {size}", list(_runs(shown))))
+        shown = decode_sequence(tokenizer.library, input_ids, target, MOST_TOKENS)
+        caption = f"{', '.join(reasons).capitalize()}: {analysis.place(sequence_id)}: {size}"
+        texts.append(MarkedText(caption, list(marked_runs(shown))))
     return texts
 
 
@@ -42,14 +42,16 @@ def with_sequences(analysis: Analysis) -> list[SourceEntry]:
     return [source for source in analysis.manifest["sources"] if source["num_sequences"]]
 
 
-def _runs(text: SequenceText) -> Iterator[tuple[str, str]]:
-    yield from map(_run, text.first)
-    if text.num_left_out:
-        targets = counted(text.num_targets_left_out, "target")
-        yield f"\n... {counted(text.num_left_out, 'token')} left out here, {targets} among them ...\n", "note"
-    yield from map(_run, text.last)
-
-
-def _run(piece: TextPiece) -> tuple[str, str]:
-    kinds = [*(["special"] if piece.is_special else []), *(["target"] if piece.is_target else [])]
-    return visible(piece.text).replace(*_LINE_END), " ".join(kinds)
+def _chosen(analysis: Analysis, held: Int64Array | None) -> dict[int, list[str]]:
+    """Return ids of sequences in the order in which they are shown, and why each is."""
+    ids = np.arange(analysis.num_sequences) if held is None else held
+    by_length = ids[np.argsort(analysis.num_tokens[ids], kind="stable")]
+    reasons: dict[int, list[str]] = {}
+    for why, place in (("shortest", 0), ("median", (ids.size - 1) // 2), ("longest", -1)):
+        reasons.setdefault(int(by_length[place]), []).append(why)
+    for source in with_sequences(analysis)[:MOST_SOURCES]:
+        first = source["first_sequence_id"]
+        place = int(np.searchsorted(ids, first))
+        if place < ids.size and ids[place] < first + source["num_sequences"]:
+            reasons.setdefault(int(ids[place]), []).append("first of its source")
+    return reasons

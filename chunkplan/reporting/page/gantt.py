@@ -114,7 +114,11 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
             hovermode="closest",
             xaxis=axis("seconds from the start of the step", **within(0, end)),
             yaxis=rows,
-            **narrowest(max(float(actions.duration.min()), _LEAST_SHOWN * end)),
+            **narrowest(
+                max(float(actions.duration.min()), _LEAST_SHOWN * end),
+                step=drawn.step.step,
+                ranks=[rank for rank in drawn.ranks for _ in range(ranks[0].pp)],
+            ),
         )
     )
     return figure

@@ -31,6 +31,9 @@ function template() {
 
 function draw(name, label) {
   shown[name] = label;
+  for (const group of document.querySelectorAll(`.drawers[data-chart="${name}"]`)) {
+    group.hidden = group.dataset.label !== label;
+  }
   const { data, layout: { height, ...layout } } = charts[name][label];
   document.getElementById(name).style.height = `${height}px`;
   // A finger that moves over a chart scrolls the page.
@@ -67,9 +70,25 @@ function zoom(name, factor, shift) {
   return Plotly.relayout(name, changes);
 }
 
+/** Opens what the chunk of a bar holds; of one that is not here, it says what shows it. */
+function openChunk(name, { y: row, customdata }) {
+  const group = document.querySelector(`.drawers[data-chart="${name}"]:not([hidden])`);
+  if (!group || !customdata) return;
+  const { step, ranks } = charts[name][shown[name]].layout.meta;
+  const [rank, chunk] = [ranks[row], customdata[0]];
+  const drawer = document.getElementById(`chunk-${step}-${rank}-${chunk}`);
+  group.open = true;
+  group.querySelector(".missing").textContent = drawer ? "" : `Chunk ${chunk} of rank ${rank} is not here.`;
+  if (drawer) drawer.open = true;
+  const summary = (drawer ?? group).querySelector("summary");
+  summary.focus({ preventScroll: true });
+  summary.scrollIntoView({ block: "start" });
+}
+
 for (const name of Object.keys(charts)) {
   draw(name, Object.keys(charts[name])[0]).then((chart) => {
     chart.on("plotly_afterplot", () => makeRoom(name));
+    chart.on("plotly_click", ({ points }) => openChunk(name, points[0]));
     makeRoom(name);
   });
 }

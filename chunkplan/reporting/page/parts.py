@@ -44,9 +44,30 @@ class MarkedText:
 
 
 @dataclass(frozen=True)
+class Drawer:
+    """What opens when somebody asks for it, by its caption or by what has its `name`, which is its id."""
+
+    name: str
+    caption: str
+    notes: Sequence[str] = ()
+    texts: Sequence[MarkedText] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Drawers:
+    """Drawers that belong to the figure `label` of `chart`, and are there while that is drawn."""
+
+    chart: str
+    label: str
+    caption: str
+    notes: Sequence[str]
+    drawers: Sequence[Drawer] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Section:
-    """A heading, warnings and notes (a paragraph each), charts, texts, then tables: beside charts these open when asked
-    for."""
+    """A heading, warnings and notes (a paragraph each), charts, drawers of these, texts, then tables: beside charts
+    these open when asked for."""
 
     name: str
     title: str
@@ -55,3 +76,4 @@ class Section:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     texts: Sequence[MarkedText] = ()
+    drawers: Sequence[Drawers] = ()

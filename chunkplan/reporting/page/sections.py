@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from chunkplan.arrays import Int32Array
-from chunkplan.intake.tokenizer import RecordTokenizer
-from chunkplan.planfile.analysis import Analysis
+from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep, drawn_steps
-from chunkplan.reporting.page.examples import MOST_SOURCES, example_texts, with_sequences
+from chunkplan.reporting.page.chunk_texts import chunk_drawers
+from chunkplan.reporting.page.examples import MOST_SOURCES, MOST_TOKENS, example_texts, with_sequences
 from chunkplan.reporting.page.gantt import MOST_HATCHED, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
+from chunkplan.reporting.page.marked_runs import HOW_MARKED
 from chunkplan.reporting.page.over_steps import (
     has_balance,
     over_steps_figure,
@@ -25,6 +25,7 @@ from chunkplan.reporting.page.over_steps import (
 from chunkplan.reporting.page.parts import Chart, Section
 from chunkplan.reporting.page.plan_tables import plan_tables
 from chunkplan.reporting.page.summary_words import summary_table
+from chunkplan.reporting.page.text_source import TextSource
 from chunkplan.reporting.plan_report import PlanReport
 from chunkplan.tuning.document_entries import TuningDocument
 
@@ -49,19 +50,23 @@ def analysis_lengths_section(num_tokens: Int32Array) -> Section:
     return Section("lengths", "Lengths", [_LENGTHS], charts=[chart], tables=[lengths_table("sequences", before)])
 
 
-def examples_section(analysis: Analysis, tokenizer: RecordTokenizer | None, why_not: str | None) -> Section:
-    """Show a sequence of each source with its targets; or say why not, where there is no tokenizer to decode them."""
+def examples_section(source: TextSource, held: Int64Array | None = None) -> list[Section]:
+    """Show a few sequences with their targets; or say why not. Nothing where nobody could expect any text.
+
+    `held`: the ids of those that a plan holds, ascending, int64 [n].
+    """
     title = "What is trained"
     how = "`chunkplan inspect --record FILE:LINE` shows any record."
-    if tokenizer is None:
-        return Section("examples", title, [f"Examples are not shown: {why_not}", how])
-    num_sources = len(with_sequences(analysis))
+    if source.analysis is None or source.tokenizer is None:
+        said = [f"Examples are not shown: {source.why_not}", how]
+        return [] if source.why_not is None else [Section("examples", title, said)]
+    num_sources = len(with_sequences(source.analysis))
     first = f"the first {MOST_SOURCES} of {num_sources:,} sources" if num_sources > MOST_SOURCES else "each source"
     notes = [
-        f"The first sequence of {first}, as the model meets it. What counts in the loss has a background, special "
-        f"tokens are bold. {how}"
+        f"The shortest, the median and the longest sequence, and the first one of {first}, as the model meets them. Of "
+        f"more than {MOST_TOKENS} tokens the first and the last are here. {HOW_MARKED} {how}"
     ]
-    return Section("examples", title, notes, texts=example_texts(analysis, tokenizer))
+    return [Section("examples", title, notes, texts=example_texts(source.analysis, source.tokenizer, held))]
 
 
 def plan_lengths_section(
@@ -129,8 +134,11 @@ def steps_section(steps: pl.DataFrame) -> Section:
     )
 
 
-def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: int | None) -> Section:
-    """Show what stages do when in some steps of `plan`, as `drawn_steps` has them; `report` is the plan's."""
+def gantt_section(
+    plan: Plan, steps: pl.DataFrame, report: PlanReport, first: int | None, source: TextSource
+) -> Section:
+    """Show what stages do when in some steps of `plan`, as `drawn_steps` has them, and what their chunks hold; `report`
+    is the plan's."""
     title = "A step, stage by stage"
     if report.memory is None:
         return Section("gantt", title, [f"Steps are not drawn: {_NO_MACHINE}."])
@@ -139,7 +147,7 @@ def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: in
     notes = [
         f"{how}; where a stage does more than {MOST_HATCHED} things, none are hatched. A line below bars is the "
         "critical path: what the step waits for, one thing after the other. Grey is the bubble, in which a stage has "
-        "nothing to do."
+        "nothing to do. A click on a bar, or the list below, opens what its chunk holds."
     ]
     if report.shared:
         notes.append(
@@ -153,7 +161,8 @@ def gantt_section(plan: Plan, steps: pl.DataFrame, report: PlanReport, first: in
     notes += [words for each in drawn for words in _left_out(each)]
     words = "What every stage does when: a row a stage, a bar an action."
     chart = Chart("gantt-chart", words, {each.label: gantt_figure(each) for each in drawn}, zooms=True)
-    return Section("gantt", title, notes, charts=[chart], tables=[gantt_table(drawn)])
+    drawers = chunk_drawers(drawn, chart.name, source)
+    return Section("gantt", title, notes, charts=[chart], tables=[gantt_table(drawn)], drawers=drawers)
 
 
 def _left_out(drawn: DrawnStep) -> list[str]:

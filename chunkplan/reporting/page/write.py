@@ -7,10 +7,10 @@ from pathlib import Path
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan.files.whole_file import refuse_overwriting, refuse_unwritable, whole_file
-from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.page.text_source import TextSource
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.reporting.token_text import open_tokenizer
 from chunkplan.tuning.document import read_tuning_document, tuning_document
@@ -33,8 +33,8 @@ def write_report(
     them, or of other steps.
 
     `tuning`: what `tune` found, or the file that it left. `analysis`: where that of the plan is now, if it has moved.
-    `tokenizer`: decodes the examples of an analysis, in place of the one it was made with. `step`: drawn first,
-    whatever it is like. The same arguments give the same bytes.
+    `tokenizer`: decodes text, in place of the one that the analysis was made with. `step`: drawn first, whatever it is
+    like. The same arguments give the same bytes.
 
     Raises:
         UsageError: plotly is not installed, something is not there, `path` cannot be written, or the page would
@@ -54,14 +54,16 @@ def write_report(
     document = None if tuning is None else _document(tuning)
     warnings: list[str] = []
     if isinstance(plan_or_analysis, Plan):
-        if tokenizer is not None:
-            raise UsageError(
-                "a page of a plan shows no text, so --tokenizer is of no use", hint="give an analysis, or leave it out"
-            )
         found, why_not = _analysis_of(plan_or_analysis, analysis)
+        if found is None and tokenizer is not None:
+            raise UsageError(
+                f"--tokenizer is of no use without the analysis of the plan: {why_not}", hint="give --analysis DIR"
+            )
         _refuse_sources(Path(path), found)
         warnings += [] if document is None else tuning_warnings(document, plan_or_analysis, found)
-        text = content.plan_page(plan_or_analysis, found, why_not, document, warnings, step)
+        no_lengths = None if why_not is None else f"Lengths before are not shown: {why_not}"
+        source = TextSource(why_not=why_not) if found is None else _text_source(found, tokenizer)
+        text = content.plan_page(plan_or_analysis, source, no_lengths, document, warnings, step)
     elif analysis is not None or step is not None:
         raise UsageError(
             "an analysis has neither steps nor an analysis of its own", hint="give a plan, or leave them out"
@@ -69,7 +71,8 @@ def write_report(
     else:
         _refuse_sources(Path(path), plan_or_analysis)
         warnings += [] if document is None else tuning_warnings(document, None, plan_or_analysis)
-        text = content.analysis_page(plan_or_analysis, *_tokenizer_of(plan_or_analysis, tokenizer), document, warnings)
+        source = _text_source(plan_or_analysis, tokenizer)
+        text = content.analysis_page(plan_or_analysis, source, document, warnings)
     with whole_file(Path(path)) as file:
         file.write(text)
     return tuple(warnings)
@@ -85,21 +88,21 @@ def _document(tuning: Tuning | str | Path) -> TuningDocument:
     return tuning_document(tuning) if isinstance(tuning, Tuning) else read_tuning_document(Path(tuning))
 
 
-def _tokenizer_of(analysis: Analysis, given: str | Path | None) -> tuple[RecordTokenizer | None, str | None]:
-    """The tokenizer that decodes examples of `analysis`; or, where none is given and it cannot be had, why.
+def _text_source(analysis: Analysis, given: str | Path | None) -> TextSource:
+    """What decodes the tokens of `analysis`; or, where no tokenizer is given and it cannot be had, why.
 
-    Neither for a bare file of lengths.
+    Nothing is said of a bare file of lengths, of which nobody expects text.
     """
     if not analysis.manifest.get("sources"):
-        return None, None
+        return TextSource(analysis)
     if not analysis.has_tokens:
-        return None, "the analysis has no tokens."
+        return TextSource(analysis, why_not="the analysis has no tokens.")
     try:
-        return open_tokenizer(analysis, given), None
+        return TextSource(analysis, open_tokenizer(analysis, given))
     except ChunkplanError as error:
         if given is not None:
             raise
-        return None, f"{error}. {error.hint[:1].upper()}{error.hint[1:]}."
+        return TextSource(analysis, why_not=f"{error}. {error.hint[:1].upper()}{error.hint[1:]}.")
 
 
 def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None, str | None]:
@@ -109,4 +112,4 @@ def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None,
     except ChunkplanError as error:
         if given is not None:
             raise
-        return None, f"Lengths before are not shown: {error}."
+        return None, f"{error}."

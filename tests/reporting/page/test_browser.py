@@ -142,7 +142,7 @@ def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, s
     seen = page.evaluate(LOOK_AT_TEXT)
     assert {words: look for words, look in seen.items() if look[0] < SMALLEST or look[1] < CONTRAST} == {}
     assert any(words.startswith("MARK long") for words in seen)
-    assert page.locator("pre .special").count() == 4
+    assert page.locator("pre .special").count() == 4, "of one sequence, which is the shortest and the longest"
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.evaluate("[window.hacked, document.images.length]") == [None, 0]
     assert trouble == []
@@ -233,6 +233,44 @@ def test_a_bar_says_what_it_is(page: Any) -> None:
     assert "forward: chunk 0" in hover.text_content()
     assert "tokens" in hover.text_content()
     assert "rank 0 stage 0" in hover.text_content()
+
+
+def test_a_click_on_a_bar_opens_what_its_chunk_holds(page: Any) -> None:
+    """One chunk at a time; only those of the step that is drawn are listed; keys alone open them as well."""
+    drawer = page.locator("#gantt .drawers:visible")
+    assert drawer.count() == 1
+    bar = page.locator("#gantt-chart .trace.bars .point").first
+    bar.scroll_into_view_if_needed()
+    box = bar.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_function("document.activeElement.parentElement.id === 'chunk-0-0-0'")
+    assert page.locator(".drawer[open]").evaluate_all("all => all.map((each) => each.id)") == ["chunk-0-0-0"]
+    assert page.locator("#chunk-0-0-0 figcaption").first.is_visible()
+    page.locator("#chunk-0-0-1 > summary").press("Enter")
+    assert page.locator(".drawer[open]").evaluate_all("all => all.map((each) => each.id)") == ["chunk-0-0-1"]
+    select = page.locator("#gantt select")
+    labels = select.locator("option").all_text_contents()
+    select.select_option(labels[1])
+    page.wait_for_function(
+        "label => document.querySelector('.drawers:not([hidden])').dataset.label === label", arg=labels[1]
+    )
+    assert drawer.count() == 1
+    before = x_range(page)
+    select.select_option(labels[0])
+    wait_for_range(page, before)
+    drawer.locator("> summary").click()
+
+
+def test_of_a_chunk_that_is_not_here_a_click_says_so(open_page: Open, page_file: Path) -> None:
+    page, trouble = open_page(page_file)
+    page.evaluate("document.getElementById('chunk-0-0-0').remove()")
+    page.evaluate("openChunk('gantt-chart', { y: 0, customdata: [0] })")
+    assert page.locator(".drawers:visible .missing").text_content() == "Chunk 0 of rank 0 is not here."
+    assert page.locator(".drawers:visible > p", has_text="chunkplan inspect --step 0 --rank R --chunk C").is_visible()
+    page.evaluate("openChunk('gantt-chart', { y: 0, customdata: undefined })")
+    assert page.locator(".drawer[open]").count() == 0
+    assert trouble == []
+    page.close()
 
 
 def test_nothing_leaves_the_page_even_if_something_tries(open_page: Open, page_file: Path) -> None:

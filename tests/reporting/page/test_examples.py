@@ -1,4 +1,4 @@
-"""Examples on the page of an analysis: the first sequence of each source as it is trained, or why there is none."""
+"""Examples on a page: a few sequences as they are trained, those that say most, or why there are none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 CHAT = [{"role": "user", "content": f"Is <b>1</b> & 2 {HOSTILE}?"}, {"role": "assistant", "content": f"No: {HOSTILE}"}]
+
+
+#: Of three sequences: two of conversations, of which the second has the roles changed, and a long text.
+SHOWN = ["Shortest, first of its source", "Median", "Longest, first of its source"]
 
 
 @pytest.fixture
@@ -47,10 +51,15 @@ def marked(html: str) -> list[str]:
     ]
 
 
-def test_the_first_sequence_of_each_source_is_shown_with_its_targets(analysis: Analysis, tmp_path: Path) -> None:
+def test_a_few_sequences_are_shown_with_their_targets(analysis: Analysis, tmp_path: Path) -> None:
+    """The shortest, the median, the longest, and the first of each source, each of them once."""
     page = write_and_read(tmp_path / "page.html", analysis)
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    chat, long = marked(html)
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", html)
+    assert [caption.split(":")[0] for caption in captions] == SHOWN
+    blocks = marked(html)
+    [chat] = (block for caption, block in zip(captions, blocks, strict=True) if "chat.jsonl:1:" in caption)
+    long = blocks[captions.index(next(caption for caption in captions if caption.startswith("Longest")))]
     assert chat.count("⟦") == 1
     assert chat.endswith("&lt;/b&gt;&lt;|im_end|&gt;⟧↵\n")
     assert "assistant↵\n⟦No: " in chat
@@ -67,7 +76,7 @@ def test_the_first_sequence_of_each_source_is_shown_with_its_targets(analysis: A
 def test_text_of_the_data_stays_text(analysis: Analysis, tmp_path: Path) -> None:
     page = write_and_read(tmp_path / "page.html", analysis)
     assert [tag for tag, _ in page.tags if tag in ("img", "b")] == []
-    assert page.text.count("onerror=") == 2
+    assert page.text.count("onerror=") == 4, "two in each of two conversations"
     before = write_and_read(tmp_path / "plan.html", build_plan(tmp_path))
     assert len(page.scripts) == len(before.scripts)
 
@@ -112,6 +121,38 @@ def test_damaged_tokens_are_an_error(analysis: Analysis, tmp_path: Path) -> None
         chunkplan.write_report(tmp_path / "page.html", analysis)
 
 
-def test_a_page_of_a_plan_takes_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a page of a plan shows no text"):
-        chunkplan.write_report(tmp_path / "page.html", build_plan(tmp_path), tokenizer=TOKENIZER)
+def test_examples_of_a_plan_are_of_what_it_holds(tmp_path: Path) -> None:
+    """Those that are held out are not among them; of a source that is held out as a whole there is none."""
+    lines = [json.dumps({"text": f"record{number} " + "word " * number}) for number in range(1, 41)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "the only one"}), encoding="utf-8")
+    files = [tmp_path / "many.jsonl", tmp_path / "one.jsonl"]
+    analysis = chunkplan.analyze(files, tmp_path / "analysis", tokenizer=TOKENIZER, workers=1)
+    held_by = {}
+    for part in ("train", "eval"):
+        config = chunkplan.PlanConfig(chunk_size=64, k=1, global_batch=4, holdout=0.5, part=part)
+        plan = chunkplan.build(analysis.path, tmp_path / part, config, workers=1)
+        write_and_read(tmp_path / "page.html", plan)
+        captions = re.findall(
+            r"<figcaption>((?:Short|Med|Long|First).*?)</figcaption>", (tmp_path / "page.html").read_text()
+        )
+        held = {
+            segment.sequence_id
+            for step in plan.iter_steps()
+            for chunks in step.chunks.values()
+            for chunk in chunks
+            for segment in chunk.segments
+        }
+        places = {analysis.place(sequence_id) for sequence_id in held}
+        held_by[part] = {caption.split(": ")[1] for caption in captions}
+        assert len(captions) >= 3
+        assert held_by[part] <= places
+        assert any("one.jsonl" in place for place in held_by[part]) == any("one.jsonl" in place for place in places)
+    assert not held_by["train"] & held_by["eval"]
+
+
+def test_a_tokenizer_for_a_plan_needs_its_analysis(tmp_path: Path) -> None:
+    plan = build_plan(tmp_path)
+    (tmp_path / "lengths.npy").unlink()
+    with pytest.raises(UsageError, match="--tokenizer is of no use without the analysis of the plan"):
+        chunkplan.write_report(tmp_path / "page.html", plan, tokenizer=TOKENIZER)
