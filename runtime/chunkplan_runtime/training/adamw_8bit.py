@@ -77,8 +77,8 @@ class _AdamW8bit(torch.optim.AdamW):
         """Update a block of zeros. Raises what torch or bitsandbytes does where that cannot be."""
         codes = [torch.zeros(1, BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
         scales = [torch.zeros(1, 1, device=device) for _ in range(2)]
-        zeros = [torch.zeros(1, BLOCK, device=device) for _ in range(2)]
-        self._call(*zeros, codes, scales, step=1, group=self.defaults)
+        gradient, weight = (torch.zeros(1, BLOCK, device=device) for _ in range(2))
+        self._call(gradient, weight, codes, scales, step=1, group=self.defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -99,10 +99,9 @@ class _AdamW8bit(torch.optim.AdamW):
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros(())
-            for place in (1, 2):
+            for place in (1, 2):  # whatever the codes are, with scales of 0 they stand for 0
                 state[f"moment{place}"] = torch.zeros_like(weight, dtype=torch.uint8)
                 state[f"scale{place}"] = sharded_rows(weight, torch.float32)
-                # A code of 0 is the smallest value, and not 0; with a scale of 0 it is nothing.
         state["step"] += 1
         local = _local(weight)
         if local.numel():  # a process may have no rows of a weight

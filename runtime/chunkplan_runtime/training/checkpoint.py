@@ -1,7 +1,8 @@
 """Checkpoints: everything that a run needs to go on as if it had not been stopped, on disk whole or not at all.
 
-`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what its name says, each a
-file a process; `state.json` the rest: the position in the plan, random states, and what the run must not change.
+`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
+them, each a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not
+change.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> torch.opti
 
 
 def _sgd(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.lr, fused=True)
+    return torch.optim.SGD(groups, lr=config.lr)  # a fused one knows no parts of weights
 
 
 def _adafactor(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
