@@ -40,7 +40,7 @@ def make_adamw_8bit(groups: list[dict[str, Any]], device: torch.device, **option
     except (NotImplementedError, RuntimeError) as error:
         raise UsageError(
             f"bitsandbytes cannot update moments of 8 bits on {device}: {str(error).splitlines()[0]}",
-            hint="use --optimizer adamw, or a newer bitsandbytes: on a CPU 0.50 does",
+            hint="use --optimizer adamw, or a newer bitsandbytes: on a CPU 0.50.2 does",
         ) from error
     return optimizer
 
