@@ -75,6 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
 #: Ways to train that memory differs for, as options of `tune`.
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
+    "full, adamw-8bit": {"optimizer": "adamw-8bit"},
     "LoRA, rank 16": {"lora_rank": 16},
     "LoRA, rank 16, 4 bits": {"lora_rank": 16, "load_in_4bit": True},
 }
@@ -114,12 +115,13 @@ def tuned(lengths: Path, options: TuneOptions) -> Tuning | None:
     return None if found.recommended is None else found
 
 
-def measure_fewest(folder: Path) -> Iterator[Row]:
-    """Of 1, 2, 4 and so on GPUs the fewest on which a step with a sequence of 128K tokens fits."""
+def measure_fewest(folder: Path, ways: list[str]) -> Iterator[Row]:
+    """In each of `ways`, of 1, 2, 4 and so on GPUs the fewest on which a step with a sequence of 128K tokens fits."""
     path = folder / "fewest.npy"
     np.save(path, np.array([1 << 17, *[1000] * 31]))
     for model in ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B"):
-        for way, given in WAYS.items():
+        for way in ways:
+            given = WAYS[way]
             for power in range(7):
                 if given.get("load_in_4bit") and power:
                     break  # the trainer runs weights of 4 bits in one process
@@ -163,6 +165,7 @@ def main() -> None:
     """Measure, and print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--way", choices=WAYS, action="append", help="of `fewest`, all by default")
     parser.add_argument("--real", type=Path, action="append", default=[], help="a file with one column of lengths")
     given = parser.parse_args()
     parts = given.only or PARTS
@@ -171,7 +174,7 @@ def main() -> None:
         folder = Path(name)
         rows: list[Iterator[Row]] = []
         if "fewest" in parts:
-            rows.append(measure_fewest(folder))
+            rows.append(measure_fewest(folder, given.way or list(WAYS)))
         if "million" in parts:
             rows.append(measure_million(folder))
         if "step" in parts:

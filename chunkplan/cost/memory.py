@@ -24,13 +24,11 @@ from chunkplan.cost.activations import (
 )
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import moment_bytes
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.shape import Layer
 from chunkplan.cost.sums import GRADIENT_BYTES, tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
-
-#: Of a weight: Adam's two moments.
-_MOMENT_BYTES = 8
 
 #: Gradients of keys and values are sums over all later chunks, kept in float32.
 KV_GRADIENT_BYTES = 4
@@ -158,7 +156,7 @@ def _stages_of(
     cost: CostModel, dp: int, pp: int, layers: tuple[int, ...], chunk_size: int, v_shaped: bool
 ) -> tuple[_Stage, ...]:
     shape, num_bytes, tp, adapters = cost.shape, cost.num_bytes, cost.tp, cost.adapters
-    optimizer_bytes = _MOMENT_BYTES + (4 if cost.precision == "bf16" else 0)
+    optimizer_bytes = moment_bytes(cost.optimizer, shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
     stages = []
     split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, levels_of
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
+from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
 from chunkplan.cost.rates import Rates, Sums
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
@@ -44,27 +44,11 @@ _COLLECTIVES = 4
 _LOSS_BYTES = 16
 
 #: Entries of a cost model that a file has only where they say something: earlier versions did not have them.
-_IF_SET = ("lora_rank", "load_in_4bit")
+_IF_SET = ("lora_rank", "load_in_4bit", "optimizer")
 
 #: So that what a step has of it fits 64 bits.
 _MOST_OVERHEAD_NS = 2.0**40
 
-#: Sizes of GPU memory, as people write them.
-_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def read_size(typed: str) -> int:
-    """Bytes of "80GiB". Raises ValueError where it is no size."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", typed.strip())
-    units = {unit.lower(): size for unit, size in _SIZES.items()}
-    if not match or match[2].lower() not in units:
-        raise ValueError(typed)
-    return int(float(match[1]) * units[match[2].lower()])
-
-
-SIZE = Domain(
-    whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", read_size, metavar="SIZE", example="80GiB"
-)
 MODEL = Domain(
     lambda value: isinstance(value, ModelShape),
     "a model's config.json, or its folder",
@@ -95,7 +79,7 @@ class CostModel(Options):
     values and their gradients of split sequences live in host memory; times assume that attention hides the transfers,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
-    adapt is kept in 4 bits, and made whole for each forward and each backward.
+    adapt is kept in 4 bits, and made whole for each forward and each backward. `optimizer`: memory alone goes by it.
 
     Raises:
         UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or
@@ -147,6 +131,12 @@ class CostModel(Options):
         "Keep the weights below the adapters in 4 bits (QLoRA, NF4).",
         group=MACHINE,
         default=False,
+    )
+    optimizer: Optimizer = option(
+        one_of(*OPTIMIZERS, metavar="NAME"),
+        "What the weights are changed by: adamw, adamw-8bit, sgd (without momentum) or adafactor.",
+        group=MACHINE,
+        default="adamw",
     )
 
     def check_together(self) -> None:
@@ -311,7 +301,9 @@ class CostModel(Options):
     def to_dict(self) -> dict[str, Any]:
         """Strings, flags, numbers and dicts of these, which JSON can hold; `from_dict` makes the same model of them."""
         entries = asdict(self) | {"shape": entries_of_shape(self.shape)}
-        return {name: value for name, value in entries.items() if value or name not in _IF_SET}
+        return {
+            name: value for name, value in entries.items() if name not in _IF_SET or value != getattr(CostModel, name)
+        }
 
     @classmethod
     def from_dict(cls, values: Any, *, where: str) -> CostModel:

@@ -178,6 +178,7 @@ PLAN: Expected = {
             "kv_offload": FLAG,
             "lora_rank?": whole(),
             "load_in_4bit?": FLAG,
+            "optimizer?": TEXT,
         },
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,

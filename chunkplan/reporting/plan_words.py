@@ -117,6 +117,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
     if rank := cost_model.get("lora_rank", 0):
         words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
+    words += [cost_model["optimizer"]] if "optimizer" in cost_model else []
     words += checkpointing_words(cost_model["checkpointing"], "activation checkpointing")
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])

@@ -103,6 +103,7 @@ def _options_entry(options: TuneOptions) -> OptionsEntry:
         "sharding": options.sharding,
         "lora_rank": options.lora_rank,
         "load_in_4bit": options.load_in_4bit,
+        "optimizer": options.optimizer,
         "global_batch": options.global_batch,
         "seed": options.seed,
         "chunk_sizes": list(options.chunk_sizes),

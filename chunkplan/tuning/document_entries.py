@@ -96,6 +96,7 @@ class OptionsEntry(TypedDict):
     sharding: Sharding | Literal["auto"]
     lora_rank: NotRequired[int]
     load_in_4bit: NotRequired[bool]
+    optimizer: NotRequired[str]
     global_batch: int
     seed: int
     chunk_sizes: NotRequired[list[int]]
@@ -140,8 +141,9 @@ class CostModelEntry(TypedDict):
     checkpointing: str
     kv_offload: bool
     sharding: NotRequired[str]  # missing in plans that have `weight_shards`
-    lora_rank: NotRequired[int]  # these two only where they say something
+    lora_rank: NotRequired[int]  # these three only where they say something
     load_in_4bit: NotRequired[bool]
+    optimizer: NotRequired[str]
 
 
 class TuningDocument(TypedDict):

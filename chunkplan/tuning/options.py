@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.model import MACHINE, SHARDINGS, SIZE, CostModel, Precision, Sharding
+from chunkplan.cost.model import MACHINE, SHARDINGS, CostModel, Precision, Sharding
+from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
-from chunkplan.domains import MOST, number, one_of, several, tokens, whole
+from chunkplan.domains import MOST, Domain, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, same
 
@@ -48,6 +50,23 @@ class MemorySaving(NamedTuple):
 LADDER = tuple(MemorySaving(level, kv_offload) for level in CHECKPOINTINGS for kv_offload in (False, True))
 
 
+#: Sizes of GPU memory, as people write them.
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _read_size(typed: str) -> int:
+    """Bytes of "80GiB". Raises ValueError where it is no size."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", typed.strip())
+    units = {unit.lower(): size for unit, size in _SIZES.items()}
+    if not match or match[2].lower() not in units:
+        raise ValueError(typed)
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+_SIZE = Domain(
+    whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", _read_size, metavar="SIZE", example="80GiB"
+)
+
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
 
@@ -68,7 +87,7 @@ class TuneOptions(Options):
     shape: ModelShape = same(CostModel, "shape")
     hardware: Hardware = same(CostModel, "hardware")
     gpu_memory: int = option(
-        SIZE,
+        _SIZE,
         "Memory of a GPU, such as 80GiB.",
         group=MACHINE,
         depends=lambda options: options.hardware.memory_bytes,
@@ -92,6 +111,7 @@ class TuneOptions(Options):
     )
     lora_rank: int = same(CostModel, "lora_rank")
     load_in_4bit: bool = same(CostModel, "load_in_4bit")
+    optimizer: Optimizer = same(CostModel, "optimizer")
     gpu_hour_price: float | None = option(
         number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
         "Price of a GPU for an hour: what an epoch costs is said too.",
@@ -228,4 +248,5 @@ class TuneOptions(Options):
             sharding=sharding,
             lora_rank=self.lora_rank,
             load_in_4bit=self.load_in_4bit,
+            optimizer=self.optimizer,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import ELEMENTWISE
 
 
 def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
@@ -16,6 +17,8 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
     if cost.load_in_4bit and config.dp * config.pp > 1:
         reasons.append("weights in 4 bits on several GPUs")
+    if cost.optimizer not in ELEMENTWISE and config.dp > 1:
+        reasons.append(f"{cost.optimizer} on several data-parallel ranks")
     return " and ".join(reasons) or None
 
 

@@ -265,6 +265,7 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
         f"take {states / 2**30:.1f} GiB",
         hint=("more GPUs (--gpus, --dp, --pp)" if enough is None else f"more GPUs (--gpus {enough} is enough)")
         + ("" if everything else ", --sharding auto")
+        + ("" if options.lora_rank or options.optimizer != "adamw" else ", --optimizer adamw-8bit")
         + ("" if options.lora_rank else ", adapters (--lora-rank)")
         + ("" if options.load_in_4bit or not options.lora_rank else ", --load-in-4bit")
         + ", or more memory",

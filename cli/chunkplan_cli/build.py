@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", "lora_rank", "load_in_4bit")
+_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer")
 
 
 @takes(
@@ -88,7 +88,8 @@ def build(
             settings = _settings(values, cost)
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
-            is_asked = "sharding" in machine or cost.load_in_4bit or cost.shape.is_recurrent
+            is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})
+            is_asked |= cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
         with progress("planning", "steps") as report_progress:
@@ -134,7 +135,7 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
 _OF_TUNE = {
     name: options_of(TuneOptions)[name].flag
     for name in (
-        *("shape", "hardware", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit"),
+        *("shape", "hardware", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer"),
         *("global_batch", "cp"),
     )
 }

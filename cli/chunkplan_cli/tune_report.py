@@ -31,9 +31,10 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     """Print what a tuning is for, its baselines, the choices that are worth a look, and in a box the one to take."""
     options = tuning.options
     gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
-    adapters = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
+    trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
+    trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
     console.print(
-        f"{options.shape.name}{adapters} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
+        f"{options.shape.name}{trained} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
         f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "
         f"the longest {tuning.longest_sequence:,}"
     )

@@ -95,6 +95,20 @@ def test_adapters_are_tuned_built_and_named_on_the_way(data: Path, tmp_path: Pat
     assert "plan only: the runtime cannot run weights in 4 bits on several GPUs yet" in ran.stderr
 
 
+def test_an_optimizer_is_tuned_built_and_named_on_the_way(data: Path, tmp_path: Path) -> None:
+    lengths, eight = str(data / "lengths.npy"), ("--model-config", str(data), "--optimizer", "adamw-8bit")
+    ran = run(tmp_path, "tune", lengths, *eight, *GRID, columns=200)
+    assert ran.returncode == 0, ran.stderr
+    assert ", adamw-8bit on " in ran.stdout
+    auto = ("--chunk-size", "8192", "--k", "1", *eight)
+    ran = run(tmp_path, "build", lengths, "--auto", *auto, columns=200)
+    assert "adamw-8bit" in ran.stderr and "adamw-8bit" in ran.stdout
+    assert load_plan(tmp_path / "chunkplan-out" / "plan").cost.optimizer == "adamw-8bit"
+    rest = ("--chunk-size", "8192", "--k", "1", "--model-config", str(data), "--dry-run")
+    ran = run(tmp_path, "build", lengths, *rest, "--dp", "2", "--optimizer", "adafactor", columns=200)
+    assert "plan only: the runtime cannot run adafactor on several data-parallel ranks yet" in ran.stderr
+
+
 def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> None:
     options = ("--model-config", ".", "--pp", "4", "--global-batch", "8", "--chunk-sizes", "8192", "--ks", "1,4")
     ran = run(data, "tune", "lengths.npy", *options, columns=120)

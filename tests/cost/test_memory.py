@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, pendi
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers
 from chunkplan.tuning.trial import memory_of_stages
 
@@ -223,3 +225,33 @@ def test_in_a_v_of_virtual_stages_the_first_stage_has_embeddings_head_and_logits
     assert [stage.logits > 0 for stage in straight] == [False, False, True]
     ways = [reduction_ns(cost, dp=8, pp=3, layers=layers, v_shaped=v_shaped) for v_shaped in (True, False)]
     assert ways[0] > ways[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adamw", 8), ("adamw-8bit", 2 + 2 * 4 / 256), ("sgd", 0), ("adafactor", 0)]
+)
+@pytest.mark.parametrize(("precision", "master"), [("bf16", 4), ("fp32", 0)])
+def test_what_an_optimizer_remembers_is_counted_and_nothing_else_changes(
+    optimizer: Any, moments: float, precision: Any, master: int
+) -> None:
+    adamw = CostModel(precision=precision)
+    [before], [here] = (memory_of(each, dp=2) for each in (adamw, replace(adamw, optimizer=optimizer)))
+    assert here.optimizer == ceil(adamw.shape.num_parameters * (moments + master) / 2)
+    assert replace(here, optimizer=before.optimizer) == before
+    assert replace(adamw, optimizer=optimizer).rates == adamw.rates
+
+
+def test_moments_of_rows_that_are_no_whole_blocks_are_counted_in_float32() -> None:
+    """Of Qwen2.5-0.5B: 896 are three blocks of 256 and a half."""
+    cost = CostModel(shape=replace(CostModel().shape, hidden_size=896))
+    [eight], [adamw] = (memory_of(each) for each in (replace(cost, optimizer="adamw-8bit"), cost))
+    assert eight == adamw
+
+
+def test_the_optimizer_is_in_the_entries_of_a_cost_model_only_where_it_is_another() -> None:
+    assert "optimizer" not in CostModel().to_dict()
+    for name in ("adamw-8bit", "sgd", "adafactor"):
+        cost = CostModel(optimizer=name)
+        assert CostModel.from_dict(cost.to_dict(), where="a test") == cost
+    with pytest.raises(UsageError, match="optimizer"):
+        CostModel(optimizer="lion")

@@ -126,7 +126,7 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
     assert validate(plan.path).ok
     whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config)
     assert whole.content_hash == PLANS["zero-bubble"][1]
-    assert not {"lora_rank", "load_in_4bit"} & whole.manifest["predictions"]["cost_model"].keys()
+    assert not {"lora_rank", "load_in_4bit", "optimizer"} & whole.manifest["predictions"]["cost_model"].keys()
 
 
 def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
     trained = [trained_words(each.get("lora_rank", 0), each.get("load_in_4bit", False)) for each in (there, here)]
     if trained[0] != trained[1]:
         said.append(f"The tuning is for {trained[0]}, the plan's times are for {trained[1]}.")
+    optimizers = [each.get("optimizer", "adamw") for each in (there, here)]
+    if optimizers[0] != optimizers[1]:
+        said.append(f"The tuning is for {optimizers[0]}, the plan's memory is that of {optimizers[1]}.")
     layout = tuning["chosen"]  # every choice has as many GPUs
     gpus_there = layout["dp"] * layout["tp"] * layout["pp"]
     gpus_here = plan.config.dp * here["tp"] * plan.config.pp

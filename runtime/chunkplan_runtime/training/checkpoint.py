@@ -1,7 +1,8 @@
 """Checkpoints: everything that a run needs to go on as if it had not been stopped, on disk whole or not at all.
 
-`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what AdamW remembers,
-each a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not change.
+`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
+them, each a file a process; `state.json` the rest: the position in the plan, random states, and what the run must not
+change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from chunkplan.files.json_file import read_json
 from chunkplan.options import options_of
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import StreamPosition
-from chunkplan_runtime.training.config import RENAMED, TrainConfig
+from chunkplan_runtime.training.config import EARLIER, RENAMED, TrainConfig
+from chunkplan_runtime.training.optimizer import empty_state
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
 from chunkplan_runtime.training.save import remove_folder, shared_folder
 from chunkplan_runtime.training.tensor_files import HINT, read_tensors, stored_tensors, write_tensors
@@ -125,7 +127,7 @@ def refuse_other_run(state: CheckpointState, fixed: Mapping[str, Any], checkpoin
     before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
     for one in options_of(TrainConfig).values():  # which it was before there was such an option
         if one.flag in now:
-            before.setdefault(one.flag, one.default)
+            before.setdefault(one.flag, EARLIER.get(one.flag, one.default))
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differ:
         changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)
@@ -154,7 +156,7 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor], state: Checkpo
 def read_optimizer(
     checkpoint: Path, weights: Mapping[str, Tensor], state: CheckpointState, job: Job
 ) -> dict[str, Tensor]:
-    """What the optimizer remembered of `weights`, by `NAME:ENTRY`: numbers, or tensors like the weight.
+    """What the optimizer remembered of `weights`, by `NAME:ENTRY`: see `empty_state`.
 
     Raises:
         DataError: it cannot be read, or is of others.
@@ -164,9 +166,10 @@ def read_optimizer(
         weight = weights.get(key.rpartition(":")[0])
         if weight is None and job.layout.pp > 1:
             continue  # of another stage
-        if weight is None or (shape and shape != weight.shape):
+        room = None if weight is None else empty_state(weight, dtype, shape)
+        if room is None:
             raise DataError(f"no such weight: {key} {tuple(shape)}", where=str(checkpoint / _OPTIMIZER), hint=HINT)
-        read[key] = torch.empty_like(weight, dtype=dtype) if shape else torch.empty((), dtype=dtype)
+        read[key] = room
     read_tensors(checkpoint / _OPTIMIZER, read, job)
     return read
 

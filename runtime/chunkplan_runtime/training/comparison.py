@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers.utils.hub import cached_file
@@ -12,6 +13,7 @@ from transformers.utils.hub import cached_file
 from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.optimizers import moment_bytes
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import options_of
@@ -53,7 +55,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     Of a run that differs in the model, the device, the precision, activation checkpointing, the layers of its stages,
     or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is trained, so only the
     device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `sharding`) does not matter:
-    fetching them hides behind other work, in the cost model too.
+    fetching them hides behind other work, in the cost model too. The optimizer is in no times.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -71,6 +73,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
         shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
         lines.append(f"profile   {cost.hardware.name}, {shown} TFLOP/s: MFU is a share of this")
     lines += _of_sharding(cost, config, data.plan)
+    lines += _of_optimizer(cost, config)
     device = [] if peak_flops else [_of_device(cost.hardware.name, devices)]
     differences = [*_of_model(cost.shape, config, data), *device, *_of_options(cost, config, data)]
     if differences:
@@ -89,6 +92,15 @@ def _of_sharding(cost: CostModel, config: TrainConfig, plan: Plan) -> list[str]:
     here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
     planned = f"{cost.sharding} ({ZERO[cost.sharding]})"
     return [f"shares    {here} ({ZERO[shared]}): the plan's memory is that of shared {planned}; it may not fit"]
+
+
+def _of_optimizer(cost: CostModel, config: TrainConfig) -> list[str]:
+    """Say that the plan counts on an optimizer that remembers less than that of this run."""
+    here: Any = config.optimizer or "adamw"
+    hidden_size = cost.shape.hidden_size
+    if moment_bytes(here, hidden_size) <= moment_bytes(cost.optimizer, hidden_size):
+        return []
+    return [f"optimizer {here}: the plan's memory is that of {cost.optimizer}; it may not fit"]
 
 
 def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> list[_Difference]:

@@ -8,15 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, number, one_of, several, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import option, options_of
+from chunkplan.options import option, options_of, same
 from chunkplan_runtime.domains import ROUTER_LOSSES
 from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
 from chunkplan_runtime.training.model_options import ABOVE_0, BELOW_1, LEARNING, LORA, SHARED, ModelOptions
 
 #: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
 RENAMED = {"schedule": "lr-schedule"}
+
+#: What runs did before there was an option for it, by flag, where its default does not say so.
+EARLIER = {"--optimizer": "adamw"}
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
@@ -41,9 +45,10 @@ class TrainConfig(ModelOptions):
         UsageError: an option is not what it may be; the message names its flag.
     """
 
+    optimizer: str | None = same(CostModel, "optimizer", group=LEARNING, default=None, default_words="as planned")
     lr: float = option(
         ABOVE_0,
-        "AdamW's highest learning rate.",
+        "The highest learning rate.",
         group=LEARNING,
         default=0.0001,
     )
@@ -67,7 +72,7 @@ class TrainConfig(ModelOptions):
     )
     weight_decay: float = option(
         FROM_0,
-        "AdamW's weight decay, of all weights but norms and biases.",
+        "Weight decay, of all weights but norms and biases.",
         group=LEARNING,
         default=0.01,
     )
@@ -206,6 +211,13 @@ class TrainConfig(ModelOptions):
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
                 hint="use --precision bf16, or --sharding optimizer",
             )
+        for name in ("beta1", "beta2", "eps") if self.optimizer in ("sgd", "adafactor") else ():
+            one = options_of(TrainConfig)[name]
+            if getattr(self, name) != one.default:
+                raise UsageError(
+                    f"{one.flag} with --optimizer {self.optimizer} would do nothing",
+                    hint=f"leave {one.flag} out, or use --optimizer adamw",
+                )
         if self.merge_adapters and self.lora_rank == 0:
             raise UsageError("--merge-adapters without --lora-rank would do nothing", hint="give --lora-rank too")
         if self.merge_adapters and self.load_in_4bit:

@@ -167,6 +167,7 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job
         checkpointing=cost["checkpointing"] if config.checkpointing is None else config.checkpointing,
         lora_rank=lora_rank,
         load_in_4bit=in_4bit,
+        optimizer=cost.get("optimizer", "adamw") if config.optimizer is None else config.optimizer,
         analysis=data.analysis.path,
         eval_plan=data.evaluation.path if data.evaluation is not None else None,
         tokenizer=str(tokenizer[0].parent) if tokenizer else None,

@@ -1,0 +1,157 @@
+"""Optimizers by name: each learns, and a stopped run of it goes on bit for bit; what cannot be is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chunkplan import PlanConfig, build
+from chunkplan.cost.optimizers import OPTIMIZERS
+from chunkplan.extras import pip_install
+from chunkplan_runtime.train import main
+from chunkplan_runtime.training.adamw_8bit import blocks_shape
+from tests.support.ports import free_port
+from tests.support.process_pool import process_pool
+from tests.support.training_cases import run_main
+from tests.support.training_checks import (
+    after_step,
+    cost_of_a_run,
+    learning,
+    lines,
+    make_training,
+    options,
+    same_weights,
+)
+
+NOT_INSTALLED = "the extra qlora is not installed"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_config, random_sequences):
+    """As elsewhere, with rows of 256 numbers, a block; and a plan on two data-parallel ranks."""
+    folder = make_training(tmp_path_factory.mktemp("optimizers") / "made", tiny_config, random_sequences)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps({**tiny_config("qwen2"), **wide, "head_dim": 32}))
+    build(folder / "analysis", folder / "pair", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6, cp="off", dp=2))
+    return folder
+
+
+def need(optimizer):
+    if optimizer == "adamw-8bit":
+        pytest.importorskip("bitsandbytes", reason=NOT_INSTALLED)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_learns_and_a_stopped_run_goes_on_bit_for_bit(made, tmp_path, monkeypatch, optimizer):
+    need(optimizer)
+    rate = {"sgd": "0.3", "adafactor": "0.1"}.get(optimizer, "3e-3")
+    more = ("--optimizer", optimizer, "--lr", rate, "--save-every", 3, "--precision", "bf16")
+    assert main(options(made, tmp_path / "whole", *more)) == 0
+    rows = lines(tmp_path / "whole" / "metrics.jsonl")
+    assert sum(row["loss"] for row in rows[-2:]) < 0.95 * sum(row["loss"] for row in rows[:2])
+    with monkeypatch.context() as patch:
+        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGTERM))
+        assert main(options(made, tmp_path / "run", *more)) == 143
+    assert main(options(made, tmp_path / "run", *more, "--resume")) == 0
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole")
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "sgd"])
+def test_processes_that_share_states_learn_what_one_does_and_others_read_their_checkpoints(made, tmp_path, optimizer):
+    need(optimizer)
+    more = ("--device", "cpu", "--optimizer", optimizer, "--save-every", 2, "--keep-last", 9)
+    assert main(options(made, tmp_path / "one", *more, plan="pair")) == 0
+    arguments = options(made, tmp_path / "two", *more, plan="pair")
+    with process_pool(2, joined=False) as pool:
+        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+        assert [code for code, _ in told] == [0, 0], told
+    shutil.rmtree(tmp_path / "two" / "final")
+    for path in sorted((tmp_path / "two" / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(path)
+    assert main([*arguments, "--resume"]) == 0
+    for row, expected in zip(learning(tmp_path / "two"), learning(tmp_path / "one"), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+def test_moments_of_8_bits_are_those_of_bitsandbytes_own_optimizer():
+    """Of a weight of which it has blocks too, bit for bit; of others AdamW's of torch."""
+    pytest.importorskip("bitsandbytes", reason=NOT_INSTALLED)
+    own = importlib.import_module("chunkplan_runtime.training.adamw_8bit")
+    theirs = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    start = [torch.randn(32, 512), torch.randn(40), torch.randn(64, 100)]
+    ours, other = ([each.clone().requires_grad_() for each in start] for _ in range(2))
+    assert [blocks_shape(each) for each in start] == [(32, 2), None, None]
+    how = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+    first = own.make_adamw_8bit([{"params": ours, "weight_decay": 0.1}], torch.device("cpu"), **how)
+    second = theirs(other[:1], weight_decay=0.1, **how)
+    third = torch.optim.AdamW(other[1:], weight_decay=0.1, **how)
+    for _ in range(5):
+        for mine, its in zip(ours, other, strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        for each in (first, second, third):
+            each.step()
+    assert torch.equal(ours[0], other[0])
+    for mine, its in zip(ours[1:], other[1:], strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_what_cannot_be_is_refused(made, tmp_path, capsys, monkeypatch):
+    def refused(*more):
+        assert main(options(made, tmp_path / "run", *more)) == 2
+        return capsys.readouterr().err
+
+    assert "--beta2 with --optimizer sgd would do nothing" in refused("--optimizer", "sgd", "--beta2", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "bitsandbytes", None)
+        patch.setitem(sys.modules, "bitsandbytes.functional", None)
+        said = refused("--optimizer", "adamw-8bit")
+    assert "--optimizer adamw-8bit needs bitsandbytes" in said and pip_install("qlora") in said
+
+
+def test_rows_and_columns_are_not_shared(made, tmp_path):
+    arguments = options(made, tmp_path / "two", "--device", "cpu", "--optimizer", "adafactor", plan="pair")
+    with process_pool(2, joined=False) as pool:
+        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+        pool.stop()
+    assert [code for code, _ in told] == [2, 2]
+    assert "--optimizer adafactor goes by whole rows and columns of a weight" in told[0][1]
+
+
+def test_float64_and_devices_that_bitsandbytes_does_not_know_are_refused(made, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes", reason=NOT_INSTALLED)
+    assert main(options(made, tmp_path / "run", "--optimizer", "adamw-8bit", "--precision", "fp64")) == 2
+    assert "bitsandbytes does not compute in float64" in capsys.readouterr().err
+
+
+def test_the_optimizer_is_that_of_the_plan_unless_it_is_given(made, tmp_path, capsys):
+    """A plan without times of it says nothing; one that remembers more than planned may not fit; a resume keeps it."""
+    cost = replace(cost_of_a_run(made), optimizer="sgd")
+    build(made / "analysis", tmp_path / "plan", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
+    arguments = [*options(made, tmp_path / "run", "--save-every", 1), "--plan", str(tmp_path / "plan")]
+    assert main(arguments) == 0
+    assert "may not fit" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert main([*arguments, "--resume", "--optimizer", "adamw"]) == 2
+    assert "--optimizer was sgd, is adamw" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path / "other"), "--optimizer", "adamw"]) == 0
+    assert "optimizer adamw: the plan's memory is that of sgd; it may not fit" in capsys.readouterr().err
+
+
+def test_checkpoints_from_before_there_was_a_choice_are_of_adamw(made, tmp_path):
+    arguments = options(made, tmp_path / "run", "--save-every", 2, "--max-steps", 4)
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    for state in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        held = json.loads(state.read_text())
+        assert held["fixed"].pop("--optimizer") == "adamw"
+        state.write_text(json.dumps(held))
+    assert main([*arguments, "--resume"]) == 0
