@@ -149,7 +149,7 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
     again = 0.0
     if level != "none":
         everything, at_least, held = (
-            activation_bytes_per_token(cost, layer, each) for each in (CHECKPOINTINGS[0], CHECKPOINTINGS[-1], level)
+            activation_bytes_per_token(cost, layer, each) for each in (CHECKPOINTINGS[0], "full", level)
         )
         again = max(0.0, everything + at_least - held)
     # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.

@@ -16,9 +16,9 @@ from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
 
-#: What a chunk in flight holds of each layer, from everything to the layer's input alone. Each runs again in the
-#: backward what it does not hold: more than those before it.
-Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full"]
+#: What a chunk in flight holds of each layer, from everything to the layer's input alone, and that on the GPU or in host
+#: memory. Each runs again in the backward what it does not hold: more than those before it, but for the last one.
+Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full", "offload"]
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 #: Layers that have a level, as they are written.
