@@ -17,6 +17,9 @@ from chunkplan.cost.sums import GRADIENT_BYTES
 #: Norms and the log-sum-exp of attention are in float32.
 _FLOAT32 = 4
 
+#: Of a token id, and of a position.
+_ID_BYTES = 4
+
 #: Of each expert that a token goes to: its place, weight and order among the tokens of that expert, in 32 and 64 bits.
 _ROUTED_BYTES = 48
 
@@ -122,12 +125,12 @@ def _of_mlp(cost: CostModel, layer: Layer) -> float:
 def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool) -> float:
     """What a chunk that keeps its activations holds for each token around the layers of a model stage, on one GPU.
 
-    It counts where layers hold nothing: the hidden states that come from the stage before, rotary embeddings, and on
-    the last stage what the final norm reads and makes.
+    It counts where layers hold nothing: token ids, or the hidden states that come from the stage before; positions and
+    their rotary embeddings; and on the last stage what the final norm reads and makes.
     """
     shape, [layer, *_] = cost.shape, cost.shape.kinds
-    held = 0.0 if is_first else float(shape.hidden_size * cost.num_bytes)
-    held += 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
+    held = float(_ID_BYTES if is_first else shape.hidden_size * cost.num_bytes)
+    held += _ID_BYTES + 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
     if is_last:
         normalised = 0 if cost.lora_rank else _FLOAT32 if layer.wide_norms else cost.num_bytes
         held += shape.hidden_size * (_FLOAT32 + normalised + cost.num_bytes) + _FLOAT32

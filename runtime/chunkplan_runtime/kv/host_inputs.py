@@ -92,13 +92,15 @@ class HostInputs:
 
         What does not fit the memory of the chunk stays where it is: of models that pass on more than hidden states.
         """
-        saved: list[_Input] = []
+        address, shape = hidden.data_ptr(), hidden.shape  # not the tensor: the graph keeps what packs
+        is_sent = False
 
         def pack(tensor: Tensor) -> _Input | Tensor:
-            if saved or tensor.data_ptr() != hidden.data_ptr() or tensor.shape != hidden.shape:
+            nonlocal is_sent
+            if is_sent or tensor.data_ptr() != address or tensor.shape != shape:
                 return tensor
-            saved.extend(self._send(tensor.detach()))
-            return saved[0] if saved else tensor
+            is_sent = True
+            return self._sent(tensor.detach()) or tensor
 
         def unpack(packed: _Input | Tensor) -> Tensor:
             return packed if isinstance(packed, Tensor) else self._fetched(packed)
@@ -107,11 +109,11 @@ class HostInputs:
         entered: AbstractContextManager[object] = hooks(pack, unpack)
         return entered
 
-    def _send(self, tensor: Tensor) -> Iterator[_Input]:
-        """Start copying an input to the host; nothing where there is no room for it."""
+    def _sent(self, tensor: Tensor) -> _Input | None:
+        """An input on its way to the host; None where there is no room for it."""
         room = self._room
         if room is None or room.used + tensor.nbytes > room.memory.nbytes:
-            return
+            return None
         home = room.memory[room.used : room.used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         room.used += tensor.nbytes
         queue = self._queue(tensor.device)
@@ -122,7 +124,7 @@ class HostInputs:
         self._leaving.append(sent)
         while len(self._leaving) > _ON_DEVICE:
             self._let_go(self._leaving.pop(0))
-        yield sent
+        return sent
 
     def _fetched(self, asked: _Input) -> Tensor:
         """An input on the device, for kernels from now on; that of the layer before is on its way then."""
