@@ -121,8 +121,8 @@ class CostModel(Options):
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
     checkpointing: str = option(
         CHECKPOINTING,
-        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says; of "
-        "runs of layers full:8,none:20.",
+        "What a backward runs again: none, full (offload: with inputs of layers on the host), or all but what "
+        "keep-products, -projections or -attention says; of runs of layers full:8,none:20.",
         group=MACHINE,
         default="none",
     )

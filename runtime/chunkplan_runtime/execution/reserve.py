@@ -12,7 +12,7 @@ from chunkplan.operations import BACKWARDS
 from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.page_needs import PageNeeds, page_needs, room
+from chunkplan_runtime.kv.page_needs import PageNeeds, page_needs
 from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.recurrent import keeps_kv
@@ -41,7 +41,7 @@ def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
     """
     if not parts[0].current.offloaded:
         return
-    num_tokens = room(max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=1))
+    num_tokens = max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=0)
     in_flight = most = 0
     for action in work.actions:
         if action.op in ("forward", "recompute"):
