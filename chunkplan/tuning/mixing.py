@@ -100,7 +100,7 @@ def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory
     """
     again_ns = _again_ns(config, cost, sample)
     levels: list[Checkpointing] = []
-    for programs in zip(*(_programs(config, cost, moments, gpu_memory, several) for several in _TRIED), strict=True):
+    for programs in _programs(config, cost, moments, gpu_memory):
         chosen = _chosen(programs, again_ns)
         if chosen is None:
             return None
@@ -146,18 +146,24 @@ def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array
 
 
 def _programs(
-    config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int, levels: Sequence[Checkpointing]
+    config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int
+) -> Iterator[tuple[StageProgram, ...]]:
+    """What each model stage has to choose, in the order of the layers: of the levels that are `_TRIED`, one by one."""
+    rest = np.array(
+        [[each.total - each.activations for each in memory_of_stages(config, cost, moment)] for moment in moments]
+    )
+    return zip(*(_programs_of(config, cost, moments, gpu_memory - rest, levels) for levels in _TRIED), strict=True)
+
+
+def _programs_of(
+    config: PlanConfig, cost: CostModel, moments: Int64Array, room_on: Int64Array, levels: Sequence[Checkpointing]
 ) -> Iterator[StageProgram]:
-    """What each model stage has to choose of `levels`, in the order of the layers.
+    """What each model stage has to choose of `levels`; `room_on` int64 [n, pp]: what each stage has for activations.
 
     What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
-    last = replace(cost, checkpointing=levels[-1])
-    rest = np.array(
-        [[each.total - each.activations for each in memory_of_stages(config, last, moment)] for moment in moments]
-    )
-    around = around_of_stages(last, layers)
+    around = around_of_stages(replace(cost, checkpointing=levels[-1]), layers)
     of_layer = np.array([[activation_bytes_per_token(cost, kind, level) for level in levels] for kind in shape.kinds])
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
     working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])
@@ -172,7 +178,7 @@ def _programs(
         held = tokens[:, ACTIVATIONS, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(
             waiting - of_layer, 0.0
         )
-        room = gpu_memory - rest[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
+        room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
         room = room - np.ceil(tokens[:, ACTIVATIONS] * max(around[each] for each in parts[stage])).astype(np.int64)
         yield StageProgram(kinds, np.ceil(held).astype(np.int64), room)
 
@@ -238,7 +244,7 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)
     slowest = 0.0
-    for programs in zip(*(_programs(config, cost, most[None], gpu_memory, several) for several in _TRIED), strict=True):
+    for programs in _programs(config, cost, most[None], gpu_memory):
         estimates = (_estimated_ns(stage, again_ns) for stage in programs)
         slowest = max(slowest, next((each for each in estimates if each < np.inf), np.inf))
     of_tried = again_ns[CHECKPOINTINGS.index(outcome.cost.levels[0])]
