@@ -177,9 +177,11 @@ def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample) -> Choice:
 
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
-    if cost.rates != outcome.cost.rates:  # keys and values share the link to the host with inputs of layers
-        outcome = try_out(sample, outcome.config, cost)
     needed = outcome.memory(cost)
+    if needed.total <= options.gpu_memory and cost.rates != outcome.cost.rates:
+        # Keys and values share the link to the host with inputs of layers.
+        outcome = try_out(sample, outcome.config, cost)
+        needed = outcome.memory(cost)
     seconds = outcome.step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
     flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step(cost))
