@@ -4,8 +4,9 @@ A checkpoint holds the input of its layer; here that is copied to the host while
 while the layer after it runs backward. Both ways go through one queue beside the kernels, in which a copy into memory
 comes after all earlier ones from it. On a CPU the same is done by plain copies.
 
-On the device there are two inputs at most, of the layer at work and of the next one: a layer whose input cannot be sent
-until the one before is there waits for that on the device, so that memory is not taken faster than the link empties it.
+On the device there are two inputs at most, of the layer at work and of the next one: before a third one leaves, kernels
+wait until the first has arrived. (Memory that is merely marked as in use by another stream is free again only when the
+host sees that the copy is done; the host is far ahead, and layers would take as much as without.)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
+from chunkplan_runtime.kv.host_inputs import HostInputs
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
@@ -27,7 +28,7 @@ CHUNKS = [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 24)], [(0, 24, 32)], [(1, 0, 3), (
 LENGTHS = [32, 3, 5]
 LEVELS = ["offload", "offload:2,full:1", "none:1,offload:2", "offload:1,keep-products:1,offload:1"]
 
-#: Several kinds of layers, and a model that passes on more than hidden states: those stay on the device.
+#: Several kinds of layers: one runs a chunk segment by segment.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -69,7 +70,7 @@ def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
     work = work_of(handmade_plan, random_sequences, k)
     for levels in ("offload", "offload:2,full:1"):
         model.set_checkpointing(levels)
-        model.current.host_inputs.__init__()
+        model.current.host_inputs = HostInputs()
         Executor(model).run(work, 30)
         cost = CostModel(shape=shape_of_config(config, "a test"), precision="fp32", checkpointing=levels)
         predicted = stage_host_bytes(cost, layers=(3,), retained_tokens=[8 * k], kv_tokens=[0])
