@@ -63,4 +63,4 @@ def exchange_times(
 def _link_bytes(cost: CostModel, size: IntArray) -> Float64Array:
     """Bytes a second between `size` data-parallel ranks that follow one another, [n]."""
     sizes, index = np.unique(size, return_inverse=True)
-    return np.array([cost.ring_bytes(int(each)) for each in sizes])[index]
+    return np.array([cost.hardware.link_bytes(int(each) * cost.tp) for each in sizes])[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -40,6 +41,21 @@ class Hardware:
     host_bytes: float
     memory_bytes: int
     reserved_bytes: int
+
+    def link_bytes(self, gpus: int) -> float:
+        """Bytes a second that each of so many GPUs in a row sends another: between nodes by its own link."""
+        return self.gpu_link_bytes if gpus <= self.gpus_per_node else self.node_link_bytes
+
+    def ring_bytes(self, ranks: int, tp: int) -> float:
+        """Bytes a second of a collective of `ranks` that follow one another and lie `tp` GPUs apart.
+
+        Between nodes its rings leave by the links of all members that a node has (NVIDIA/nccl#412), of which the node
+        with the fewest decides; they go no faster than the links within a node.
+        """
+        if ranks * tp <= self.gpus_per_node:
+            return self.gpu_link_bytes
+        fewest = max(math.gcd(ranks * tp, self.gpus_per_node) // tp, 1)
+        return min(fewest * self.node_link_bytes, self.gpu_link_bytes)
 
 
 #: The profiles that come with chunkplan, in chunkplan/cost/profiles.

@@ -196,9 +196,8 @@ class CostModel(Options):
         shape, hardware, tp = self.shape, self.hardware, self.tp
         slower = hardware.flops / hardware.fp32_flops if self.precision == "fp32" else 1.0
         product = 2e9 * slower / hardware.flops / tp
-        ring = hardware.gpu_link_bytes if tp <= hardware.gpus_per_node else hardware.node_link_bytes
         token_bytes = shape.hidden_size * self.num_bytes
-        collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / ring
+        collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / hardware.ring_bytes(tp, 1)
         copied = shape.mean(self._copied_elements) + self.adapters.copied
         copies = (copied * self.num_bytes) / tp / hardware.copy_bytes
         kernels = _KERNELS + ADAPTER_KERNELS * self.adapters.number
@@ -241,12 +240,7 @@ class CostModel(Options):
 
     def ring_ns(self, num_bytes: float, dp: int) -> float:
         """What `dp` data-parallel ranks take to gather, or to reduce and scatter, `num_bytes`: a ring."""
-        return num_bytes * (dp - 1) / dp / self.ring_bytes(dp) * 1e9
-
-    def ring_bytes(self, dp: int) -> float:
-        """Bytes a second of a ring of `dp` data-parallel ranks, whose GPUs lie `tp` apart."""
-        in_a_node = dp * self.tp <= self.hardware.gpus_per_node
-        return self.hardware.gpu_link_bytes if in_a_node else self.hardware.node_link_bytes
+        return num_bytes * (dp - 1) / dp / self.hardware.ring_bytes(dp, self.tp) * 1e9
 
     @cached_property
     def _products(self) -> float:

@@ -113,9 +113,8 @@ def test_processes_send_the_bytes_that_predicted_times_are_of(
     slots = align(step.chunks, step.actions, times, meeting, dp, pp, opened.config.v_shaped)
     rates, layers = cost.rates_on(dp), opened.config.layers(cost.shape.num_layers)
     norms = 2 * cost.shape.hidden_size * 4 * (dp - 1) / dp
-    gathered, reduced = (
-        (each - cost.hardware.link_ns) * cost.ring_bytes(dp) / 1e9 + norms for each in (rates.gather, rates.reduce)
-    )
+    ring = cost.hardware.ring_bytes(dp, 1)
+    gathered, reduced = ((each - cost.hardware.link_ns) * ring / 1e9 + norms for each in (rates.gather, rates.reduce))
     for number, process in enumerate(found):
         stage = number // dp
         own = slice(*slots.stages[stage : stage + 2])
