@@ -17,6 +17,9 @@ from chunkplan.cost.sums import GRADIENT_BYTES
 #: Norms and the log-sum-exp of attention are in float32.
 _FLOAT32 = 4
 
+#: Of a token id, and of a position.
+_ID_BYTES = 4
+
 #: Of each expert that a token goes to: its place, weight and order among the tokens of that expert, in 32 and 64 bits.
 _ROUTED_BYTES = 48
 
@@ -47,6 +50,8 @@ def activation_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointi
     level = level or cost.levels[0]
     if level == "none":
         return _everything(cost, layer) / cost.tp
+    if level == "offload":
+        return 0.0
     held: float = cost.shape.hidden_size * cost.num_bytes
     if level != "full":
         held += layer.output_width * cost.num_bytes + _FLOAT32 * layer.num_query_heads
@@ -117,6 +122,35 @@ def _of_mlp(cost: CostModel, layer: Layer) -> float:
     return made * cost.num_bytes + _FLOAT32 * layer.num_experts
 
 
+def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool) -> float:
+    """What a chunk that keeps its activations holds for each token around the layers of a model stage, on one GPU.
+
+    It counts where layers hold nothing: token ids, or the hidden states that come from the stage before; positions and
+    their rotary embeddings; and on the last stage what the final norm reads and makes.
+    """
+    shape, [layer, *_] = cost.shape, cost.shape.kinds
+    held = float(_ID_BYTES if is_first else shape.hidden_size * cost.num_bytes)
+    held += _ID_BYTES + 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
+    if is_last:
+        normalised = 0 if cost.lora_rank else _FLOAT32 if layer.wide_norms else cost.num_bytes
+        held += shape.hidden_size * (_FLOAT32 + normalised + cost.num_bytes) + _FLOAT32
+    return held / cost.tp
+
+
+def around_of_stages(cost: CostModel, layers: Sequence[int]) -> list[float]:
+    """What a token that is retained takes around the layers of each model stage, where inputs of these are elsewhere.
+
+    Where none are it is left out: it is little beside what layers hold.
+    """
+    last = len(layers) - 1
+    return [
+        _around_bytes(cost, is_first=not stage, is_last=stage == last)
+        if any(level == "offload" for _, level, _ in own)
+        else 0.0
+        for stage, own in enumerate(runs_of(cost, layers))
+    ]
+
+
 def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
     """What a chunk holds for each token of a layer between the halves of its backward, on one GPU.
 
@@ -141,7 +175,8 @@ def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
 def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing) -> float:
     """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer run again for it.
 
-    With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole.
+    With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole. Of layers whose inputs
+    are in host memory two inputs are there: of the layer at work, and of the next one.
     """
     shape = cost.shape
     gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
@@ -149,9 +184,9 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
     again = 0.0
     if level != "none":
         everything, at_least, held = (
-            activation_bytes_per_token(cost, layer, each) for each in (CHECKPOINTINGS[0], CHECKPOINTINGS[-1], level)
+            activation_bytes_per_token(cost, layer, each) for each in (CHECKPOINTINGS[0], "full", level)
         )
-        again = max(0.0, everything + at_least - held)
+        again = max(0.0, everything + at_least - held) + (at_least if level == "offload" else 0.0)
     # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
     made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
     return (gradients + gathered) * cost.num_bytes + made + again

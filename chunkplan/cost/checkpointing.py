@@ -9,16 +9,17 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
 
-#: What a chunk in flight holds of each layer, from everything to the layer's input alone. Each runs again in the
-#: backward what it does not hold: more than those before it.
-Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full"]
+#: What a chunk in flight holds of each layer, from everything to the layer's input alone, at last in host memory. Each
+#: runs again in the backward what it does not hold: more than those before it, but for the last one.
+Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full", "offload"]
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 #: Layers that have a level, as they are written.
@@ -86,12 +87,13 @@ def shown_levels(levels: Sequence[Checkpointing]) -> str:
 
 
 def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
-    """How a level is named among notes: by itself, or the last one as `full` says; "none" is not named.
+    """How a level is named among notes: by itself, or the last two as `full` says; "none" is not named.
 
     Of runs of layers, the weakest and the strongest level but "none", and how many layers have one of these.
     """
     if ":" not in checkpointing:
-        return [] if checkpointing == "none" else [full if checkpointing == "full" else checkpointing]
+        words = {"none": [], "full": [full], "offload": [f"{full} on the host"]}
+        return words.get(checkpointing, [checkpointing])
     levels = [level for level, count in _runs(checkpointing) for _ in range(count)]
     saving = sorted((level for level in levels if level != "none"), key=CHECKPOINTINGS.index)
     if not saving:
@@ -100,11 +102,42 @@ def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list
     return [f"{weakest_to_strongest} in {len(saving)} of {len(levels)} layers"]
 
 
+class HostLink(NamedTuple):
+    """Nanoseconds that the link to host memory takes for a token of a layer on average, one way.
+
+    Of its `hidden` state, of what pages keep of it (`kv`), and of that and its gradients.
+    """
+
+    hidden: float
+    kv: float
+    with_gradients: float
+
+
+def host_link(shape: ModelShape, host_bytes: float, num_bytes: int) -> HostLink:
+    """What the link of all GPUs of a stage takes, of `host_bytes` a second; `num_bytes` a number, 4 a gradient."""
+    kept = shape.mean(lambda layer: layer.cached_width)
+    sizes = shape.hidden_size * num_bytes, kept * num_bytes, kept * (num_bytes + GRADIENT_BYTES)
+    return HostLink(*(size / host_bytes * 1e9 for size in sizes))
+
+
 def with_again(
-    rates: Rates, levels: Sequence[Checkpointing], shape: ModelShape, product: float, ramp: float, copies: float
+    rates: Rates,
+    levels: Sequence[Checkpointing],
+    shape: ModelShape,
+    product: float,
+    ramp: float,
+    copies: float,
+    link: HostLink,
+    kv_offload: bool,
 ) -> Rates:
-    """`rates` of a forward, with what a backward runs again where layers have `levels`; see `_again_of`."""
+    """`rates` of a forward, with what a backward runs again where layers have `levels`; see `_again_of`.
+
+    `link`: to host memory, over which inputs of layers go, and with `kv_offload` keys and values.
+    """
     of_level = {level: _again_of(level, shape, rates, product, ramp, copies) for level in dict.fromkeys(levels)}
+    if "offload" in of_level:
+        of_level["offload"] = of_level["offload"]._replace(host=link.hidden)
+        rates = rates._replace(host_kv=(link.kv, link.with_gradients) if kv_offload else (0.0, 0.0))
     if len(of_level) == 1:
         return rates._replace(again=of_level[levels[0]])
     of_layers = tuple(of_level[level] for level in levels)
@@ -126,7 +159,7 @@ def _again_of(
     """
     if level == "none":
         return Again()
-    if level == "full":
+    if level in ("full", "offload"):
         return Again(rates.token, rates.pair, rates.chunk, (1, 1))
     if level == "keep-attention":
         return Again(rates.token, 0.0, rates.chunk, (1, 0))

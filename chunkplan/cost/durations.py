@@ -117,8 +117,9 @@ def durations(
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
     of the weights of layers; that of the head comes with the loss, whose logits nobody keeps, that of embeddings at
     the end. Frozen weights have none, see `Rates`. Where weights are sharded, all but the latter fetches them; where
-    gradients are, what makes them reduces them: both over one link, one after another. As this goes on beside the work
-    of the layer before or after, layers take no less than it does; head and embeddings hide nothing of it.
+    gradients are, what makes them reduces them: both over one link, one after another. Inputs of layers that lie in
+    host memory are sent and fetched over a link of their own. As this goes on beside the work of the layer before or
+    after, layers take no less than it does; head and embeddings hide nothing of it.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
@@ -153,10 +154,26 @@ def durations(
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
         of_ends = dict.fromkeys(("forward", "recompute"), head)
         of_ends |= dict.fromkeys(("backward", "backward_input"), 2 * head - frozen_head + end_sums)
+        on_link = _host_link_ns(tokens, attention_pairs, rates, run_again)
         for op, nanoseconds in by_op.items():
-            sent = num_layers * least.get(op, rates.gather) + of_ends.get(op, 0.0)
+            sent = num_layers * np.maximum(least.get(op, rates.gather), on_link.get(op, 0.0)) + of_ends.get(op, 0.0)
             times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, sent))
     return times
+
+
+def _host_link_ns(
+    tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: Again
+) -> dict[str, Float64Array]:
+    """What the link to host memory is busy for a layer, by op, where inputs of layers lie there: [n] each.
+
+    Offloaded keys and values come over the same link: those of the prefix, which the attention pairs tell of a chunk
+    that is one part of a sequence.
+    """
+    if not again.host:
+        return {}
+    prefix = np.maximum(attention_pairs / np.maximum(tokens, 1) - tokens, 0) / 2
+    forward, backward = (again.host * tokens + of_prefix * prefix for of_prefix in rates.host_kv)
+    return {"forward": forward, "recompute": forward, "backward": backward, "backward_input": backward}
 
 
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:

@@ -18,6 +18,7 @@ import numpy as np
 from chunkplan.cost.activations import (
     Run,
     activation_bytes_per_token,
+    around_of_stages,
     pending_bytes_per_token,
     runs_of,
     working_bytes_per_token,
@@ -159,6 +160,7 @@ def _stages_of(
     optimizer_bytes = moment_bytes(cost.optimizer, shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
     stages = []
     split = stage_parts(runs_of(cost, layers), pp, v_shaped)
+    around = stage_parts(around_of_stages(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
         on_stage = _without_levels(own)
@@ -183,7 +185,7 @@ def _stages_of(
                 optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
                 working_bytes=chunk_size * _working_bytes(cost, own),
                 logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
-                token_bytes=token_bytes(cost, own, chunk_size),
+                token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
                 kv_elements=_kv_elements_per_token(cost, on_stage),
                 state_bytes=_state_bytes(cost, on_stage),
             )
@@ -241,11 +243,14 @@ def exchange_bytes(
     return max(by_heads, by_pages)
 
 
-def token_bytes(cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int) -> tuple[float, float, float, float]:
+def token_bytes(
+    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None
+) -> tuple[float, float, float, float]:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
-    that retains it; of a saved input, likewise; of keys, values and their gradients (0 where they are offloaded), and
-    of the states that recurrent layers keep for each ChunkSize; and between the halves of a backward, by how much it
-    is more than activations at most: the half for inputs comes to the last layers first."""
+    that retains it, with what each holds `around` its layers (None: nothing); of a saved input, likewise; of keys,
+    values and their gradients (0 where they are offloaded), and of the states that recurrent layers keep for each
+    ChunkSize; and between the halves of a backward, by how much it is more than activations at most: the half for
+    inputs comes to the last layers first."""
     activations = [
         [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
     ]
@@ -260,7 +265,8 @@ def token_bytes(cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int) 
         ]
         pending = max(pending, *accumulate(reversed(more)))
     kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
-    return max(map(sum, activations)), stage_input, kept, pending
+    retained = (sum(held) + more for held, more in zip(activations, around or [0.0] * len(own), strict=True))
+    return max(retained), stage_input, kept, pending
 
 
 def stage_token_bytes(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
-from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, levels_of, with_again
+from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.entries import from_entries
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
@@ -105,8 +105,8 @@ class CostModel(Options):
     precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
     checkpointing: str = option(
         CHECKPOINTING,
-        "What a backward runs again: none, full, or all but what keep-products, -projections or -attention says; of "
-        "runs of layers full:8,none:20.",
+        "What a backward runs again: none, full (offload: with inputs of layers on the host), or all but what "
+        "keep-products, -projections or -attention says; of runs of layers full:8,none:20.",
         group=MACHINE,
         default="none",
     )
@@ -203,7 +203,8 @@ class CostModel(Options):
             link=hardware.link_ns,
             sums=self._sums(reduced=self.shares("gradients")),
         )
-        rates = with_again(rates, self.levels, shape, product, ramp, copies * 1e9)
+        link = host_link(shape, tp * hardware.host_bytes, self.num_bytes)
+        rates = with_again(rates, self.levels, shape, product, ramp, copies * 1e9, link, self.kv_offload)
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
 
     def rates_on(self, dp: int) -> Rates:
@@ -282,9 +283,8 @@ class CostModel(Options):
         Both grow with the prefix, so its length does not matter. The backward decides, which fetches gradients (in
         float32, as kept) beside keys and values, and takes two forwards. 1 where nothing is kept.
         """
-        width = self.shape.mean(lambda layer: layer.cached_width)
-        fetched = width / self.tp * (self.num_bytes + 4) / self.hardware.host_bytes * 1e9
-        return math.ceil(fetched / (2 * 2 * self.rates.pair)) if width else 1
+        fetched = host_link(self.shape, self.tp * self.hardware.host_bytes, self.num_bytes).with_gradients
+        return math.ceil(fetched / (2 * 2 * self.rates.pair)) if fetched else 1
 
     def model_flops(self, num_tokens: float, attention_pairs: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute.

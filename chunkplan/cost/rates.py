@@ -16,22 +16,22 @@ class LayerTime(NamedTuple):
 class Again(NamedTuple):
     """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
 
-    `exchange`: how often it waits again for the ranks that share heads, and for those that share pages.
+    `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
+    sending the input of a token to host memory takes, or fetching it: beside the work of the layer.
     """
 
     token: float = 0.0
     pair: float = 0.0
     chunk: float = 0.0
     exchange: tuple[float, float] = (0, 0)
+    host: float = 0.0
 
     @classmethod
     def mean(cls, of_layers: Sequence[Again]) -> Again:
         """That of a layer on average."""
-        token, pair, chunk, heads, pages = (
-            sum(each) / len(of_layers)
-            for each in zip(*((one.token, one.pair, one.chunk, *one.exchange) for one in of_layers), strict=True)
-        )
-        return cls(token, pair, chunk, (heads, pages))
+        parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host) for one in of_layers)
+        token, pair, chunk, heads, pages, host = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
+        return cls(token, pair, chunk, (heads, pages), host)
 
 
 class Sums(NamedTuple):
@@ -62,7 +62,8 @@ class Rates(NamedTuple):
     without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
     fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
     data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
-    no less.
+    no less. `host_kv`: what fetching keys and values of a token of the prefix takes in a forward, and with gradients in
+    a backward, where these share the link to host memory with inputs of layers (`Again.host`); else nothing.
     """
 
     token: float
@@ -79,6 +80,7 @@ class Rates(NamedTuple):
     sums: Sums = Sums()
     weight_half: LayerTime | None = None
     again_of_layers: tuple[Again, ...] = ()
+    host_kv: tuple[float, float] = (0.0, 0.0)
 
     def again_within(self, start: int, stop: int) -> Again:
         """What is run again of a layer from `start` on and before `stop`, on average."""

@@ -141,6 +141,7 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         "bubble": choice.bubble,
         "recompute_share": choice.recompute_share,
         "memory": {**asdict(choice.memory), "total": choice.memory.total},
+        "host_memory": choice.host_bytes,
         "fits": choice.fits,
         "plan_only": choice.plan_only,
     }

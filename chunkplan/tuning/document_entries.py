@@ -40,7 +40,10 @@ PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 
 @final
 class ChoiceEntry(PlanEntries):
-    """A configuration that was tried. `memory`: bytes by what takes them, and their `total`."""
+    """A configuration that was tried. `memory`: bytes by what takes them, and their `total`.
+
+    `host_memory`: bytes that a GPU keeps there.
+    """
 
     tp: int
     checkpointing: str
@@ -52,6 +55,7 @@ class ChoiceEntry(PlanEntries):
     bubble: float
     recompute_share: float
     memory: dict[str, int]
+    host_memory: NotRequired[int]
     fits: bool
     plan_only: str | None
 

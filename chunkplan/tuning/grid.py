@@ -38,8 +38,8 @@ Tick = Callable[[], None]
 class Choice:
     """A configuration and what it comes to; see `Outcome`.
 
-    `memory` is that of the fullest stage in any step. `mfu`: model FLOPs without recompute, over the peak of all
-    GPUs. `plan_only`: why the runtime cannot run it, or None.
+    `memory` is that of the fullest stage in any step, `host_bytes` what a GPU keeps in host memory. `mfu`: model FLOPs
+    without recompute, over the peak of all GPUs. `plan_only`: why the runtime cannot run it, or None.
     """
 
     config: PlanConfig
@@ -50,6 +50,7 @@ class Choice:
     bubble: float
     recompute_share: float
     memory: StageMemory
+    host_bytes: int
     fits: bool
     plan_only: str | None
 
@@ -165,7 +166,8 @@ def mixed_again(
     if found is None:
         return None
     memory = max((each.memory(each.cost) for each in found), key=lambda each: each.total)
-    return replace(choice_of(found[0], options, sample), memory=memory)
+    host_bytes = max(each.host_bytes(each.cost) for each in found)
+    return replace(choice_of(found[0], options, sample), memory=memory, host_bytes=host_bytes)
 
 
 def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample) -> Choice:
@@ -176,6 +178,10 @@ def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample) -> Choice:
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
     needed = outcome.memory(cost)
+    if needed.total <= options.gpu_memory and cost.rates != outcome.cost.rates:
+        # Keys and values share the link to the host with inputs of layers.
+        outcome = try_out(sample, outcome.config, cost)
+        needed = outcome.memory(cost)
     seconds = outcome.step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
     flops = cost.model_flops(sample.tokens_per_step, sample.attention_pairs_per_step(cost))
@@ -188,6 +194,7 @@ def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample
         bubble=outcome.bubble,
         recompute_share=outcome.recompute_share,
         memory=needed,
+        host_bytes=outcome.host_bytes(cost),
         fits=needed.total <= options.gpu_memory,
         plan_only=why_plan_only(outcome.config, cost),
     )

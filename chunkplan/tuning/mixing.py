@@ -4,6 +4,9 @@ Stages have GPUs of their own, so each has an integer program of its own: how ma
 stages of a pipeline hold more chunks at once than late ones, and get stronger levels. What a stage then runs again
 changes the times, and with these what stages hold: so the outcome is simulated, and what it holds is taken up into the
 program until it fits.
+
+The last level needs room for inputs of layers that are on their way between host and GPU. So a stage may have it only
+where without it nothing fits, or some layers have the level before.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.activations import (
     activation_bytes_per_token,
+    around_of_stages,
     pending_bytes_per_token,
     working_bytes_per_token,
 )
@@ -34,6 +38,9 @@ from chunkplan.tuning.trial import Outcome, memory_of_stages, token_bytes_of, tr
 
 #: How often a mixture is made again where what it holds does not fit.
 _ROUNDS = 4
+
+#: The levels that a stage may choose from, what is to be tried first.
+_TRIED = CHECKPOINTINGS[:-1], CHECKPOINTINGS
 
 #: Deterministic seconds of CP-SAT; a program has some ten variables.
 _EFFORT = 1.0
@@ -93,42 +100,73 @@ def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory
     """
     again_ns = _again_ns(config, cost, sample)
     levels: list[Checkpointing] = []
-    for stage in _programs(config, cost, moments, gpu_memory):
-        num_kinds = stage.held.shape[1]
-        counts = np.bincount(stage.kinds, minlength=num_kinds)
-        chosen = fewest_ns(counts, stage.held, stage.room, again_ns)
+    for programs in _programs(config, cost, moments, gpu_memory):
+        chosen = _chosen(programs, again_ns)
         if chosen is None:
             return None
-        of_kinds = [iter(np.repeat(np.arange(again_ns.size), each)[::-1].tolist()) for each in chosen]
-        levels += [CHECKPOINTINGS[next(of_kinds[kind])] for kind in stage.kinds]
+        of_kinds = [iter(np.repeat(np.arange(each.size), each)[::-1].tolist()) for each in chosen]
+        levels += [CHECKPOINTINGS[next(of_kinds[kind])] for kind in programs[0].kinds]
     return shown_levels(levels)
 
 
+def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Array | None:
+    """How many layers of each kind have each level: with one of `programs`, each of which has more levels to choose.
+
+    The next one is tried only where no layer could do with less than the last level of the one before.
+    """
+    best, best_ns = None, np.inf
+    for stage in programs:
+        num_kinds, num_levels = stage.held.shape[1:]
+        counts = np.bincount(stage.kinds, minlength=num_kinds)
+        chosen = fewest_ns(counts, stage.held, stage.room, again_ns[:num_levels])
+        if chosen is not None and (chosen @ again_ns[:num_levels]).sum() < best_ns:
+            best, best_ns = chosen, (chosen @ again_ns[:num_levels]).sum()
+        if best is not None and not best[:, -1].any():
+            break
+    return best
+
+
 def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array:
-    """What each level runs again of a layer in a step, int64 [num_levels]."""
+    """What each level runs again of a layer in a step, int64 [num_levels].
+
+    With it counts what the link to the host takes longer than a layer, and a nanosecond where it does not: of two
+    levels that run as much again the first is to be taken.
+    """
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
-    agains = [replace(cost, checkpointing=level).rates.again for level in CHECKPOINTINGS]
     num_chunks = tokens / config.chunk_size
-    return np.array([round(each.token * tokens + each.pair * pairs + each.chunk * num_chunks) for each in agains])
+    rates = cost.rates
+    forward = rates.token * tokens + rates.pair * pairs + rates.chunk * num_chunks
+    found = []
+    for level in CHECKPOINTINGS:
+        again = replace(cost, checkpointing=level).rates.again
+        again_ns, on_link = again.token * tokens + again.pair * pairs + again.chunk * num_chunks, again.host * tokens
+        waits = max(0.0, on_link - forward) + max(0.0, on_link - 2 * forward - again_ns) + bool(on_link)
+        found.append(round(again_ns + waits))
+    return np.array(found)
 
 
-def _programs(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int) -> Iterator[StageProgram]:
-    """What each model stage has to choose, in the order of the layers.
+def _programs(
+    config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int
+) -> Iterator[tuple[StageProgram, ...]]:
+    """What each model stage has to choose, in the order of the layers: of the levels that are `_TRIED`, one by one."""
+    rest = np.array(
+        [[each.total - each.activations for each in memory_of_stages(config, cost, moment)] for moment in moments]
+    )
+    return zip(*(_programs_of(config, cost, moments, gpu_memory - rest, levels) for levels in _TRIED), strict=True)
+
+
+def _programs_of(
+    config: PlanConfig, cost: CostModel, moments: Int64Array, room_on: Int64Array, levels: Sequence[Checkpointing]
+) -> Iterator[StageProgram]:
+    """What each model stage has to choose of `levels`; `room_on` int64 [n, pp]: what each stage has for activations.
 
     What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
-    full = replace(cost, checkpointing=CHECKPOINTINGS[-1])
-    rest = np.array(
-        [[each.total - each.activations for each in memory_of_stages(config, full, moment)] for moment in moments]
-    )
-    of_layer = np.array(
-        [[activation_bytes_per_token(cost, kind, level) for level in CHECKPOINTINGS] for kind in shape.kinds]
-    )
+    around = around_of_stages(replace(cost, checkpointing=levels[-1]), layers)
+    of_layer = np.array([[activation_bytes_per_token(cost, kind, level) for level in levels] for kind in shape.kinds])
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
-    working = np.array(
-        [max(working_bytes_per_token(cost, kind, level) for level in CHECKPOINTINGS) for kind in shape.kinds]
-    )
+    working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])
     order, stops = np.array(shape.order), list(accumulate(layers))
     parts = stage_parts(range(len(layers)), config.pp, config.v_shaped)
     stage_of = {model_stage: stage for stage, own in enumerate(parts) for model_stage in own}
@@ -140,7 +178,8 @@ def _programs(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memo
         held = tokens[:, ACTIVATIONS, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(
             waiting - of_layer, 0.0
         )
-        room = gpu_memory - rest[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
+        room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
+        room = room - np.ceil(tokens[:, ACTIVATIONS] * max(around[each] for each in parts[stage])).astype(np.int64)
         yield StageProgram(kinds, np.ceil(held).astype(np.int64), room)
 
 
@@ -164,7 +203,7 @@ def fitted(
 
 
 def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_memory: int) -> CostModel:
-    """`cost` with the levels that run least again and fit; full activation checkpointing where none is found."""
+    """`cost` with the levels that run least again and fit; the last level where none is found."""
     for level in CHECKPOINTINGS:
         outcome = try_out(sample, config, replace(cost, checkpointing=level))
         if outcome.memory(outcome.cost).total <= gpu_memory:
@@ -201,14 +240,20 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
     """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
     config, rates = outcome.config, cost.rates
     most, _ = fullest(outcome.moments[int(cost.kv_offload)], token_bytes_of(config, outcome.cost))
-    again_ns = _again_ns(config, cost, sample).astype(np.float64)
+    again_ns = _again_ns(config, cost, sample)
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)
     slowest = 0.0
-    for stage in _programs(config, cost, most[None], gpu_memory):
-        num_bytes: Float64Array = stage.held[0][stage.kinds].sum(axis=0).astype(np.float64)  # [num_levels]
-        if num_bytes[-1] > stage.room[0]:
-            return float("inf")
-        slowest = max(slowest, float(np.interp(stage.room[0], num_bytes[::-1], again_ns[::-1])))
+    for programs in _programs(config, cost, most[None], gpu_memory):
+        estimates = (_estimated_ns(stage, again_ns) for stage in programs)
+        slowest = max(slowest, next((each for each in estimates if each < np.inf), np.inf))
     of_tried = again_ns[CHECKPOINTINGS.index(outcome.cost.levels[0])]
     return outcome.step_ns * float((layer_ns + slowest) / (layer_ns + of_tried))
+
+
+def _estimated_ns(stage: StageProgram, again_ns: Int64Array) -> float:
+    """What a stage runs again at the first of its moments, if parts of layers could have a level; inf: none fit."""
+    num_bytes: Float64Array = stage.held[0][stage.kinds].sum(axis=0).astype(np.float64)  # [num_levels]
+    if num_bytes[-1] > stage.room[0]:
+        return float("inf")
+    return float(np.interp(stage.room[0], num_bytes[::-1], again_ns[: num_bytes.size][::-1]))

@@ -10,6 +10,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.longest import LongestSequence, longest_sequences
 from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel
@@ -18,7 +19,7 @@ from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.holdings import PENDING, fullest, fullest_moments
+from chunkplan.schedule.holdings import KV, PENDING, fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -29,7 +30,8 @@ class Outcome:
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
     step, over all stages. `moments` int64 [2, num_steps, pp, 4]: what each stage holds at its fullest moment on any
-    rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded.
+    rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded. `retained`
+    int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
     """
 
     config: PlanConfig
@@ -39,12 +41,24 @@ class Outcome:
     recompute_share: float
     recompute_ns: tuple[float, ...]
     moments: Int64Array
+    retained: Int64Array
 
     def memory(self, cost: CostModel) -> StageMemory:
         """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading and sharding."""
         moments = self.moments[int(cost.kv_offload)]
         most, _ = fullest(moments, token_bytes_of(self.config, cost))
         return max(memory_of_stages(self.config, cost, most), key=_total)
+
+    def host_bytes(self, cost: CostModel) -> int:
+        """Host memory of a GPU of the stage that takes most; `cost` as in `memory`."""
+        of_stages = stage_host_bytes(
+            cost,
+            layers=self.config.layers(cost.shape.num_layers),
+            retained_tokens=self.retained.tolist(),
+            kv_tokens=self.moments[0, :, :, KV].max(axis=0).tolist(),
+            v_shaped=self.config.v_shaped,
+        )
+        return max(of_stages)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
@@ -127,6 +141,7 @@ def try_out(
         bubble=1 - float(work - recomputed) / occupied,
         recompute_share=float(recomputed / work),
         recompute_ns=_by_class(sample, chunked, sample.weights[step_of_chunk] * chunked.recompute_ns),
+        retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0),
         moments=np.stack([_moments(chunked, scheduled, config, cost, offloaded) for offloaded in (False, True)]),
     )
 

@@ -224,7 +224,8 @@ def _verified(
         memory = max(outcome.memory(best.cost), best.memory, key=lambda each: each.total)
         if memory == best.memory:
             return best
-        checked = replace(best, memory=memory, fits=memory.total <= options.gpu_memory)
+        host_bytes = max(outcome.host_bytes(best.cost), best.host_bytes)
+        checked = replace(best, memory=memory, host_bytes=host_bytes, fits=memory.total <= options.gpu_memory)
         choices[next(place for place, choice in enumerate(choices) if choice is best)] = checked
         if checked.fits:
             return checked

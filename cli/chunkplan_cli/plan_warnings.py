@@ -48,8 +48,10 @@ def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
     room = memory.gpu_bytes - (held.total - of_chunks - of_kv)
     helps = []
     if of_chunks > room or of_chunks >= of_kv:
-        full = "" if cost.checkpointing == "full" else ", or --checkpointing full"
-        helps.append(f"a smaller --chunk-size or --k{full}")
+        less = {"full": ", or --checkpointing offload", "offload": ""}.get(
+            cost.checkpointing, ", or --checkpointing full"
+        )
+        helps.append(f"a smaller --chunk-size or --k{less}")
     if of_kv > room or of_kv > of_chunks:
         helps.append("train with --kv-offload, which keeps keys and values (KV) in host memory, or more --pp")
     return helps

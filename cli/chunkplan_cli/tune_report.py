@@ -155,6 +155,8 @@ def _verdict(tuning: Tuning) -> Table:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
     rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
+    if choice.host_bytes:
+        rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU"))
     if by_layer := _level_words(choice):
         rows.append(("checkpointing", by_layer))
     rows.append(("longest sequence", _longest_words(tuning)))

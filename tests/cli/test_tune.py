@@ -315,7 +315,7 @@ def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
     """
     np.save(tmp_path / "some.npy", np.repeat([500, 30_000, 120_000], [3000, 3, 1]))
     np.save(tmp_path / "alike.npy", np.array([5, 9, 4000, 90_000] * 9))
-    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 900_000]))
+    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 4_000_000]))
     assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
     shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
     gain = re.search(r"Qwen2\.5-7B on 8 x h100, by prediction: a step takes .*x as fast as (.*)", shown)

@@ -53,10 +53,11 @@ def test_a_kernel_is_plain_attention(name, num_queries, num_keys, form, kv_heads
 
 @pytest.fixture
 def run_step(tiny_config, handmade_plan, random_sequences):
-    def run(k, kv_offload):
+    def run(k, kv_offload, checkpointing="none"):
         torch.use_deterministic_algorithms(True)
         config = AutoConfig.for_model(**tiny_config("qwen2", head_dim=64, hidden_size=256))
         model = new_model(config, torch.bfloat16, seed=3, device="cuda")
+        model.set_checkpointing(checkpointing)
         assert model.attention_kernels()["full"] in ("flash-attn-2", "torch-cuda")
         chunks = [[(0, start, start + 16)] for start in range(0, 176, 16)] + [[(1, 0, 4), (2, 0, 9)]]
         plan = handmade_plan(random_sequences([176, 4, 9]), [{0: chunks}], k=k)
@@ -75,6 +76,16 @@ def test_gradients_are_the_same_bits_whatever_k_and_wherever_kv_is(run_step, mon
         other_loss, other = run_step(k, kv_offload)
         assert other_loss == loss
         assert all(torch.equal(other[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_gradients_are_the_same_bits_where_inputs_of_layers_are_on_the_host(run_step, monkeypatch, k):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    loss, gradients = run_step(k, kv_offload=False, checkpointing="full")
+    for kv_offload in (False, True):
+        other_loss, other = run_step(k, kv_offload, checkpointing="offload")
+        assert other_loss == loss
+        assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("kv_offload", [False, True])

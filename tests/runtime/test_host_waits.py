@@ -66,7 +66,14 @@ def test_the_host_waits_for_nothing_in_forwards_and_backwards(model_type, make_s
 
 
 @pytest.mark.parametrize(
-    "how", [{"kv_offload": True}, {"checkpointing": "full"}, {"checkpointing": "keep-attention"}, {"k": 2}]
+    "how",
+    [
+        {"kv_offload": True},
+        {"checkpointing": "full"},
+        {"checkpointing": "keep-attention"},
+        {"checkpointing": "offload"},
+        {"k": 2},
+    ],
 )
 def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(how, make_step):
     executor, work = make_step("qwen3", **how)
@@ -80,6 +87,15 @@ def test_pages_and_buffers_of_a_step_are_those_of_the_step_before(make_step):
     executor, work = make_step("qwen3", kv_offload=True)
     executor.run(work, 30)
     executor.run(work, 30, strict(work, steady=["device_waits.py", "host_memory.py"]))
+
+
+def test_inputs_of_layers_lie_where_those_of_the_step_before_did(make_step):
+    """Even in the first step none is taken in a chunk: it is there before."""
+    executor, work = make_step("qwen3", checkpointing="offload", k=2)
+    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    taken = executor.model.current.host_inputs.num_bytes
+    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    assert executor.model.current.host_inputs.num_bytes == taken > 0
 
 
 @pytest.mark.parametrize(

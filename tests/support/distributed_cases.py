@@ -143,7 +143,7 @@ def compare_steps(
     plan: Path,
     config: Path,
     lora: bool = False,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     kv_offload: bool = False,
     sharding: Sharding = "optimizer",
     stage_layers: tuple[int, ...] | None = None,
@@ -154,6 +154,8 @@ def compare_steps(
     train_only: Sequence[str] = (),
 ) -> list[Compared]:
     """Run steps of `plan` as one of all processes; with `evaluates` each after an evaluation of the same step.
+
+    `checkpointing`: the level of all layers, or several.
 
     The reference is always plain training of all weights.
     """
@@ -171,7 +173,8 @@ def compare_steps(
         references = [{name: each[name] for name in each if name not in frozen} for each in references]
         freeze_weights(model.model, frozen)
         if checkpointing:
-            model.set_checkpointing(mixed_levels(model.config.num_hidden_layers))
+            several = mixed_levels(model.config.num_hidden_layers)
+            model.set_checkpointing(checkpointing if isinstance(checkpointing, str) else several)
         how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):

@@ -149,7 +149,7 @@ def totals_of(found: str, moments: np.ndarray) -> np.ndarray:
 @settings(deadline=None, max_examples=40)
 @given(moments=drawn_moments(pending=False), gpu_memory=st.integers(20 * GIB, 300 * GIB))
 def test_no_mixture_that_fits_runs_less_again(sample: Sample, moments: np.ndarray, gpu_memory: int) -> None:
-    """Of all 35 of the three layers of each of two stages.
+    """Of all 56 of the three layers of each of two stages.
 
     The program leaves room for the backward of a layer of any level, so what it finds is at least as good as all that
     fit with so much less room, and no better than all that fit.
@@ -203,8 +203,30 @@ def test_where_a_mixture_gains_nothing_there_is_one_level_and_no_runs(sample: Sa
         outcome.memory(outcome.cost).total
         for outcome in (try_out(sample, config, replace(COST, checkpointing=level)) for level in CHECKPOINTINGS)
     ]
-    for level, gpu_memory in (("none", totals[0]), ("full", totals[-1]), ("full", totals[-1] // 2)):
+    for level, gpu_memory in (
+        ("none", totals[0]),
+        ("offload", totals[-1]),
+        ("offload", totals[-1] // 2),
+    ):
         assert fastest_fitting(sample, config, COST, gpu_memory).checkpointing == level
+
+
+def test_inputs_on_the_host_make_room_for_levels_that_run_less_again(sample: Sample) -> None:
+    """Where `full` just fits: of the same layers, some then hold nothing and others hold attention's output."""
+    config = replace(SMALL, pp=1, schedule="algorithm2")
+    full = try_out(sample, config, replace(COST, checkpointing="full"))
+    gpu_memory = full.memory(full.cost).total
+    found = fastest_fitting(sample, config, COST, gpu_memory)
+    assert "offload" in found.levels
+    outcome = try_out(sample, config, found)
+    assert outcome.step_ns < full.step_ns and outcome.memory(found).total <= gpu_memory
+
+
+def test_where_no_layer_needs_full_none_has_its_input_on_the_host(sample: Sample) -> None:
+    """The room for inputs on their way is not taken then: the levels are those that there were without."""
+    for gib in (400, 80):
+        found = mixture(SMALL, COST, moments_of(sample, SMALL, COST), gib * GIB, sample)
+        assert found is not None and "full" not in found and "offload" not in found
 
 
 def test_what_cannot_be_faster_is_not_tried(sample: Sample) -> None:

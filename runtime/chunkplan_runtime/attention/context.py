@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkplan_runtime.attention.kept import Made, Owners
 from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.kv.host_inputs import HostInputs
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart
 from chunkplan_runtime.spans import Span
@@ -52,7 +53,8 @@ class Current:
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents. `marks`: of what is at work in the layer.
+    at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
+    inputs lie in host memory, those with the indices `offloaded`.
     """
 
     context: ChunkContext | None = None
@@ -63,6 +65,8 @@ class Current:
     router_loss: Any = None
     made: Made | None = None
     marks: tuple[Mark, ...] = ()
+    host_inputs: HostInputs = field(default_factory=HostInputs)
+    offloaded: frozenset[int] = frozenset()
 
     @contextmanager
     def within(self, mark: Mark) -> Iterator[None]:

@@ -21,7 +21,7 @@ from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.execution.order import broken, check_done, checked
 from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
-from chunkplan_runtime.execution.reserve import reserve_pages
+from chunkplan_runtime.execution.reserve import reserve_inputs, reserve_pages
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
@@ -251,6 +251,8 @@ class Executor:
         self.model.current.router_loss = self._router_loss
         if self._router_loss is not None:
             self._router_loss.begin_run(with_gradients=with_gradients)
+        if with_gradients:
+            reserve_inputs(self._parts, work)
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):

@@ -1,10 +1,14 @@
-"""Takes the host memory of all pages of a step before it begins: while links are open none may be taken."""
+"""Takes the host memory of a step before it begins, of pages and of inputs of layers.
+
+While links are open none may be taken.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from chunkplan.operations import BACKWARDS
 from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
@@ -28,6 +32,26 @@ def reserve_pages(
             needs[shapes].add(found)
     for shapes, found in needs.items():
         memory.reserve(found, shapes, parts[0].dtype)
+
+
+def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
+    """Take the host memory of the layers' inputs of as many chunks as are in flight at once on all virtual stages.
+
+    All get as much as the largest chunk takes where there are most layers.
+    """
+    if not parts[0].current.offloaded:
+        return
+    num_tokens = max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=0)
+    in_flight = most = 0
+    for action in work.actions:
+        if action.op in ("forward", "recompute"):
+            in_flight += 1
+            most = max(most, in_flight)
+        elif action.op in BACKWARDS:
+            in_flight -= 1
+    num_bytes = max(part.offloaded_bytes(num_tokens) for part in parts)
+    if num_bytes:
+        parts[0].current.host_inputs.reserve(most, num_bytes, parts[0].device)
 
 
 def _needs_of(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,33 +26,7 @@ from chunkplan_runtime.device_waits import may_wait, new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice, heads_first
-
-
-class _Queue:
-    """A CUDA stream, or nothing where copies are done when they are asked for."""
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self.copies = stream is not None
-        self._device = device
-
-    @classmethod
-    def new(cls, device: torch.device) -> _Queue:
-        return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def current(cls, device: torch.device) -> _Queue:
-        return cls(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
-
-    def use(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-
-    def record(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()
+from chunkplan_runtime.kv.queue import Queue
 
 
 @dataclass
@@ -82,8 +55,8 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reading = _Queue.new(device)
-        self._writing = _Queue.new(device)
+        self._reading = Queue.new(device)
+        self._writing = Queue.new(device)
         self._buffers: list[_Buffer] = []
         self._turn = 0
         #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
@@ -132,7 +105,7 @@ class HostMemory:
         there = self._write_back([home], [tensor])
 
         def fetch() -> Tensor:
-            _Queue.current(self._device).wait(there)
+            Queue.current(self._device).wait(there)
             return home.to(self._device, non_blocking=True, copy=True)
 
         return fetch
@@ -148,7 +121,7 @@ class HostMemory:
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
         with_gradients = asked.with_gradients
-        current = _Queue.current(self._device)
+        current = Queue.current(self._device)
         buffers = [self._next_buffer(slices[0].page.tensors)]
         self._fetch(buffers[0], slices[0], with_gradients)
         for index, page_slice in enumerate(slices):
@@ -209,7 +182,7 @@ class HostMemory:
 
     def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start copying tensors to their homes on the host, after what was asked of the device until now."""
-        self._writing.wait(_Queue.current(self._device).record())
+        self._writing.wait(Queue.current(self._device).record())
         with self._writing.use():
             for home, tensor in zip(homes, tensors, strict=True):
                 home.copy_(tensor, non_blocking=True)
@@ -232,7 +205,7 @@ class HostMemory:
         held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
         gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
         # The memory may be that of a tensor which kernels still read.
-        return _Buffer(held, gradients, free=_Queue.current(self._device).record())
+        return _Buffer(held, gradients, free=Queue.current(self._device).record())
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for a tensor of a page, like [any, heads, dim]."""

@@ -3,7 +3,8 @@
 Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
 What it gets then from the first time, by torch's selective checkpoints (`create_selective_checkpoint_contexts`), is
 what the level says: results of products, of those that mix tokens alone, or of attention alone, which is one operator
-(`attention.operator`). Nothing of a model's code changes, and what runs again computes the very same numbers.
+(`attention.operator`). Nothing of a model's code changes, and what runs again computes the very same numbers. At the
+last level the layer's input is in host memory meanwhile (`kv.host_inputs`).
 
 Three products are run again at every level, as they take little for what holding them would: those that expand latents
 to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
@@ -73,10 +74,13 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
         own = vars(module).get("forward")
         if isinstance(own, _Wrapped):
             module.forward = own.forward
+    current.offloaded = frozenset()
     if checkpointing == "none":
         return
     hidden_size, layers = model.config.hidden_size, _layers(model)
-    for index, (layer, level) in enumerate(zip(layers, levels_of(checkpointing, len(layers)), strict=True)):
+    levels = levels_of(checkpointing, len(layers))
+    current.offloaded = frozenset(index for index, level in enumerate(levels) if level == "offload")
+    for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level == "none":
             continue
         if level in ("keep-products", "keep-projections"):
@@ -150,12 +154,14 @@ def _checkpointed(
             current.context, current.cache = before
             begin_scan_with(None)
 
-    return checkpoint(run, *given, use_reentrant=False, context_fn=partial(_contexts, current, level), **how)
+    # Around the checkpoint hooks of ours get what it saves itself, and its own ones what the layer saves.
+    with current.host_inputs.of_layer(given[0]) if level == "offload" and given else nullcontext():
+        return checkpoint(run, *given, use_reentrant=False, context_fn=partial(_contexts, current, level), **how)
 
 
 def _contexts(current: Current, level: Checkpointing) -> _Contexts:
     computing = as_now()
-    if level == "full":
+    if level in ("full", "offload"):
         return nullcontext(), computing()
     policy = partial(_policy, current, level)
     first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

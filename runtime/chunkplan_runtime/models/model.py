@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -162,10 +163,12 @@ class CausalLM:
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden[0]
 
-        if not self.is_recurrent:
-            return run(tensors, inputs, seed, None)
-        hidden, self.current.borders = run_segments(run, self.model, tensors, store, inputs, seed)
-        return hidden
+        num_bytes = self.offloaded_bytes(tensors.input_ids.numel()) if torch.is_grad_enabled() else 0
+        with self.current.host_inputs.of_chunk(num_bytes, self.device) if num_bytes else nullcontext():
+            if not self.is_recurrent:
+                return run(tensors, inputs, seed, None)
+            hidden, self.current.borders = run_segments(run, self.model, tensors, store, inputs, seed)
+            return hidden
 
     def _decode(self, tensors: ChunkTensors, inputs: Tensor | None, cache: StateCache | None = None) -> Tensor:
         device = self.device
@@ -214,6 +217,11 @@ class CausalLM:
             UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
         """
         checkpoint_layers(self.model, self.current, checkpointing)
+
+    def offloaded_bytes(self, num_tokens: int) -> int:
+        """What a chunk of so many tokens holds of inputs of layers in host memory."""
+        offloaded = self.current.offloaded and self.current.offloaded & self.own_layers.keys()
+        return len(offloaded) * num_tokens * int(self.config.hidden_size) * self.dtype.itemsize
 
 
 def read_config(path: Path, *, router_loss: bool = False) -> Any:

@@ -142,6 +142,24 @@ def test_adapters_and_what_saves_memory_are_exact(pool: ProcessPool, made: Any, 
     check(pool, 4, plan, **dict.fromkeys(how, True))
 
 
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [
+        ({"pp": 2, "k": 3, "schedule": "1f1b"}, {"kv_offload": True, "evaluates": True}),
+        ({"pp": 2, "k": 2, "schedule": "zero-bubble"}, {"lora": True}),
+        ({"pp": 2, "k": 2, "schedule": "interleaved"}, {}),
+        pytest.param({"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble-v"}, {}, marks=pytest.mark.soak),
+    ],
+)
+def test_inputs_of_layers_on_the_host_are_exact_on_pipelines(
+    pool: ProcessPool, made: Any, settings: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """Several chunks are in flight, and links open: a stage that took host memory then would be refused it."""
+    plan = made(four_layers(MODELS["qwen3"]), global_batch=4, **settings)
+    world_size = settings["pp"] * settings.get("dp", 1)
+    check(pool, world_size, plan, checkpointing="offload", steps=(0, 1, 0), **how)
+
+
 @pytest.fixture(scope="module")
 def growing(made: Any) -> dict[str, Path]:
     """A plan of two stages whose steps have sequences of 300 and of 1,500 tokens: pages of several sizes."""

@@ -38,6 +38,7 @@ def pool() -> Iterator[ProcessPool]:
         (2, {"dp": 2, "k": 2, "lengths": [41], "global_batch": 1}, {"evaluates": True, "steps": (0,)}),
         (2, {"dp": 4, "k": 2}, {"lora": True, "checkpointing": True}),
         (4, {"dp": 4, "k": 1}, {"checkpointing": True}),
+        (2, {"dp": 2, "k": 2}, {"checkpointing": "offload"}),
         (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "1f1b"}, {"evaluates": True}),
         (4, {"dp": 4, "pp": 2, "k": 3, "schedule": "auto"}, {}),
         (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}, {}),

@@ -154,6 +154,7 @@ def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequence
 ) -> None:
     plan = made(WAYS[way], MODELS["gemma3_text"], k=1)
     check(pool, 4, plan, lora=True, kv_offload=True, checkpointing=True, evaluates=True)
+    check(pool, 4, plan, kv_offload=True, checkpointing="offload")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ import gc
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from chunkplan.cost.activations import activation_bytes_per_token
@@ -24,6 +21,7 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.spans import Span
+from tests.support.alive import Alive
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -111,27 +109,7 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
             patch.setattr(StateStore, "write", count)
             Executor(model).run(work.ranks[0], work.step.num_target_tokens)
     layers = config.num_hidden_layers
-    assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | {"full": (7 + 4) * layers}
-
-
-class _Alive(TorchDispatchMode):
-    """Storages that operators have made: a weak reference to each, whose address is not given away, and its bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def num_bytes(self):
-        """Of those that something still holds."""
-        return sum(size for reference, size in self.made.values() if not reference.expired())
+    assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | dict.fromkeys(("full", "offload"), (7 + 4) * layers)
 
 
 def held(config, dtype, rank, level, num_tokens=64):
@@ -142,10 +120,10 @@ def held(config, dtype, rank, level, num_tokens=64):
     places = torch.arange(num_tokens, dtype=torch.int32)[None]
     span = Span(0, 0, num_tokens, num_tokens, 0, None)
     labels = torch.zeros(num_tokens, dtype=torch.int64)
-    with _Alive() as alive:
+    with Alive() as alive:
         hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
         gc.collect()
-        found = alive.num_bytes()
+        found = alive.num_bytes() - model.current.host_inputs.num_bytes
         del hidden
     return found / num_tokens
 

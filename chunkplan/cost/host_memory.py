@@ -1,0 +1,36 @@
+"""Host memory of the GPUs of each pipeline stage: inputs of layers, and keys and values, that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from chunkplan.cost.activations import runs_of
+from chunkplan.cost.memory import KV_GRADIENT_BYTES
+from chunkplan.cost.model import CostModel
+from chunkplan.layers import stage_parts
+
+
+def stage_host_bytes(
+    cost: CostModel,
+    *,
+    layers: Sequence[int],
+    retained_tokens: Sequence[int],
+    kv_tokens: Sequence[int],
+    v_shaped: bool = False,
+) -> tuple[int, ...]:
+    """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values, gradients.
+
+    What torch rounds up, as it takes page-locked memory in powers of two, is left out. The arguments are those of
+    `stage_memory`; `retained_tokens` and `kv_tokens` may be of different moments.
+    """
+    pp = len(retained_tokens)
+    stages = []
+    for own, retained, held in zip(
+        stage_parts(runs_of(cost, layers), pp, v_shaped), retained_tokens, kv_tokens, strict=True
+    ):
+        most = max(sum(count for _, level, count in part if level == "offload") for part in own)
+        inputs = retained * most * cost.shape.hidden_size * cost.num_bytes / cost.tp
+        of_token = sum(count * layer.cached_width for part in own for layer, _, count in part) / cost.tp
+        stages.append(ceil(inputs + (held * of_token * (cost.num_bytes + KV_GRADIENT_BYTES) if cost.kv_offload else 0)))
+    return tuple(stages)
