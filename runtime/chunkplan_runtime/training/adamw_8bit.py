@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from chunkplan.cost.optimizers import BLOCK
 from chunkplan.errors import UsageError
@@ -22,7 +23,7 @@ from chunkplan.extras import pip_install
 _LEAST = 4096
 
 
-def make_adamw_8bit(groups: list[dict[str, Any]], device: torch.device, **options: Any) -> torch.optim.Optimizer:
+def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> torch.optim.Optimizer:
     """AdamW with `options` of torch's over `groups` of weights on `device`.
 
     Raises:
@@ -32,9 +33,9 @@ def make_adamw_8bit(groups: list[dict[str, Any]], device: torch.device, **option
         functional = import_module("bitsandbytes.functional")
     except ImportError as error:
         raise UsageError(f"--optimizer adamw-8bit needs bitsandbytes ({error})", hint=pip_install("qlora")) from error
-    if any(weight.dtype == torch.float64 for group in groups for weight in group["params"]):
-        raise UsageError("bitsandbytes does not compute in float64", hint="use --precision bf16 or fp32")
     optimizer = _AdamW8bit(groups, functional, device, **options)
+    if any(weight.dtype == torch.float64 for group in optimizer.param_groups for weight in group["params"]):
+        raise UsageError("bitsandbytes does not compute in float64", hint="use --precision bf16 or fp32")
     try:
         optimizer.try_update(device)
     except (NotImplementedError, RuntimeError) as error:
@@ -67,7 +68,7 @@ def sharded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class _AdamW8bit(torch.optim.AdamW):
     """torch's AdamW of the weights whose moments are float32, and bitsandbytes' of all others."""
 
-    def __init__(self, groups: list[dict[str, Any]], functional: Any, device: torch.device, **options: Any) -> None:
+    def __init__(self, groups: ParamsT, functional: Any, device: torch.device, **options: Any) -> None:
         super().__init__(groups, **options)
         self._update_blocks = functional.optimizer_update_8bit_blockwise
         #: What the 256 values of a number of 8 bits stand for, of means and of means of squares.
@@ -95,7 +96,7 @@ class _AdamW8bit(torch.optim.AdamW):
             weight.grad = gradient
         return loss
 
-    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, weight: Tensor, gradient: Tensor, group: Any) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros(())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from chunkplan.cost.optimizers import ELEMENTWISE
 from chunkplan.errors import UsageError
@@ -37,29 +38,27 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
     return _MAKERS[name](groups, config)
 
 
-def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+def _adamw(
+    groups: ParamsT, config: TrainConfig, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
     """Loshchilov and Hutter, arXiv 1711.05101."""
-    return torch.optim.AdamW(groups, **_of_adamw(config))
+    return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    return make_adamw_8bit(groups, torch.device(config.device), **_of_adamw(config))
+def _adamw_8bit(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
+    return _adamw(groups, config, partial(make_adamw_8bit, torch.device(config.device)))
 
 
-def _sgd(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+def _sgd(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.lr)  # a fused one knows no parts of weights
 
 
-def _adafactor(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+def _adafactor(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
     """Shazeer and Stern, arXiv 1804.04235; the rate is a share of a weight's root mean square."""
     return torch.optim.Adafactor(groups, lr=config.lr)
 
 
-def _of_adamw(config: TrainConfig) -> dict[str, Any]:
-    return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
-
-
-_MAKERS: dict[str, Callable[[list[dict[str, Any]], TrainConfig], torch.optim.Optimizer]] = {
+_MAKERS: dict[str, Callable[[ParamsT, TrainConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw-8bit": _adamw_8bit,
     "sgd": _sgd,

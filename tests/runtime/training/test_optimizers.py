@@ -90,7 +90,7 @@ def test_moments_of_8_bits_are_those_of_bitsandbytes_own_optimizer():
     ours, other = ([each.clone().requires_grad_() for each in start] for _ in range(2))
     assert [blocks_shape(each) for each in start] == [(32, 2), None, None]
     how = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
-    first = own.make_adamw_8bit([{"params": ours, "weight_decay": 0.1}], torch.device("cpu"), **how)
+    first = own.make_adamw_8bit(torch.device("cpu"), [{"params": ours, "weight_decay": 0.1}], **how)
     second = theirs(other[:1], weight_decay=0.1, **how)
     third = torch.optim.AdamW(other[1:], weight_decay=0.1, **how)
     for _ in range(5):
