@@ -74,7 +74,7 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
         ),
         (
             ("--dp", "8", "--cp", "off", "--chunk-size", "65536", "--checkpointing", "full"),
-            "a smaller --chunk-size or --k; and train with --kv-offload",
+            "a smaller --chunk-size or --k, or --checkpointing offload; and train with --kv-offload",
         ),
     ],
     ids=["states", "activations", "keys and values", "both", "both, with checkpoints"],

@@ -5,32 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Storages that operators have made: a weak reference to each, whose address is not given away, and its bytes.
+    """Storages that operators have made, each a weak reference, whose address is not given away.
 
-    `peak`: the most bytes that were alive after any operator since it was set.
+    `peak`: the most bytes that were alive after any operator since it was set. Of tensors that processes share, their
+    own rows count; of storages that are freed in place and taken again, as FSDP2 does, what they have.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[Any, int]] = {}
+        self.made: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        given = {each.untyped_storage()._cdata for each in _own_tensors((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for tensor in _own_tensors(result):
+            if (storage := tensor.untyped_storage())._cdata not in given:
+                self.made[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.num_bytes())
         return result
 
     def num_bytes(self) -> int:
         """Of those that something still holds."""
-        self.made = {place: made for place, made in self.made.items() if not made[0].expired()}
-        return sum(size for _, size in self.made.values())
+        self.made = {place: made for place, made in self.made.items() if not made.expired()}
+        storages = (torch.UntypedStorage._new_with_weak_ptr(made.cdata) for made in self.made.values())  # type: ignore[attr-defined]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _own_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree; of one that processes share, the rows of this process."""
+    tensors = [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]

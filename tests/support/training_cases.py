@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
+from chunkplan_runtime.training.train_step import TrainStep
+from tests.support.alive import Alive
 
 
 def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[int, str]:
@@ -88,6 +91,25 @@ def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> 
         except SystemExit as end:
             code = int(str(end.code))
     return code, told.getvalue()
+
+
+def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]:
+    """`run_main`; also the bytes that are held between the last two steps, and the most in the last of them."""
+    held = []
+    update = TrainStep.update
+    with Alive() as alive:
+
+        def counted(train_step: TrainStep, step: Any) -> float:
+            in_step = alive.peak
+            rate = update(train_step, step)
+            gc.collect()
+            held.append((alive.num_bytes(), in_step))
+            alive.peak = 0
+            return rate
+
+        with patch.object(TrainStep, "update", counted):
+            code, told = run_main(rank, **arguments)
+    return code, told, *(held[-1] if held else (0, 0))
 
 
 def _join(rank: int, size: int, port: int) -> None:
