@@ -76,13 +76,14 @@ def _everything(cost: CostModel, layer: Layer) -> float:
 
     An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and
     where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too. A fused norm reads
-    its input as it is, and nothing that it made. A fused gate makes its activation again.
+    its input as it is, and nothing that it made; of four, projections read what two make. A fused gate makes its
+    activation again.
     """
     num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
-    normed = num_bytes
+    normed, made = num_bytes, min(layer.num_norms, 2)
     if not fuses_norms(cost.fused_kernels, layer):
-        normed = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes)
-    norms = layer.num_norms * (hidden_size * (normed + num_bytes) + _FLOAT32)
+        normed, made = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes), layer.num_norms
+    norms = layer.num_norms * (hidden_size * normed + _FLOAT32) + made * hidden_size * num_bytes
     if layer.normed_width:
         norms += layer.normed_width * normed + _FLOAT32 * (layer.num_query_heads + layer.num_kv_heads)
     norms += cost.adapters.activation_bytes(layer)

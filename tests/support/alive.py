@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from chunkplan_runtime.feed.stream import ChunkTensors
+from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.spans import Span
 
 
 class Alive(TorchDispatchMode):
@@ -43,3 +49,16 @@ def _own_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree; of one that processes share, the rows of this process."""
     tensors = [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
     return [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
+
+
+def held_bytes(model: CausalLM, num_tokens: int = 64) -> float:
+    """Bytes of a token that are held after the forward of a chunk."""
+    places = torch.arange(num_tokens, dtype=torch.int32)[None]
+    span = Span(0, 0, num_tokens, num_tokens, 0, None)
+    labels = torch.zeros(num_tokens, dtype=torch.int64)
+    with Alive() as alive:
+        hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
+        gc.collect()
+        found = alive.num_bytes() - model.current.host_inputs.num_bytes
+        del hidden
+    return found / num_tokens

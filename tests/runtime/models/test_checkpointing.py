@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -15,13 +13,12 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import Executor
-from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.spans import Span
-from tests.support.alive import Alive
+from tests.support.alive import held_bytes
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -112,20 +109,12 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
     assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | dict.fromkeys(("full", "offload"), (7 + 4) * layers)
 
 
-def held(config, dtype, rank, level, num_tokens=64):
+def held(config, dtype, rank, level):
     """Bytes of a token that are held after the forward of a chunk."""
     model = new_model(AutoConfig.for_model(**config), dtype, seed=3)
     model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
     model.set_checkpointing(level)
-    places = torch.arange(num_tokens, dtype=torch.int32)[None]
-    span = Span(0, 0, num_tokens, num_tokens, 0, None)
-    labels = torch.zeros(num_tokens, dtype=torch.int64)
-    with Alive() as alive:
-        hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
-        gc.collect()
-        found = alive.num_bytes() - model.current.host_inputs.num_bytes
-        del hidden
-    return found / num_tokens
+    return held_bytes(model)
 
 
 @pytest.mark.parametrize("level", CHECKPOINTINGS)
