@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from machine import machine
 
 import chunkplan
+from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
@@ -151,13 +152,13 @@ def measure_million(folder: Path) -> Iterator[Row]:
         yield row | (described(found) if found else {"fits": False})
 
 
-def measure_step(path: Path) -> Iterator[Row]:
+def measure_step(path: Path, fused: FusedKernels) -> Iterator[Row]:
     """`tune --gpus 8` and `--gpus 32`; the work of a step over its GPUs is what no plan is faster than."""
     for gpus in (8, 32):
-        if found := tuned(path, options_for("Qwen2.5-7B", gpus=gpus, tp=1)):
+        if found := tuned(path, options_for("Qwen2.5-7B", gpus=gpus, tp=1, fused_kernels=fused)):
             best = found.recommended
             assert best is not None
-            row = {"lengths": path.stem, "GPUs": gpus} | described(found)
+            row = {"lengths": path.stem, "fused": fused, "GPUs": gpus} | described(found)
             yield row | {"bubble": round(best.bubble, 3), "gain": None if found.gain is None else round(found.gain, 2)}
 
 
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--way", choices=WAYS, action="append", help="of `fewest`, all by default")
     parser.add_argument("--real", type=Path, action="append", default=[], help="a file with one column of lengths")
+    parser.add_argument("--fused-kernels", choices=FUSED_KERNELS, action="append", help="of `step`, none by default")
     given = parser.parse_args()
     parts = given.only or PARTS
     print(json.dumps({"machine": machine("numpy", "numba", "ortools")}))
@@ -181,7 +183,7 @@ def main() -> None:
             for path in given.real:
                 copy = folder / f"{path.stem}.npy"
                 np.save(copy, pq.read_table(path).column(0).to_numpy())
-                rows.append(measure_step(copy))
+                rows += [measure_step(copy, fused) for fused in given.fused_kernels or ("none",)]
         for some in rows:
             for row in some:
                 print(json.dumps(row), flush=True)
