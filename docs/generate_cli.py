@@ -116,17 +116,16 @@ def sections() -> Iterator[str]:
 def section(
     command: CommandInfo, parsed: Any, rows: list[Row], described: dict[tuple[str, str], tuple[str, Row]]
 ) -> Iterator[str]:
-    """Yield the words of a command, how it is called, what it takes, and its example."""
+    """Yield the words of a command, its arguments and options, and its example."""
     assert command.help and command.epilog
     arguments = [parameter for parameter in parsed.params if parameter.param_type_name == "argument"]
     yield f"## chunkplan {parsed.name}"
     yield paragraph(command.help)
-    yield code(" ".join(["chunkplan", parsed.name, *map(argument, arguments), "[OPTIONS]"]), "text")
     if arguments:
-        yield table(("argument", "what it is"), [(f"`{argument(each)}`", each.help) for each in arguments])
+        yield table(("Arguments", ""), [(f"`{argument(each)}`", each.help) for each in arguments])
     own = [each for each in rows if described[each.key][0] == parsed.name]
     for group in dict.fromkeys(each.group for each in own):
-        yield table((group, "what it does"), [each.cells for each in own if each.group == group])
+        yield table((group, ""), [each.cells for each in own if each.group == group])
     others: dict[str, list[str]] = {}
     for each in rows:
         home, same = described[each.key]

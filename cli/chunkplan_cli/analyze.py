@@ -126,7 +126,7 @@ def analyze(
     Reads .jsonl, .json, .parquet, .arrow, .txt and .npy; text also in .gz, .zst
     and .bz2. Records have `text`, `messages`, ShareGPT `conversations`, `prompt`
     and `completion`, `instruction` and `output`, `question` and `answer`,
-    `input_ids`, or a bare `length`. Which, is detected and shown for each source.
+    `input_ids`, or a bare `length`. The layout is detected for each source.
 
     Unchanged files are not read again, and an interrupted run goes on. With
     `--shard` several machines read the data; `merge` joins what they have read.

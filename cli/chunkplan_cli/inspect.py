@@ -99,9 +99,7 @@ def inspect(
     ] = None,
     text: Annotated[
         bool,
-        typer.Option(
-            "--text", help="Show the tokens of that chunk as text, targets marked; of a long --record, show all of it."
-        ),
+        typer.Option("--text", help="Show the tokens of that chunk as text, targets marked; all of a long --record."),
     ] = False,
     *,
     beside: Given,
