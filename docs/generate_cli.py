@@ -139,8 +139,8 @@ def section(
 def in_passing(own: Row, same: Row) -> str:
     """An option that another command describes, with its default where it is not the same."""
     flag = own.typed.split()[0]
-    default = f"default: {own.default}" if own.default else "no default"
-    return f"`{flag}`" if own.default == same.default else f"`{flag}` ({default})"
+    default = own.default or ("off" if "/ --no-" in own.typed else "none")
+    return f"`{flag}`" if own.default == same.default else f"`{flag}` (default: {default})"
 
 
 def argument(parameter: Any) -> str:

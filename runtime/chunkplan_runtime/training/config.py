@@ -173,7 +173,7 @@ class TrainConfig(ModelOptions):
     )
     merge_adapters: bool = option(
         FLAG,
-        "Write whole weights with the adapters added to final/, in place of the adapters.",
+        "Write to final/ the whole weights with the adapters added, in place of the adapters.",
         group=LOG,
         default=False,
     )
