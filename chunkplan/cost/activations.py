@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
+from chunkplan.cost.fused import fuses_gate, fuses_norms
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer
 from chunkplan.cost.sums import GRADIENT_BYTES
@@ -74,17 +75,20 @@ def _everything(cost: CostModel, layer: Layer) -> float:
     of a recurrent layer, of latents and of gates: what `mixed_width` counts
 
     An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and
-    where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too.
+    where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too. A fused norm reads
+    its input as it is, and nothing that it made. A fused gate makes its activation again.
     """
     num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
-    normed = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes)
+    normed = num_bytes
+    if not fuses_norms(cost.fused_kernels, layer):
+        normed = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes)
     norms = layer.num_norms * (hidden_size * (normed + num_bytes) + _FLOAT32)
     if layer.normed_width:
         norms += layer.normed_width * normed + _FLOAT32 * (layer.num_query_heads + layer.num_kv_heads)
     norms += cost.adapters.activation_bytes(layer)
     widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
     attention = widths * num_bytes + _FLOAT32 * layer.num_query_heads
-    held = 4 if layer.is_gated else 2
+    held = 4 - fuses_gate(cost.fused_kernels, layer) if layer.is_gated else 2
     mlp = (held * layer.mlp_width + 2 * layer.experts_per_token * hidden_size) * num_bytes
     return norms + attention + mlp + _of_router(cost, layer)
 
@@ -132,8 +136,10 @@ def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool) -> float:
     held = float(_ID_BYTES if is_first else shape.hidden_size * cost.num_bytes)
     held += _ID_BYTES + 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
     if is_last:
-        normalised = 0 if cost.lora_rank else _FLOAT32 if layer.wide_norms else cost.num_bytes
-        held += shape.hidden_size * (_FLOAT32 + normalised + cost.num_bytes) + _FLOAT32
+        normed = cost.num_bytes
+        if not fuses_norms(cost.fused_kernels, layer):
+            normed = _FLOAT32 + (0 if cost.lora_rank else _FLOAT32 if layer.wide_norms else cost.num_bytes)
+        held += shape.hidden_size * (normed + cost.num_bytes) + _FLOAT32
     return held / cost.tp
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from chunkplan.cost.fused import FusedKernels, fuses_norms
 from chunkplan.cost.rates import LayerTime, Rates
 from chunkplan.cost.shape import Layer, ModelShape
 
@@ -80,13 +81,14 @@ def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
 class Adapters:
     """Adapters of `rank` in all layers of `shape`; with rank 0 there are none, and all weights are trained.
 
-    `in_4bit`: what they adapt is kept in 4 bits. `num_bytes`: of any other weight.
+    `in_4bit`: what they adapt is kept in 4 bits. `num_bytes`: of any other weight. `kernels`: which are fused.
     """
 
     shape: ModelShape
     rank: int
     in_4bit: bool
     num_bytes: int
+    kernels: FusedKernels
 
     @cached_property
     def number(self) -> float:
@@ -128,10 +130,13 @@ class Adapters:
         """By how much what a backward reads of a token in a layer is more than where all weights are trained.
 
         Each second matrix of an adapter reads what its first one makes. Norms that are frozen do not read what they
-        scale. Inputs of frozen matrices are not read for themselves, but first matrices of adapters read them.
+        scale, and fused ones never do. Inputs of frozen matrices are not read for themselves, but first matrices of
+        adapters read them.
         """
         if not self.rank:
             return 0
+        if fuses_norms(self.kernels, layer):
+            return self.between_bytes(layer)
         normalised = layer.num_norms * self.shape.hidden_size + layer.normed_width
         return self.between_bytes(layer) - normalised * (4 if layer.wide_norms else self.num_bytes)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.entries import from_entries
+from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, fewer_kernels, mlp_copies, norm_copies
 from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
@@ -44,7 +45,7 @@ _COLLECTIVES = 4
 _LOSS_BYTES = 16
 
 #: Entries of a cost model that a file has only where they say something: earlier versions did not have them.
-_IF_SET = ("lora_rank", "load_in_4bit", "optimizer")
+_IF_SET = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels")
 
 #: So that what a step has of it fits 64 bits.
 _MOST_OVERHEAD_NS = 2.0**40
@@ -80,6 +81,7 @@ class CostModel(Options):
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
     adapt is kept in 4 bits, and made whole for each forward and each backward. `optimizer`: memory alone goes by it.
+    `fused_kernels`: see `cost.fused`.
 
     Raises:
         UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or
@@ -140,6 +142,12 @@ class CostModel(Options):
         group=MACHINE,
         default="adamw",
     )
+    fused_kernels: FusedKernels = option(
+        one_of(*FUSED_KERNELS, metavar="WHOSE"),
+        "Whose kernels compute in one go: none, torch (norms) or liger (norms, and gates of MLPs).",
+        group=MACHINE,
+        default="none",
+    )
 
     def check_together(self) -> None:
         """Refuse more GPUs for a layer than its heads can be divided among, and what is not known of layers here."""
@@ -174,7 +182,7 @@ class CostModel(Options):
     @cached_property
     def adapters(self) -> Adapters:
         """What is trained of layers, and what their weights take."""
-        return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes)
+        return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes, self.fused_kernels)
 
     @cached_property
     def rates(self) -> Rates:
@@ -192,7 +200,8 @@ class CostModel(Options):
         collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / hardware.ring_bytes(tp, 1)
         copied = shape.mean(self._copied_elements) + self.adapters.copied
         copies = (copied * self.num_bytes) / tp / hardware.copy_bytes
-        kernels = _KERNELS + ADAPTER_KERNELS * self.adapters.number
+        spared = shape.mean(partial(fewer_kernels, self.fused_kernels))
+        kernels = _KERNELS - spared + ADAPTER_KERNELS * self.adapters.number
         ramp = product * shape.layer_parameters * hardware.ramp_tokens
         unpacking = self.adapters.unpacked_bytes / tp / hardware.copy_bytes * 1e9
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
@@ -243,13 +252,14 @@ class CostModel(Options):
     def _copied_elements(self, layer: Layer) -> int:
         """Of a token in a layer's forward, read or written by the `_KERNELS` beside products and attention.
 
-        Norms in float32 (18 h each), each with a residual (3 h each), rotary embedding, activation and, where there is
-        a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it writes and
-        reads again.
+        Norms in float32 (18 h each, or fused 2 h), each with a residual (3 h each), rotary embedding, activation and,
+        where there is a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it
+        writes and reads again.
         """
         rotary = 10 * (layer.query_width + layer.key_width)
-        around = (21 * layer.num_norms + 4 * layer.experts_per_token) * self.shape.hidden_size
-        return around + rotary + 2 * layer.mixed_width + (5 if layer.is_gated else 2) * layer.mlp_width
+        norms = (norm_copies(self.fused_kernels, layer) + 3) * layer.num_norms
+        around = (norms + 4 * layer.experts_per_token) * self.shape.hidden_size
+        return around + rotary + 2 * layer.mixed_width + mlp_copies(self.fused_kernels, layer) * layer.mlp_width
 
     @property
     def chunk_overhead_ns(self) -> int:

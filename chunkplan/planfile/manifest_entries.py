@@ -179,6 +179,7 @@ PLAN: Expected = {
             "lora_rank?": whole(),
             "load_in_4bit?": FLAG,
             "optimizer?": TEXT,
+            "fused_kernels?": TEXT,
         },
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,

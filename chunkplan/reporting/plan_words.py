@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
 from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.fused import fused_words
 from chunkplan.cost.memory import StageMemory
 from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.manifest_entries import Selection
@@ -118,6 +119,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
     if rank := cost_model.get("lora_rank", 0):
         words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
     words += [cost_model["optimizer"]] if "optimizer" in cost_model else []
+    words += fused_words(cost_model.get("fused_kernels", "none"))
     words += checkpointing_words(cost_model["checkpointing"], "activation checkpointing")
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])

@@ -104,6 +104,7 @@ def _options_entry(options: TuneOptions) -> OptionsEntry:
         "lora_rank": options.lora_rank,
         "load_in_4bit": options.load_in_4bit,
         "optimizer": options.optimizer,
+        "fused_kernels": options.fused_kernels,
         "global_batch": options.global_batch,
         "seed": options.seed,
         "chunk_sizes": list(options.chunk_sizes),

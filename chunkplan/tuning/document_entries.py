@@ -101,6 +101,7 @@ class OptionsEntry(TypedDict):
     lora_rank: NotRequired[int]
     load_in_4bit: NotRequired[bool]
     optimizer: NotRequired[str]
+    fused_kernels: NotRequired[str]
     global_batch: int
     seed: int
     chunk_sizes: NotRequired[list[int]]
@@ -145,9 +146,10 @@ class CostModelEntry(TypedDict):
     checkpointing: str
     kv_offload: bool
     sharding: NotRequired[str]  # missing in plans that have `weight_shards`
-    lora_rank: NotRequired[int]  # these three only where they say something
+    lora_rank: NotRequired[int]  # these four only where they say something
     load_in_4bit: NotRequired[bool]
     optimizer: NotRequired[str]
+    fused_kernels: NotRequired[str]
 
 
 class TuningDocument(TypedDict):

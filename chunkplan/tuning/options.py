@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
+from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, CostModel, Precision, Sharding
 from chunkplan.cost.optimizers import Optimizer
@@ -112,6 +113,7 @@ class TuneOptions(Options):
     lora_rank: int = same(CostModel, "lora_rank")
     load_in_4bit: bool = same(CostModel, "load_in_4bit")
     optimizer: Optimizer = same(CostModel, "optimizer")
+    fused_kernels: FusedKernels = same(CostModel, "fused_kernels")
     gpu_hour_price: float | None = option(
         number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
         "Price of one GPU for one hour, to show the price of an epoch.",
@@ -249,4 +251,5 @@ class TuneOptions(Options):
             lora_rank=self.lora_rank,
             load_in_4bit=self.load_in_4bit,
             optimizer=self.optimizer,
+            fused_kernels=self.fused_kernels,
         )

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from chunkplan.tuning.document import Tuned
 
 
-_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer")
+_TRAINED = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels")
+_MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
 
 
 @takes(
@@ -134,10 +135,7 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
 #: What `tune` is asked for a plan that does not fit, by field.
 _OF_TUNE = {
     name: options_of(TuneOptions)[name].flag
-    for name in (
-        *("shape", "hardware", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer"),
-        *("global_batch", "cp"),
-    )
+    for name in (*("shape", "hardware", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp"),)
 }
 
 

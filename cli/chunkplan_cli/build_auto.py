@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.fused import fused_words
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent
@@ -75,6 +76,7 @@ def choose(
     words += [] if found.config.split == "full" or "split" in values else [f"split {found.config.split}"]
     words += [trained_words(rank, found.cost.load_in_4bit)] if (rank := found.cost.lora_rank) else []
     words += [found.cost.optimizer] if found.cost.optimizer != "adamw" else []
+    words += fused_words(found.cost.fused_kernels)
     words += checkpointing_words(found.cost.checkpointing, "full checkpointing")
     words += ["KV offload"] if found.cost.kv_offload else []
     words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []

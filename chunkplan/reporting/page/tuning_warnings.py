@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.fused import fused_words
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent
@@ -52,6 +53,9 @@ def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
     optimizers = [each.get("optimizer", "adamw") for each in (there, here)]
     if optimizers[0] != optimizers[1]:
         said.append(f"The tuning is for {optimizers[0]}, the plan's memory is that of {optimizers[1]}.")
+    fused = [" ".join(fused_words(each.get("fused_kernels", "none"))) or "none" for each in (there, here)]
+    if fused[0] != fused[1]:
+        said.append(f"Fused kernels: the tuning is for {fused[0]}, the plan's times are for {fused[1]}.")
     layout = tuning["chosen"]  # every choice has as many GPUs
     gpus_there = layout["dp"] * layout["tp"] * layout["pp"]
     gpus_here = plan.config.dp * here["tp"] * plan.config.pp

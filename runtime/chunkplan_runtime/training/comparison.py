@@ -11,6 +11,7 @@ import torch
 from transformers.utils.hub import cached_file
 
 from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.optimizers import moment_bytes
@@ -52,10 +53,10 @@ class _Difference:
 def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
-    Of a run that differs in the model, the device, the precision, activation checkpointing, the layers of its stages,
-    or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is trained, so only the
-    device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `sharding`) does not matter:
-    fetching them hides behind other work, in the cost model too. The optimizer is in no times.
+    Of a run that differs in the model, the device, the precision, activation checkpointing, fused kernels, the layers
+    of its stages, or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is
+    trained, so only the device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `sharding`)
+    does not matter: fetching them hides behind other work, in the cost model too. The optimizer is in no times.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -134,6 +135,10 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
             for level in (cost.checkpointing, checkpointing)
         )
         found.append(_Difference(of_plan, of_run, f"--checkpointing {checkpointing}"))
+    fused = config.fused_kernels or "none"
+    if fused != cost.fused_kernels:
+        of_plan, of_run = (" ".join(fused_words(each)) or "no fused kernels" for each in (cost.fused_kernels, fused))
+        found.append(_Difference(of_plan, of_run, f"--fused-kernels {fused}"))
     planned = data.plan.config.layers(data.model_config.num_hidden_layers)
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
@@ -92,6 +93,9 @@ class ModelOptions(Options):
         default_words="as planned",
     )
     checkpointing: str | None = same(CostModel, "checkpointing", group=MODEL, default=None, default_words="as planned")
+    fused_kernels: FusedKernels | None = same(
+        CostModel, "fused_kernels", group=MODEL, default=None, default_words="as planned"
+    )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),
         "Layers of each stage, first to last; with virtual stages, of each model stage.",

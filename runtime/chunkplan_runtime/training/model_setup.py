@@ -20,6 +20,7 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
+from chunkplan_runtime.models.fused import Fused, fuse
 from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
@@ -75,12 +76,14 @@ class Built(NamedTuple):
         whole: all of it; on several processes its weights are hollow, those that are no adapters.
         identity: a hash that other weights do not have, the same on all processes; None on one alone.
         note: what to say of how it was loaded, if anything.
+        fused: what of it calls fused kernels.
     """
 
     own: CausalLM
     whole: CausalLM
     identity: str | None = None
     note: str | None = None
+    fused: Fused | None = None
 
 
 def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
@@ -94,19 +97,21 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     if job.groups is None:
         model = _whole_model(config, model_config)
         model = replace(model, model=model.model.to(config.device))
+        fused = _fuse(config, model)
         if config.lora_rank:
             model = add_lora(model, _lora(config))
         _freeze(config, model, model)
         model.set_checkpointing(config.checkpointing or "none")
-        return Built(model, model)
+        return Built(model, model, fused=fused)
     own, identity, note = _own_part(config, model_config, plan, job)
+    fused = _fuse(config, own)
     whole = _hollow_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         own, whole = (add_lora(each, _lora(config)) for each in (own, whole))
         take_adapters(own, whole)
     _freeze(config, whole, own, whole)
     own.set_checkpointing(config.checkpointing or "none")
-    return Built(own, whole, identity, note)
+    return Built(own, whole, identity, note, fused)
 
 
 def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
@@ -148,6 +153,16 @@ def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job
     if hasattr(own.model, "_weight_conversions"):
         model._weight_conversions = own.model._weight_conversions
     return replace(own, model=model, cuts=(Cut(),), rows={}, current=Current())
+
+
+def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
+    """Let what a process has of a model call the fused kernels that are asked for; what of it does."""
+    kernels = config.fused_kernels or "none"
+    if kernels == "none":
+        return None
+    layers = (cut.layers for cut in own.cuts if cut.layers is not None)
+    modules = dict.fromkeys(module for part in (own.model, *layers) for module in part.modules())
+    return fuse(modules, kernels, torch.device(config.device))
 
 
 def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:

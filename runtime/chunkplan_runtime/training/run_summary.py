@@ -45,6 +45,7 @@ def describe_run(
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
+        *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
