@@ -143,8 +143,8 @@ class CostModel(Options):
         default="adamw",
     )
     fused_kernels: FusedKernels = option(
-        one_of(*FUSED_KERNELS, metavar="WHOSE"),
-        "Whose kernels compute in one go: none, torch (norms) or liger (norms, and gates of MLPs).",
+        one_of(*FUSED_KERNELS, metavar="NAME"),
+        "Fused kernels: none, torch (norms) or liger (norms, and gates of MLPs).",
         group=MACHINE,
         default="none",
     )
