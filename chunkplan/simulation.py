@@ -225,7 +225,7 @@ def compare_schedules(
     virtual_stages: int | None = None,
     memory_tokens: int | None = None,
 ) -> list[Simulation]:
-    """The same chunks on the same stages under each of `schedules` once, of which `simulation` may be one.
+    """Simulate the chunks of `simulation` on its stages under each of `schedules`.
 
     `virtual_stages` is for "interleaved", `memory_tokens` for "search", "auto" and "zero-bubble", and for no others.
 

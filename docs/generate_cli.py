@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer.main
 from page_writing import code, paragraph, table, write_page
@@ -18,12 +18,11 @@ from chunkplan_runtime.training.options import make_parser
 
 HEAD = """# The command line
 
-`chunkplan COMMAND --help` shows what is here of each command. Data goes to the standard output, everything else
-(progress, notes, warnings, errors) to the standard error; `--json` prints one complete document instead of a report.
-Reports fit 80 columns and need no colour; `NO_COLOR=1` turns colours off. An error says where, what was found and what
-was expected, and a `hint:` what to try next.
+`chunkplan COMMAND --help` shows all that a command takes. This page describes each option once. `make docs` writes it
+from the commands (`docs/generate_cli.py`).
 
-This page is written by `python docs/generate_cli.py` (`make docs`) from the commands themselves.
+Data goes to the standard output. Progress, notes, warnings and errors go to the standard error. An error says where it
+is, what was found and what was expected; a `hint:` says what to try next.
 """
 
 EXIT_CODES = """## Exit codes
@@ -35,59 +34,113 @@ EXIT_CODES = """## Exit codes
 | 2 | usage: an option or a path is wrong, or an extra is not installed |
 | 3 | a file is not what it should be |
 | 4 | `validate`: an invariant is broken |
-| 130, 143 | interrupted by Ctrl-C; ended by SIGTERM. What was there before is still there |
+| 130, 143 | interrupted by Ctrl-C; ended by SIGTERM. Earlier results are kept |
 """
 
 ENVIRONMENT = """## The environment
 
 | variable | |
 | --- | --- |
-| `CHUNKPLAN_WORKSPACE` | the folder of the latest analysis and plan, where `--workspace` does not say |
-| `CHUNKPLAN_TOKENIZER` | the tokenizer of `analyze`, where `--tokenizer` does not say |
-| `NO_COLOR`, `COLUMNS` | no colours; the width of reports, which otherwise is that of the terminal |
+| `CHUNKPLAN_WORKSPACE` | the default of `--workspace` |
+| `CHUNKPLAN_TOKENIZER` | the default of `--tokenizer` of `analyze` |
+| `NO_COLOR`, `COLUMNS` | no colours; the width of reports (default: that of the terminal) |
 """
 
 COMPLETION = """## Completion
 
-`chunkplan --install-completion` teaches the shell that it is called from (bash, zsh, fish or PowerShell) to complete
-commands, options, the names that an option may take, such as those of schedules, packers, hardware profiles and
-formats, and the steps and ranks of a plan. `chunkplan --show-completion` prints what it would install. For another
-shell than the one at hand:
+`chunkplan --install-completion` installs completion for the shell that you call it from (bash, zsh, fish or
+PowerShell): of commands, options, their values, and the steps and ranks of a plan. `chunkplan --show-completion` prints
+what it would install. For another shell:
 
 ```sh
 _CHUNKPLAN_COMPLETE=source_zsh chunkplan > ~/.zfunc/_chunkplan
 ```
 """
 
+#: The commands that describe the options which several have, most important first; else the first that has one does.
+HOMES = ("analyze", "build", "train")
+
+SHARED = "## Options of most commands"
+
 TRAINER = """## python -m chunkplan_runtime.train
 
-Trains a model with a plan, under torchrun on several processes. `--config FILE` takes a TOML file with the same names;
-flags win. [training.md](training.md) says what the options do, [distributed.md](distributed.md) what is different on
-several processes.
+Trains on all processes that `torchrun` starts ([distributed.md](distributed.md)). It takes the options of
+[`chunkplan train`](#chunkplan-train) except for {others}; `--plan` and `--output` are required.
 """
 
 
-def commands() -> Iterator[str]:
-    """Yield a section for each command, in the order of `chunkplan --help`."""
+class Row(NamedTuple):
+    """An option: how it is typed, what it does, its default in words ("" where there is none), its group."""
+
+    typed: str
+    words: str
+    default: str
+    group: str
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """The row of a table."""
+        return f"`{self.typed}`", f"{self.words} Default: {self.default}.".strip() if self.default else self.words
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What is the same of an option of several commands."""
+        return self.typed, self.words
+
+
+def sections() -> Iterator[str]:
+    """Yield a section for each command, in the order of `chunkplan --help`; an option is described in one of them."""
     parsed = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    rows = {name: [*map(row, options_of(command))] for name, command in parsed.items()}
+    described: dict[tuple[str, str], tuple[str, Row]] = {}
+    takers: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys((*HOMES, *rows)):
+        for each in rows[name]:
+            described.setdefault(each.key, (name, each))
+            takers.setdefault(each.key, []).append(name)
+    most = {key: described.pop(key)[1] for key, names in takers.items() if 2 * len(names) > len(rows)}
+    yield SHARED
+    yield table(
+        ("option", "what it does", "not of"),
+        [
+            (*each.cells, ", ".join(f"`{name}`" for name in rows if name not in takers[key]))
+            for key, each in most.items()
+        ],
+    )
     for command in app.registered_commands:
         assert command.callback is not None
-        yield from section(command, parsed[command.callback.__name__].params)
+        name = command.callback.__name__
+        yield from section(command, parsed[name], [each for each in rows[name] if each.key not in most], described)
 
 
-def section(command: CommandInfo, parameters: list[Any]) -> Iterator[str]:
-    """Yield the words of a command, how it is called, what it takes, and its example."""
-    assert command.callback is not None and command.help and command.epilog
-    name = command.callback.__name__
-    arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
-    options = [parameter for parameter in parameters if parameter not in arguments and parameter.name != "help"]
-    yield f"## chunkplan {name}"
-    yield from map(paragraph, command.help.split("\n\n"))
-    yield code(" ".join(["chunkplan", name, *map(argument, arguments), "[OPTIONS]"]), "text")
+def section(
+    command: CommandInfo, parsed: Any, rows: list[Row], described: dict[tuple[str, str], tuple[str, Row]]
+) -> Iterator[str]:
+    """Yield the words of a command, its arguments and options, and its example."""
+    assert command.help and command.epilog
+    arguments = [parameter for parameter in parsed.params if parameter.param_type_name == "argument"]
+    yield f"## chunkplan {parsed.name}"
+    yield paragraph(command.help)
     if arguments:
-        yield table(("argument", "what it is"), [(f"`{argument(each)}`", each.help) for each in arguments])
-    yield table(("option", "what it does"), [option(each) for each in options])
+        yield table(("Arguments", ""), [(f"`{argument(each)}`", each.help) for each in arguments])
+    own = [each for each in rows if described[each.key][0] == parsed.name]
+    for group in dict.fromkeys(each.group for each in own):
+        yield table((group, ""), [each.cells for each in own if each.group == group])
+    others: dict[str, list[str]] = {}
+    for each in rows:
+        home, same = described[each.key]
+        if home != parsed.name:
+            others.setdefault(home, []).append(in_passing(each, same))
+    for home, options in others.items():
+        yield paragraph(f"And of [`{home}`](#chunkplan-{home}): {', '.join(options)}.")
     yield code(command.epilog.removeprefix("Example: "), "sh")
+
+
+def in_passing(own: Row, same: Row) -> str:
+    """An option that another command describes, with its default where it is not the same."""
+    flag = own.typed.split()[0]
+    default = own.default or ("off" if "/ --no-" in own.typed else "none")
+    return f"`{flag}`" if own.default == same.default else f"`{flag}` (default: {default})"
 
 
 def argument(parameter: Any) -> str:
@@ -96,37 +149,36 @@ def argument(parameter: Any) -> str:
     return words if parameter.required else f"[{words}]"
 
 
-def option(parameter: Any) -> tuple[str, str]:
+def options_of(command: Any) -> list[Any]:
+    """The options of a command, but for its help."""
+    return [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+
+
+def row(parameter: Any) -> Row:
     """How an option is typed; what it does and, where its words do not say, whether it is required or has a default."""
-    words, default = parameter.help, parameter.default
+    words, _, default = parameter.help.partition("Default: ")
     typed = " / ".join([*parameter.opts, *parameter.secondary_opts])
     if not parameter.is_flag:
         typed += f" {parameter.metavar}"
     if parameter.required:
         words += " Required."
-    elif default is not None and default is not False and "Default:" not in words:
-        words += f" Default: {default:g}." if isinstance(default, float) else f" Default: {default}."
-    return f"`{typed}`", words
+    if not default and parameter.default is not None and parameter.default is not False:
+        default = f"{parameter.default:g}" if isinstance(parameter.default, float) else str(parameter.default)
+    return Row(typed, words.strip(), default.removesuffix("."), parameter.rich_help_panel or "Options")
 
 
 def trainer() -> Iterator[str]:
-    """Yield the options of the trainer, group by group, and its example."""
+    """Yield what the trainer takes beside `chunkplan train`, whose options it has, and its example."""
     parser = make_parser(lambda error: 2)
-    yield TRAINER
-    for group in parser._action_groups:  # argparse has no public way to ask for them
-        # An old name of an option, which is still taken, has no help.
-        actions = [each for each in group._group_actions if each.dest != "help" and each.help != argparse.SUPPRESS]
-        if actions:
-            yield table((f"{group.title}", "what it does"), map(flag_row, actions))
+    # An old name of an option, which is still taken, has no help.
+    actions = [each for each in parser._actions if each.dest != "help" and each.help != argparse.SUPPRESS]
+    command = options_of(typer.main.get_command(app).commands["train"])  # type: ignore[attr-defined]
+    flags = {flag for each in command for flag in (*each.opts, *each.secondary_opts)}
+    also_here = {flag for each in actions for flag in each.option_strings}
+    assert also_here <= flags
+    yield TRAINER.format(others=" and ".join(f"`{flag}`" for flag in sorted(flags - also_here)))
     yield code(str(parser.epilog).removeprefix("Example: "), "sh")
 
 
-def flag_row(action: argparse.Action) -> tuple[str, str]:
-    """How an option of the trainer is typed, and what it does."""
-    flags = " / ".join(action.option_strings)
-    takes = "|".join(action.choices) if action.choices else action.metavar or ""
-    return f"`{flags} {takes}`" if takes else f"`{flags}`", str(action.help)
-
-
 if __name__ == "__main__":
-    write_page("cli.md", [HEAD, EXIT_CODES, ENVIRONMENT, COMPLETION, *commands(), *trainer()])
+    write_page("cli.md", [HEAD, EXIT_CODES, ENVIRONMENT, COMPLETION, *sections(), *trainer()])

@@ -5,12 +5,13 @@ A small model of each class is run whole and in chunks (`chunkplan_runtime.proof
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from page_writing import table, write_page
+from page_writing import paragraph, table, write_page
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -68,6 +69,9 @@ REASONS = {
     "Unrecognized configuration class": "transformers has no causal language model for its text part",
     "Class validation error": "transformers itself refuses its default config",
     "set of layer types": "transformers itself refuses its default config",
+    "has an encoder": "it has an encoder",
+    "in long sequences is not known": "entries of its config whose effect on long sequences is not known; "
+    "the trainer's message names them",
 }
 
 #: The same of two stages.
@@ -81,19 +85,30 @@ STAGE_REASONS = {
 INTRODUCTION = """\
 # Models that are proved exact
 
-*Written by `docs/generate_models.py`, with transformers {transformers} and torch {torch}: what its proof says of the
-{number} types of causal language models there.*
+*Written by `docs/generate_models.py` with transformers {transformers} and torch {torch}. It tests all {number} types
+of causal language models that transformers has.*
 
-Before a model is trained, a small one of its class runs a few sequences whole and in chunks: packed, split, and both in
-one chunk, with one chunk of a sequence in flight and with two; in float64, so that nothing but rounding may differ. It
-has all that the config of the whole one switches on (patterns of layers, windows, scalings, experts), so what is said
-here of default configs is measured again for yours, and kept in `~/.cache/chunkplan`. It is accepted or refused by the
-worst error of a gradient: at most {tolerance:.0e}. Types that the tests of this project hold are let through.
+Before training, the trainer builds a small model of the same class. Its config switches on everything that yours does:
+patterns of layers, windows, scalings, experts. This small model runs a few sequences whole and in chunks (packed,
+split, and both in one chunk; K of 1 and 2) in float64, so that only rounding may differ. Your model is accepted if no
+gradient differs by more than {tolerance:.0e} of its norm, and refused otherwise. The result is kept in
+`~/.cache/chunkplan`. The proof is skipped for the types that the tests of this project cover. This page has the results
+for default configs.
 
-- **exact** on one stage and on two: **{both}** types; on one stage only: {one}.
-- **off**: something crosses the border of a chunk that chunks do not carry, and the error is what gradients would be
-  off by.
-- **not proved**: the small model cannot be built, or does not run in chunks, for the reason that is given.
+| exact on one stage and on two | exact on one stage only | off | not proved |
+| --- | --- | --- | --- |
+| {both} types | {one} types | {off} types | {unproved} types |
+"""
+
+OFF = """## Off
+
+Something crosses the border of a chunk that chunks do not carry. The error is that of the worst gradient, relative to
+its norm.
+"""
+
+NOT_PROVED = """## Not proved
+
+The small model cannot be built, or does not run in chunks.
 """
 
 
@@ -109,6 +124,11 @@ class Verdict:
         """Whether chunks are exact."""
         return self.words == "exact"
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it runs in chunks with other gradients."""
+        return self.words.startswith("off")
+
 
 def verdict(model_type: str, num_stages: int) -> Verdict:
     """Prove a type with its default config, on so many stages."""
@@ -116,7 +136,7 @@ def verdict(model_type: str, num_stages: int) -> Verdict:
         whole = AutoConfig.for_model(model_type, **dict.fromkeys(DROPOUTS, 0.0), **MORE.get(model_type, {}))
         proof = prove(checked_text_config(whole, "config"), num_stages=num_stages)
     except UsageError as error:
-        return Verdict("not proved", error.message)
+        return Verdict("not proved", why_not(error.message, num_stages))
     except Exception as error:  # an UnprovedError, or a default config that transformers itself refuses
         return Verdict("not proved", why_not(str(error), num_stages))
     return Verdict("exact") if proof.holds else Verdict(f"off by {proof.error:.0e}", f"`{proof.where}`")
@@ -134,6 +154,29 @@ def row(model_type: str) -> tuple[Verdict, Verdict]:
     return one, verdict(model_type, 2) if one.is_exact else one
 
 
+def spans(types: Iterable[str]) -> str:
+    """Format each type as code."""
+    return ", ".join(f"`{each}`" for each in types)
+
+
+def sections(rows: dict[str, tuple[Verdict, Verdict]]) -> Iterator[str]:
+    """Yield the types that are exact, on two stages and on one only, then those that are off, then the others."""
+    yield "## Exact"
+    yield paragraph(f"On one stage and on two: {spans(name for name, (_, two) in rows.items() if two.is_exact)}.")
+    yield "On one stage only:"
+    one_stage = {name: two for name, (one, two) in rows.items() if one.is_exact and not two.is_exact}
+    yield table(["type", "two stages", "why"], [(f"`{name}`", two.words, two.why) for name, two in one_stage.items()])
+    yield OFF
+    off = {name: one for name, (one, _) in rows.items() if one.is_off}
+    yield table(["type", "error", "weight"], [(f"`{name}`", one.words, one.why) for name, one in off.items()])
+    yield NOT_PROVED
+    types_of: dict[str, list[str]] = {}
+    for name, (one, _) in rows.items():
+        if not one.is_exact and not one.is_off:
+            types_of.setdefault(one.why[:160], []).append(name)
+    yield table(["why", "types"], [(why, spans(types)) for why, types in types_of.items()])
+
+
 def main() -> None:
     """Prove all types and write the page."""
     torch.set_num_threads(1)
@@ -146,9 +189,10 @@ def main() -> None:
         tolerance=TOLERANCE,
         both=sum(two.is_exact for _, two in rows.values()),
         one=sum(one.is_exact and not two.is_exact for one, two in rows.values()),
+        off=sum(one.is_off for one, _ in rows.values()),
+        unproved=sum(not one.is_exact and not one.is_off for one, _ in rows.values()),
     )
-    lines = [[name, one.words, two.words, two.why[:160]] for name, (one, two) in rows.items()]
-    write_page("models.md", [introduction, table(["type", "one stage", "two stages", "why not"], lines)])
+    write_page("models.md", [introduction, *sections(rows)])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from textwrap import fill
 from types import FunctionType
 from typing import Any
 
@@ -15,12 +16,13 @@ from page_writing import WIDTH, code, paragraph, table, write_page
 
 import chunkplan
 import chunkplan_runtime
+from chunkplan.options import Options
 
 HEAD = """# The Python API
 
-What the commands do is done by functions, which give back objects; those whose names begin with `write_` leave a file
-or a folder. Lengths are tokens, times microseconds (`_us`) unless a name says otherwise; paths may be strings. In the
-folder of the repository this analyzes the sample data, builds two plans and compares them:
+Each command is also a function, which returns an object; functions named `write_...` write a file or a folder. Lengths
+are in tokens, and times in microseconds (`_us`), unless the name says otherwise. Paths may be strings. This analyzes
+the sample data, builds two plans and compares them; run it in the folder of the repository:
 
 ```python
 import chunkplan
@@ -38,11 +40,12 @@ for number in chunkplan.diff(plan.path, other.path).numbers:
     print(number.name, number.before, number.after)
 ```
 
-In a notebook, a plan or an analysis as the last line of a cell shows its facts as a table. `import chunkplan` takes
-nothing along: what a name needs is imported when it is first used, and torch never.
+In a notebook, a plan or an analysis as the last line of a cell shows its facts as a table. `import chunkplan` is fast:
+what a name needs is imported when you first use it, and torch never.
 
-This page is written by `python docs/generate_python_api.py` (`make docs`) from signatures and docstrings; `help(NAME)`
-has the rest of each.
+`make docs` writes this page from signatures and docstrings (`docs/generate_python_api.py`). `help(NAME)` shows the full
+docstring, and the types and methods of configurations. A default of `...` is long, or depends on other fields. Methods
+that a base class has too, and `to_dict()`, are not listed.
 """
 
 #: Command -> the functions that do what it does.
@@ -70,10 +73,20 @@ FUNCTIONS = {
     ],
 }
 
+#: Configuration -> the command that has its fields as options.
+COMMANDS = {
+    "CostModel": "build",
+    "IntakeOptions": "analyze",
+    "PlanConfig": "build",
+    "TuneOptions": "tune",
+    "TrainConfig": "train",
+    "CalibrationOptions": "calibrate",
+}
+
 RESULTS = """## What they give back
 
-`load_analysis` and `analyze` give an `Analysis`, `load_plan` and `build` a `Plan`. [plan-format.md](plan-format.md)
-says what the columns are.
+`load_analysis` and `analyze` return an `Analysis`, `load_plan` and `build` a `Plan`. [plan-format.md](plan-format.md)
+explains the columns.
 """
 
 #: Classes of what is given back, by module.
@@ -109,22 +122,19 @@ _LONGEST = 60
 
 ERRORS = """## Errors
 
-All of them are a `chunkplan.errors.ChunkplanError`, with `message`, `where`, `hint` and `exit_code`, and pass through
-`pickle` as they are.
+All are a `chunkplan.errors.ChunkplanError` with `message`, `where`, `hint` and `exit_code`, and can be pickled.
 """
 
 RUNTIME = """## chunkplan_runtime
 
-Needs the extra `runtime`, and `ChunkTrainer` also `hf`. [runtime.md](runtime.md) explains how a plan is executed,
-`examples/own_loop.py` is a training loop of one's own, and [chunk-trainer.md](chunk-trainer.md) the `Trainer` of
-transformers with a plan.
+Needs the extra `runtime`; `ChunkTrainer` ([chunk-trainer.md](chunk-trainer.md)) also needs `hf`. `examples/own_loop.py`
+is a training loop of your own. [runtime.md](runtime.md) explains how a plan is executed.
 """
 
 TRAINING = """## Training, parity and calibration
 
-What `python -m chunkplan_runtime.train`, `chunkplan parity` and `chunkplan calibrate` do, as functions.
-[training.md](training.md) says what the options of the trainer do. A profile that is to be kept is written by
-`chunkplan.cost.calibration_file.write_profile`.
+The functions of `python -m chunkplan_runtime.train`, `chunkplan parity` and `chunkplan calibrate`
+([training.md](training.md)). `chunkplan.cost.calibration_file.write_profile` writes a profile to a file.
 """
 
 #: Functions and classes of these, by module.
@@ -161,21 +171,33 @@ def entry(module: str, name: str, thing: Any) -> Iterator[str]:
     """Yield a name, its signature and first line, and of a class its members."""
     yield f"### {module}.{name}"
     yield code(signature(name, thing), "python")
+    if is_configuration(thing):
+        command = COMMANDS[name]
+        yield paragraph(f"{first_line(thing)} [`{command}`](cli.md#chunkplan-{command}) explains its fields.")
+        return
     yield paragraph(first_line(thing))
     if isinstance(thing, type) and (rows := list(members(thing))):
         yield table(("member", "what it is"), rows)
 
 
+def is_configuration(thing: Any) -> bool:
+    """Whether it is a class of options, which the page of the command line explains."""
+    return isinstance(thing, type) and issubclass(thing, Options)
+
+
 def signature(name: str, thing: Any) -> str:
-    """Format a signature, on one line where that is short enough."""
+    """Format a signature, on one line where that is short enough; of a configuration names and defaults alone."""
     found = inspect.signature(thing)
     shown: list[str] = []
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
-        shown.append(written(parameter))
+        shown.append(assigned(parameter) if is_configuration(thing) else written(parameter))
     returns = "" if isinstance(thing, type) else f" -> {annotation(found.return_annotation)}"
     line = f"{name}({', '.join(shown)}){returns}"
+    if is_configuration(thing) and len(line) > WIDTH:
+        fields = fill(", ".join(shown), WIDTH, initial_indent="    ", subsequent_indent="    ")
+        return f"{name}(\n{fields},\n)"
     return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
 
 
@@ -185,8 +207,18 @@ def written(parameter: inspect.Parameter) -> str:
     kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
     if parameter.default is parameter.empty:
         return f"{before}{parameter.name}{kind}"
+    return f"{before}{parameter.name}{kind} = {default_of(parameter)}"
+
+
+def assigned(parameter: inspect.Parameter) -> str:
+    """Format a parameter as `name=default`."""
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={default_of(parameter)}"
+
+
+def default_of(parameter: inspect.Parameter) -> str:
+    """The default of a parameter; dots where it is long, or computed."""
     default = f'"{parameter.default}"' if isinstance(parameter.default, str) else repr(parameter.default)
-    return f"{before}{parameter.name}{kind} = {'...' if len(default) > _LONGEST or '<' in default else default}"
+    return "..." if len(default) > _LONGEST or "<" in default or default == "UNSET" else default
 
 
 def stars(parameter: inspect.Parameter) -> str:
@@ -200,9 +232,9 @@ def annotation(kind: Any) -> str:
 
 
 def members(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield public methods and properties of a class of ours, in their order, each with its first line."""
+    """Yield public methods and properties of a class that no base has, in their order, each with its first line."""
     for name, member in vars(kind).items():
-        if name.startswith("_") or name == "to_dict":
+        if name.startswith("_") or name == "to_dict" or any(hasattr(base, name) for base in kind.__bases__):
             continue
         if isinstance(member, property):
             yield f"`{name}`", first_line(member)
@@ -242,7 +274,7 @@ if __name__ == "__main__":
             *names(chunkplan),
             RESULTS,
             *entries(GIVEN_BACK),
-            "The others, most of them dataclasses with a `to_dict()` for JSON; `help` of them names their fields.",
+            "The others, most of them dataclasses; `help(NAME)` names their fields.",
             table(("class", "what it is"), sorted(named())),
             ERRORS,
             table(("error, exit code", "what it means"), errors()),

@@ -140,7 +140,7 @@ _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeOptions(Options):
-    """Options of `analyze`; the help of each is in its field.
+    """How `analyze` reads the data.
 
     `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
     for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may
@@ -154,12 +154,12 @@ class IntakeOptions(Options):
 
     schema: str | None = option(
         FORMAT,
-        "How records are laid out: text, messages, conversations, prompt+completion, instruction, question+answer, "
-        "input_ids or length. For some sources only: qa.jsonl=question+answer; so also what a file is whose name does "
-        "not say it: data.log=jsonl. Repeatable.",
+        "Layout of the records: text, messages, conversations, prompt+completion, instruction, question+answer, "
+        "input_ids or length. For some sources only: qa.jsonl=question+answer. Also the type of a file whose name does "
+        "not show it: data.log=jsonl. Repeatable.",
         group=_TOKENS,
         default=None,
-        default_words="found out for each source",
+        default_words="detected for each source",
         flag="--format",
         fills=("schema", "formats"),
     )
@@ -168,7 +168,8 @@ class IntakeOptions(Options):
     )
     columns: Mapping[str, str] = option(
         COLUMNS,
-        "A key that is not named like its role: text=body, or for some sources only: code.jsonl:text=body. Repeatable.",
+        "The key of a role, where it has another name: text=body, or for some sources only: code.jsonl:text=body. "
+        "Repeatable.",
         group=_TOKENS,
         default={},
         default_words="",
@@ -176,31 +177,30 @@ class IntakeOptions(Options):
     )
     turns: Turns = option(
         one_of("rendered", "last", "each", metavar="WHAT"),
-        "What of a conversation is trained: all that the assistant wrote, as the chat template renders it (rendered); "
-        "its last turn only (last); or every turn in a sequence of its own that ends with it, as the model met it "
-        "(each).",
+        "Turns of the assistant that are trained: all, as the chat template renders them (rendered); only the last "
+        "one (last); or each in a sequence of its own, which ends with it (each).",
         group=_TOKENS,
         default="rendered",
     )
     max_length: int | None = option(
-        tokens(), "Tokens of a sequence at most.", group=_TOKENS, default=None, default_words="all are kept"
+        tokens(), "Most tokens of a sequence.", group=_TOKENS, default=None, default_words="no limit"
     )
     long: Literal["error", "drop", "truncate"] = option(
         one_of("error", "drop", "truncate", metavar="WHAT"),
-        "What becomes of sequences over --max-length: error, drop or truncate.",
+        "What to do with sequences over --max-length: error, drop or truncate.",
         group=_TOKENS,
         default="truncate",
     )
     on_error: Literal["stop", "skip"] = option(
         one_of("stop", "skip", metavar="WHAT"),
-        "At a record that cannot become a sequence: stop, or skip, that is count it, list it and go on. Blank records "
-        "are counted in any case.",
+        "At a record that cannot become a sequence: stop, or skip (count it, list it and go on). Blank records are "
+        "only counted.",
         group=_DATA,
         default="stop",
     )
     undesirable: Literal["error", "drop"] = option(
         one_of("error", "drop", metavar="WHAT"),
-        "What becomes of answers labelled as bad ones, as KTO has them (`label`: false): error or drop.",
+        "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error or drop.",
         group=_DATA,
         default="error",
     )
@@ -213,11 +213,11 @@ class IntakeOptions(Options):
         flag="--no-tokens",
     )
     sample: float | None = option(
-        SHARE, "Read this share of the records, such as 0.01: enough to plan roughly.", group=_DATA, default=None
+        SHARE, "Read only this share of the records, such as 0.01: enough for a rough plan.", group=_DATA, default=None
     )
     max_record_bytes: int = option(
         RECORD_BYTES,
-        "Larger records are errors; each MB may take 130 MB of memory in each process.",
+        "Size of the largest record; each MB may take 130 MB of memory in each process.",
         group=_DATA,
         default=MAX_RECORD_BYTES,
         default_words=str(MAX_RECORD_BYTES // MEGABYTE),

@@ -75,7 +75,7 @@ class PlanConfig(Options):
     chunk_size: int = option(tokens(), "Most tokens in a chunk.", group=_CHUNKS)
     k: int = option(
         K,
-        "Chunks of a sequence that hold activations; 8,131072:2 is 8, and 2 over 131072 tokens.",
+        "Most chunks of a sequence that hold activations; 8,131072:2 is 8, and 2 over 131072 tokens.",
         group=_CHUNKS,
         fills=("k", "k_by_length"),
     )
@@ -108,7 +108,7 @@ class PlanConfig(Options):
         "Layers of each stage, first to last; with virtual stages, of each model stage.",
         group=_ORDER,
         default=None,
-        default_words="as even as they come",
+        default_words="as even as possible",
     )
     memory_tokens: int | None = option(
         tokens(1, 2**62 - 1),
@@ -135,39 +135,39 @@ class PlanConfig(Options):
     )
     packing: str = option(
         one_of(*PACKERS),
-        "For ranks that best-fit decreasing is not proved to pack best: auto, bfd (leave them), mbs, column-generation "
-        "or exact.",
+        "Packer for ranks where best-fit decreasing is not proved optimal: auto, bfd (keep its packing), mbs, "
+        "column-generation or exact.",
         group=_CHUNKS,
         default="auto",
     )
     balance: Balance = option(
         one_of("spread", "search", metavar="HOW"),
-        "search: refine the assignment of every step with CP-SAT, slowly.",
+        "How sequences get to ranks: spread, or search (also refined with CP-SAT, slow).",
         group=_RANKS,
         default="spread",
     )
     equal_chunks: bool = option(
         FLAG,
-        "The same number of chunks on every rank, as some trainers need it for ZeRO-3.",
+        "Give every rank the same number of chunks, which some trainers need for ZeRO-3.",
         group=_RANKS,
         default=False,
     )
     cp: str | int = option(
         CP,
-        "Ranks that may share a sequence: auto (as many as pay), N (at most so many), or off.",
+        "How many ranks may share a sequence: auto (as many as pay), N (at most N), or off.",
         group=_RANKS,
         depends=lambda config: "auto" if _may_share(config) else "off",
         default_words="auto where ranks and schedule allow it",
     )
     holdout: int | float | None = option(
         HOLDOUT,
-        "Hold out a share (0.01) or a number of sequences: a plan of their own.",
+        "Hold out a share (0.01) or a number of sequences for evaluation, in a plan of their own.",
         group=_DATA,
         default=None,
     )
     part: Part = option(one_of("train", "eval"), "Of which sequences it is.", group=_DATA, default="train", flag="")
     mix: Mapping[str, float] | None = option(
-        WEIGHTS, "How often an epoch takes a source: 2 twice, 0.5 half. Repeatable.", group=_DATA, default=None
+        WEIGHTS, "How often an epoch takes a source: 2 is twice, 0.5 half of it. Repeatable.", group=_DATA, default=None
     )
 
     def check_together(self) -> None:

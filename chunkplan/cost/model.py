@@ -104,11 +104,13 @@ class CostModel(Options):
         default_words="h100",
     )
     tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
-    precision: Precision = option(one_of("bf16", "fp32"), "Of weights and activations.", group=MACHINE, default="bf16")
+    precision: Precision = option(
+        one_of("bf16", "fp32"), "Precision of weights and activations: bf16 or fp32.", group=MACHINE, default="bf16"
+    )
     checkpointing: str = option(
         CHECKPOINTING,
-        "What a backward runs again: none, full (offload: with inputs of layers on the host), or all but what "
-        "keep-products, -projections or -attention says; of runs of layers full:8,none:20.",
+        "Activation checkpointing: none, keep-products, keep-projections, keep-attention, full, or offload (full, with "
+        "the inputs of layers in host memory); for runs of layers: full:8,none:20.",
         group=MACHINE,
         default="none",
     )
@@ -124,7 +126,7 @@ class CostModel(Options):
     )
     lora_rank: int = option(
         whole(0, MOST),
-        "Train adapters (LoRA) of this rank in place of the weights, 0: all weights.",
+        "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.",
         group=MACHINE,
         default=0,
     )
@@ -136,13 +138,13 @@ class CostModel(Options):
     )
     optimizer: Optimizer = option(
         one_of(*OPTIMIZERS, metavar="NAME"),
-        "What the weights are changed by: adamw, adamw-8bit, sgd (without momentum) or adafactor.",
+        "The optimizer: adamw, adamw-8bit, sgd (without momentum) or adafactor.",
         group=MACHINE,
         default="adamw",
     )
     fused_kernels: FusedKernels = option(
-        one_of(*FUSED_KERNELS, metavar="WHOSE"),
-        "Whose kernels compute in one go: none, torch (norms) or liger (norms, and gates of MLPs).",
+        one_of(*FUSED_KERNELS, metavar="NAME"),
+        "Fused kernels: none, torch (norms) or liger (norms, and gates of MLPs).",
         group=MACHINE,
         default="none",
     )

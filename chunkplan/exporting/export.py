@@ -80,7 +80,7 @@ def export(
     analysis: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Export:
-    """Write a folder in one of the `FORMATS`: of a plan a row for every chunk, in order, or an analysis packed.
+    """Write rows in one of the `FORMATS` into a folder: the chunks of a plan in order, or a packed analysis.
 
     An analysis is packed into rows of `chunk_size` tokens by the algorithm `packing` (default "auto"). Other trainers
     carry no keys and values from row to row, so that a sequence in several rows is refused: `whole_only` leaves it

@@ -41,7 +41,7 @@ _HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of o
 
 
 def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, int]) -> None:
-    """Do the share I of N (from 1) of an analysis into the folder `output`, which is replaced as a whole at the end.
+    """Analyze the I-th of N shares (from 1) into the folder `output`, which is replaced as a whole at the end.
 
     Raises:
         UsageError: there is no such share, or as `analyze` does.
@@ -64,7 +64,7 @@ def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, in
 
 
 def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
-    """Merge all shards of one run into the analysis that one machine would have made, with the same content hash.
+    """Merge all shards into the analysis that one machine would have made, with the same content hash.
 
     The files may have been in other folders on each machine; those of the first shard are named in the analysis.
 

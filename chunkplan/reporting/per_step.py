@@ -22,7 +22,7 @@ _COUNTS = (
 
 
 def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
-    """Count, weigh and time each step of `plan`, in order; `chunks` is its `chunk_frame`, where that is there already.
+    """Count, weigh and time each step of `plan`, in order; `chunks` is its `chunk_frame`, if you have it.
 
     Columns (int64 unless said otherwise):
 

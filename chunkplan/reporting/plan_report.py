@@ -93,7 +93,7 @@ class PlanReport:
 
 
 def plan_report(plan: Plan | str | Path) -> PlanReport:
-    """Look at all chunks and actions of a plan.
+    """Summarize all chunks and actions of a plan.
 
     Raises:
         UsageError: there is no plan.

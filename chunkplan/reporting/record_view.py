@@ -97,7 +97,7 @@ def view_record(
     tokenizer: RecordTokenizer | str | Path | None = None,
     most_tokens: int | None = None,
 ) -> RecordView:
-    """Look at the record at `place`: FILE:LINE, or as messages name those of files that have no lines.
+    """Read the record at `place`: FILE:LINE, or "FILE, record N" in files without lines.
 
     Args:
         place: the file may be there as it is named here, or from a folder above `analysis`.

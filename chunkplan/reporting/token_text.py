@@ -48,7 +48,7 @@ class SequenceText:
 def open_tokenizer(
     analysis: Analysis, tokenizer: str | Path | None = None, *, chat_template: str | Path | None = None
 ) -> RecordTokenizer:
-    """Load the tokenizer that the tokens of `analysis` are of, from where it was; or `tokenizer`, whatever it is.
+    """Load `tokenizer`; by default the one that made the tokens of `analysis`, from where it was.
 
     `chat_template` is a file with the template to use in place of the tokenizer's. A relative path is looked for here,
     and from each folder above the analysis, until what is there has its hash.

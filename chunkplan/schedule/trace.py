@@ -39,7 +39,7 @@ class TraceEvent(_Required, total=False):
 
 
 def write_trace(path: str | Path, simulations: Sequence[Simulation], *, content_hash: str | None = None) -> None:
-    """Write a trace of `simulations`, a process each, to `path`: to a temporary name first, then renamed.
+    """Write a Chrome trace of `simulations`, a process each, to `path`: whole or not at all.
 
     `content_hash` is that of the plan they are of, which stands in the trace.
 

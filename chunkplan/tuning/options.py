@@ -73,7 +73,7 @@ _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    """What to tune for; the help of each option is in its field.
+    """What to tune for.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
     Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
@@ -95,7 +95,7 @@ class TuneOptions(Options):
         default_words="the hardware's",
     )
     gpus: int | None = option(
-        whole(1, MOST), "GPUs in all, laid out as dp x pp as is fastest.", group=_LAYOUT, default=None
+        whole(1, MOST), "Number of GPUs; the fastest layout dp x pp is chosen.", group=_LAYOUT, default=None
     )
     dp: int = same(PlanConfig, "dp", group=_LAYOUT)
     tp: int = same(CostModel, "tp", group=_LAYOUT)
@@ -116,7 +116,7 @@ class TuneOptions(Options):
     fused_kernels: FusedKernels = same(CostModel, "fused_kernels")
     gpu_hour_price: float | None = option(
         number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
-        "Price of a GPU for an hour: what an epoch costs is said too.",
+        "Price of one GPU for one hour, to show the price of an epoch.",
         group=MACHINE,
         default=None,
     )
@@ -141,7 +141,7 @@ class TuneOptions(Options):
     cp: str | int = same(
         PlanConfig,
         "cp",
-        help="Try also plans in which ranks share sequences: auto (as many as pay), N (at most so many), or off.",
+        help="Also try plans in which ranks share sequences: auto (as many as pay), N (at most N), or off.",
         group=_TRIED,
         default="auto",
         default_words=None,

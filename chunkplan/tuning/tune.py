@@ -115,7 +115,7 @@ class Tuning:
 
 
 def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
-    """Choose for the sequences of `analysis` (an analysis, its folder, or a lengths file).
+    """Choose ChunkSize, K, schedule and layout for `analysis` (an analysis, its folder, or a lengths file).
 
     Raises:
         UsageError: there is no analysis, or nothing fits the memory; says what would be needed.

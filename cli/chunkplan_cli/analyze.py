@@ -65,17 +65,17 @@ class AnalyzeOptions(Options):
     )
     workers: int | None = option(whole(1), "Processes.", group=_WORK, default=None, default_words="one for every core")
     shard: tuple[int, int] | None = option(
-        _SHARD, "Do one of N shares, for `chunkplan merge` to put together.", group=_WORK, default=None
+        _SHARD, "Read only the I-th of N shares; `chunkplan merge` joins them.", group=_WORK, default=None
     )
     ray: str | None = option(
         text("ADDRESS"),
-        "Have a Ray cluster do the work; `local` starts one on this machine.",
+        "Do the work on a Ray cluster; `local` starts one on this machine.",
         group=_WORK,
         default=None,
     )
     use_cache: bool = option(
         FLAG,
-        "Do everything anew, whatever was done before.",
+        "Read everything again, also what has not changed.",
         group=_WORK,
         default=True,
         default_words="",
@@ -89,7 +89,7 @@ class FileOptions(Options):
 
     config: Path | None = option(
         path("FILE.toml"),
-        'These options as `turns = "last"`, keys of sources as tables; options given win.',
+        'A file with these options, such as `turns = "last"`; the command line wins.',
         group=OPTIONS,
         default=None,
     )
@@ -126,10 +126,10 @@ def analyze(
     Reads .jsonl, .json, .parquet, .arrow, .txt and .npy; text also in .gz, .zst
     and .bz2. Records have `text`, `messages`, ShareGPT `conversations`, `prompt`
     and `completion`, `instruction` and `output`, `question` and `answer`,
-    `input_ids`, or a bare `length`: found out for each source, and shown.
+    `input_ids`, or a bare `length`. The layout is detected for each source.
 
-    Unchanged files cost nothing the next time, and interrupted runs go on. With
-    `--shard`, `merge` puts together what several machines have read.
+    Unchanged files are not read again, and an interrupted run goes on. With
+    `--shard` several machines read the data; `merge` joins what they have read.
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """

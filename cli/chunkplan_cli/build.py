@@ -46,7 +46,7 @@ def build(
     machine: Given,
     tuning: Given,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Choose what is not given as `tune` found it, or as it does.")
+        bool, typer.Option("--auto", help="Take what is not given from the result of `tune`, or tune now.")
     ] = False,
     how: Given,
     output: Annotated[Path | None, output_option("Where to write the plan. Default: WORKSPACE/plan.")] = None,
@@ -56,7 +56,7 @@ def build(
 ) -> None:
     """Split and pack the sequences of each step into chunks, balance them over ranks, order them, and write the plan.
 
-    `tune` finds ChunkSize and K for it, as `--auto` does here; `export` turns the plan into rows for other trainers.
+    `tune` finds ChunkSize and K, as `--auto` does here. `export` writes the plan as rows for other trainers.
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """

@@ -32,26 +32,29 @@ class BuildOptions(Options):
         CostModel,
         "checkpointing",
         domain=or_word(AUTO, options_of(CostModel)["checkpointing"].domain),
-        help=f"{options_of(CostModel)['checkpointing'].help[:-1]}; auto: what fits and runs least again.",
+        help=f"{options_of(CostModel)['checkpointing'].help[:-1]}; auto: the least that fits.",
     )
 
     from_file: Path | None = option(
         path("FILE"),
-        "With --auto: what `tune` found.",
+        "With --auto: the result of `tune`.",
         group=OPTIONS,
         default=None,
         flag="--from",
-        default_words="WORKSPACE/tuning.json, where it is of this model and hardware",
+        default_words="WORKSPACE/tuning.json, if it is for this model and hardware",
     )
     config: Path | None = option(
-        path("FILE.toml"), "These options as `chunk-size = 8192`; options given win.", group=OPTIONS, default=None
+        path("FILE.toml"),
+        "A file with these options, such as `chunk-size = 8192`; the command line wins.",
+        group=OPTIONS,
+        default=None,
     )
     workers: int | None = option(
         whole(1),
-        "Threads that plan; the plan is the same.",
+        "Threads; the plan is the same with any number.",
         group=OPTIONS,
         default=None,
-        default_words="processors",
+        default_words="one for each processor",
     )
 
 

@@ -21,8 +21,8 @@ def calibrate(
 ) -> None:
     """Time chunks on this machine and fit a hardware profile for `tune` and `build` to them.
 
-    A third of the chunks is held out of the fit, and says how good it is. An earlier calibration of the same name is
-    replaced. Nothing else should run on the device.
+    A third of the chunks is held out of the fit, to test it. An earlier profile of the same name is replaced. Nothing
+    else should run on the device.
 
     Example: chunkplan calibrate --model-config Qwen2.5-7B/ --output mine.toml
     """

@@ -18,11 +18,9 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="AFTER", help="What to compare it with, of the same kind.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two plans, or two analyses: settings, data and what they come to, side by side.
+    """Compare two plans, or two analyses: settings, data and results, side by side.
 
-    Exit code 0 if they could be compared, whether they differ or not.
-
-    `inspect` shows one of them; `validate` checks that its content hash is true.
+    The exit code is 0 also where they differ. `inspect` shows one of them; `validate` checks its content hash.
 
     Example: chunkplan diff chunkplan-out/plan other/plan
     """

@@ -35,10 +35,12 @@ _OF_ANALYSIS = "Of an ANALYSIS"
 class ExportOptions(Options):
     """How an analysis is packed into rows; a plan has its own."""
 
-    chunk_size: int | None = option(tokens(), "Most tokens in a row. Required.", group=_OF_ANALYSIS, default=None)
+    chunk_size: int | None = option(
+        tokens(), "Most tokens in a row. Required for an analysis.", group=_OF_ANALYSIS, default=None
+    )
     packing: str | None = option(
         one_of(*PACKERS),
-        "How rows are packed: auto, bfd, mbs, column-generation or exact.",
+        "The packer of rows: auto, bfd, mbs, column-generation or exact.",
         group=_OF_ANALYSIS,
         default=None,
         default_words="auto",
@@ -76,7 +78,7 @@ def export(
     ] = False,
     allow_split: Annotated[
         bool,
-        typer.Option("--allow-split", help="Make a sequence of each part of such a sequence, which loses its prefix."),
+        typer.Option("--allow-split", help="Make a sequence of each part of such a sequence: parts lose their prefix."),
     ] = False,
     analysis: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The plan's analysis, if it is not where it was.")
@@ -87,10 +89,10 @@ def export(
 ) -> None:
     """Write packed rows for another trainer: the chunks of a plan in its order, or a whole analysis packed.
 
-    Or, for the pipelines of torch, what each stage does with the chunks of a plan, in which order.
+    For the pipelines of torch, write the order of actions of each stage instead.
 
-    Other trainers carry no keys and values from row to row. Where sequences are in several rows, say what becomes of
-    them: --whole-only or --allow-split. `build` makes the plans, which our own trainer takes as they are.
+    Other trainers carry no keys and values from row to row. Where a sequence is in several rows, choose --whole-only or
+    --allow-split. `build` makes plans; `train` uses them as they are.
 
     Example: chunkplan export --to hf --whole-only
     """

@@ -35,28 +35,27 @@ class InspectOptions(Options):
 
     record: str | None = option(
         domains.text("FILE:LINE"),
-        "Show a record of the data as the chat template renders it, targets marked; 'FILE, record N' in files without "
-        "lines, as messages name it.",
+        "Show a record as the chat template renders it, with its targets marked; in files without lines: 'FILE, record "
+        "N'.",
         group=OPTIONS,
         default=None,
     )
     tokenizer: str | None = option(
         domains.text("TOKENIZER"),
-        "Encode or decode with this one.",
+        "The tokenizer to encode or decode with.",
         group=OPTIONS,
         default=None,
-        default_words="the analysis's own, where it was",
+        default_words="that of the analysis",
     )
     analysis: Path | None = option(
         domains.path("DIR"),
-        "Where the plan's analysis is now.",
+        "The plan's analysis, if it is not where it was.",
         group=OPTIONS,
         default=None,
-        default_words="where it was",
     )
     actions: bool = option(
         domains.FLAG,
-        "List the actions of each stage of that step in their order, not only how many there are.",
+        "List the actions of each stage of that step, in order.",
         group=OPTIONS,
         default=False,
     )
@@ -68,10 +67,10 @@ class InspectOptions(Options):
     )
     tuning: Path | None = option(
         domains.path("FILE"),
-        "Show on that page what `tune --output FILE` found.",
+        "The result of `tune`, to show on that page.",
         group=OPTIONS,
         default=None,
-        default_words="WORKSPACE/tuning.json, of what is in the workspace",
+        default_words="WORKSPACE/tuning.json, for a plan or an analysis of the workspace",
     )
 
 
@@ -88,16 +87,19 @@ def inspect(
     rank: Annotated[
         int | None,
         typer.Option(
-            metavar="R", help="Of that step only this data-parallel rank.", show_default=False, autocompletion=ranks
+            metavar="R",
+            help="Show only this data-parallel rank of that step.",
+            show_default=False,
+            autocompletion=ranks,
         ),
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(metavar="C", help="Of that step and rank only this chunk, with where its segments come from."),
+        typer.Option(metavar="C", help="Show only this chunk of that rank, and where its segments come from."),
     ] = None,
     text: Annotated[
         bool,
-        typer.Option("--text", help="Decode that chunk's tokens, targets marked; show all of a long record."),
+        typer.Option("--text", help="Show the tokens of that chunk as text, targets marked; all of a long --record."),
     ] = False,
     *,
     beside: Given,
@@ -106,12 +108,12 @@ def inspect(
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a plan comes to, how long the sequences of an analysis are, or a record of the data.
+    """Show a summary of a plan, the lengths of the sequences of an analysis, or a record of the data.
 
-    `validate` checks what this shows, `diff` compares two of them, `simulate` plays a step of a plan through.
+    `validate` checks a plan or an analysis, `diff` compares two of them, `simulate` plays a step of a plan through.
 
-    With `--record`, options of `analyze` say how it is read; by default they are those of the analysis in the
-    workspace, or of ANALYSIS.
+    With `--record`, options of `analyze` say how the record is read. Their defaults are those of ANALYSIS, or of the
+    analysis in the workspace.
 
     Example: chunkplan inspect --step 3
     """

@@ -17,9 +17,9 @@ def merge(
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put the shards of an analysis together: the same analysis as one machine would have made.
+    """Join the shards of an analysis: the result is the same as from one machine.
 
-    Each of them comes from `chunkplan analyze DATA --shard I/N` with the same data and options.
+    Each shard comes from `chunkplan analyze DATA --shard I/N` with the same data and options.
 
     Example: chunkplan merge chunkplan-out/shard-*-of-8
     """

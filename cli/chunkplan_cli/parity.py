@@ -33,7 +33,7 @@ class ParityOptions(Options):
         several(tokens(), metavar="N,N,...", example="700,130,90"), "Lengths of the sequences, in tokens.", group=_WHAT
     )
     chunk_size: int = same(PlanConfig, "chunk_size", group=_WHAT)
-    k: int = option(whole(1, MOST), "Chunks of a sequence that hold activations at once.", group=_WHAT)
+    k: int = option(whole(1, MOST), "Most chunks of a sequence that hold activations.", group=_WHAT)
     model_config: Path | None = option(
         path("FILE"),
         "The model's config.json, or its folder.",
@@ -42,8 +42,10 @@ class ParityOptions(Options):
         default_words="a tiny built-in model",
     )
     seed: int = option(whole(), "Seed of weights and tokens.", group=_WHAT, default=0)
-    attention: str = option(KERNEL, "Attention kernel of the chunks.", group=_HOW, default="auto")
-    kv_offload: bool = option(FLAG, "Keep keys and values in host memory.", group=_HOW, default=False)
+    attention: str = option(KERNEL, "Name of the attention kernel, or auto.", group=_HOW, default="auto")
+    kv_offload: bool = option(
+        FLAG, "Keep keys and values of split sequences in host memory.", group=_HOW, default=False
+    )
     checkpointing: str = same(CostModel, "checkpointing", group=_HOW)
 
 
@@ -51,8 +53,8 @@ class ParityOptions(Options):
 def parity(*, asked: Given, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
-    Of a model that is given, a small one of its class with the same features is run first, on one pipeline stage and on
-    two; a model of more than 300M weights is not run itself. Exit code 1 if the worst relative error is above 1e-12, or
+    With --model-config, a small model of the same class and features runs first, on one pipeline stage and on two. A
+    model of more than 300M weights does not run itself. Exit code 1 if the worst relative error is above 1e-12, or
     1e-10 for models that are proved at load. `validate` checks the files of a plan.
 
     Example: chunkplan parity --lengths 700,130,90 --chunk-size 128 --k 2

@@ -41,7 +41,7 @@ class SimulateOptions(Options):
 
     lengths: tuple[int, ...] | None = option(
         several(tokens(), metavar="N,N,...", example="900,9000"),
-        "Instead of a plan: a step of sequences of these lengths.",
+        "In place of a plan: a step of sequences of these lengths.",
         group=_LENGTHS,
         default=None,
     )
@@ -52,7 +52,7 @@ class SimulateOptions(Options):
     pp: int = same(PlanConfig, "pp", group=_LENGTHS)
     cost: Literal["model", "unit"] = option(
         one_of("model", "unit"),
-        "Times of a model, or a unit: forward 1 and backward 2 a token and stage, nothing between stages.",
+        "Times of a model (model), or forward 1 and backward 2 a token and stage, links free (unit).",
         group=_LENGTHS,
         default="model",
     )
@@ -64,7 +64,7 @@ class SimulateOptions(Options):
         default_words="the plan's; for lengths algorithm2 or auto",
     )
     compare: tuple[str, ...] = option(
-        several(SCHEDULE), "The same chunks under each of these schedules.", group=_ORDER, default=()
+        several(SCHEDULE), "Compare the same chunks under each of these schedules.", group=_ORDER, default=()
     )
     virtual_stages: int = same(PlanConfig, "virtual_stages", group=_ORDER)
     memory_tokens: int | None = same(PlanConfig, "memory_tokens", group=_ORDER, default_words="")
@@ -73,7 +73,7 @@ class SimulateOptions(Options):
 @takes(asked=SimulateOptions, machine=(CostModel, _MACHINE))
 def simulate(
     plan: Annotated[
-        Path | None, typer.Argument(metavar="PLAN", help="Default: WORKSPACE/plan.", show_default=False)
+        Path | None, typer.Argument(metavar="PLAN", help="The plan. Default: WORKSPACE/plan.", show_default=False)
     ] = None,
     step: Annotated[
         int | None, typer.Option(metavar="N", help="The step to simulate. Default: 0.", autocompletion=steps)
@@ -88,14 +88,14 @@ def simulate(
     asked: Given,
     machine: Given,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace as well, which Perfetto opens.")
+        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, which Perfetto opens.")
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Play a step through: what every stage does when, how much of it is waiting, what it holds.
+    """Play a step through: what every stage does and when, how long it waits, what it holds.
 
-    `inspect --step` shows the chunks of a step of a plan; `tune` simulates many choices and recommends one.
+    `inspect --step` shows the chunks of a step; `tune` simulates many choices and recommends one.
 
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """

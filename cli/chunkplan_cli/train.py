@@ -23,7 +23,10 @@ class StartOptions(Options):
     plan: Path | None = same(TrainConfig, "plan", group=OPTIONS, default=None, default_words="WORKSPACE/plan")
     output: Path | None = same(TrainConfig, "output", group=OPTIONS, default=None, default_words="WORKSPACE/run")
     config: Path | None = option(
-        path("FILE.toml"), "Options as `lr = 1e-5`; options given win.", group=OPTIONS, default=None
+        path("FILE.toml"),
+        "A file with these options, such as `lr = 1e-5`; the command line wins.",
+        group=OPTIONS,
+        default=None,
     )
     nproc: int | None = option(
         whole(1, MOST),
@@ -42,8 +45,8 @@ _FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", 
 def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     """Train a model with a plan: gradients equal to those of whole sequences, in chunks.
 
-    Starts as many processes on this machine as the plan is for. On several machines `torchrun -m
-    chunkplan_runtime.train` takes the same options; `parity` proves that the gradients of a model are exact.
+    Starts as many processes on this machine as the plan needs. On several machines, run `torchrun -m
+    chunkplan_runtime.train` with the same options. `parity` shows that the gradients of a model are exact.
 
     Example: chunkplan train --model path/to/model --lr 1e-5
     """

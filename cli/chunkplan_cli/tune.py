@@ -29,8 +29,8 @@ def tune(
 ) -> None:
     """Choose ChunkSize, K, schedule and memory options for a model on GPUs, by simulating steps of the data.
 
-    Shows what people run today under the same memory first, then every choice worth looking at. `build --auto` builds a
-    plan with the one it recommends; `simulate` plays one step through and shows where its time goes.
+    Shows first what people run today in the same memory, then the choices that are worth a look. `build --auto` builds
+    a plan with the recommended one; `simulate` shows where the time of one step goes.
 
     Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h200 --gpus 16
     """

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import chunkplan
 import chunkplan_runtime
@@ -40,10 +41,27 @@ def test_every_command_has_a_section() -> None:
     assert re.findall(r"^## chunkplan (\w+)$", page, re.M) == COMMANDS
 
 
+def test_every_option_of_a_command_is_in_its_section_and_described_once() -> None:
+    """Those of most commands are described before, and are in all sections but those that their row names."""
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    shared = {
+        flag: re.findall(r"`(\w+)`", not_of)
+        for flag, not_of in re.findall(r"^\| `(--[\w-]+).*` \| .* \| (.*) \|$", page.split("## chunkplan")[0], re.M)
+    }
+    assert {*shared} == {"--workspace", "--json"}
+    parsed = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in parsed.items():
+        section = page.split(f"\n## chunkplan {name}\n")[1].split("\n## ")[0]
+        rows = re.findall(r"^\| `(--[\w-]+)", section, re.M)
+        passing = re.findall(r"`(--[\w-]+)`", " ".join(re.findall(r"^And of .*?\n\n", section, re.M | re.S)))
+        elsewhere = [flag for flag, not_of in shared.items() if name not in not_of]
+        options = [each.opts[0] for each in command.params if each.param_type_name == "option" and each.name != "help"]
+        assert sorted([*rows, *passing, *elsewhere]) == sorted(options), name
+
+
 def test_an_old_name_of_an_option_is_not_on_the_page() -> None:
-    options = re.findall(
-        r"^\| `(--[a-z-]+)", (DOCS / "cli.md").read_text(encoding="utf-8").partition("## python")[2], re.M
-    )
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    options = re.findall(r"^\| `(--[a-z-]+)", page.split("## chunkplan train\n")[1].split("\n## ")[0], re.M)
     assert "--lr-schedule" in options
     assert not {f"--{old}" for old in RENAMED} & {*options}
 

@@ -20,7 +20,7 @@ import pytest
 import chunkplan
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.memory import stage_memory
-from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.shape import Layer, ModelShape
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import options_of as declared_by
@@ -144,7 +144,7 @@ def test_the_format_names_every_entry_of_a_configuration() -> None:
 
 def test_the_format_names_every_entry_of_a_cost_model() -> None:
     [table] = re.findall(r"^`predictions` has .*?\n\n(.*?)\n\n", FORMAT, re.M | re.S)
-    for kind in (chunkplan.CostModel, ModelShape, Hardware):
+    for kind in (chunkplan.CostModel, ModelShape, Layer, Hardware):
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in table, field.name
 

@@ -16,7 +16,7 @@ _WHAT, _HOW = "What is measured", "How it is measured"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions(Options):
-    """What to measure; None: what suits the device. The help of each option is in its field.
+    """What to measure; None: what suits the device.
 
     `model_config`: weights are random. `name` is the profile's, to which the device's is added. `layers`: measure the
     model's first ones only, as the profile is that of any number. `base`: the profile of what one device cannot tell,
@@ -30,7 +30,7 @@ class CalibrationOptions(Options):
         path("FILE"), "The model's config.json, or its folder. Its weights are not needed.", group=_WHAT
     )
     name: str = option(text("NAME"), "Name of the profile.", group=_WHAT, flag="")
-    device: str = option(DEVICE, "auto, cpu, cuda or cuda:N.", group=_WHAT, default="auto")
+    device: str = option(DEVICE, "The device: auto, cpu, cuda or cuda:N.", group=_WHAT, default="auto")
     precision: Precision | None = option(
         one_of("bf16", "fp32"),
         "Precision of weights and activations: bf16 or fp32.",
@@ -40,14 +40,14 @@ class CalibrationOptions(Options):
     )
     chunk_sizes: tuple[int, ...] | None = option(
         several(tokens(), metavar="N,N,...", example="1024,2048,4096"),
-        "ChunkSizes, three or more.",
+        "ChunkSizes to measure, three or more.",
         group=_HOW,
         default=None,
         default_words="1024 to 32768, on a CPU 256 to 2048",
     )
     prefixes: tuple[int, ...] | None = option(
         several(tokens(), metavar="N,N,...", example="8192,65536"),
-        "Earlier tokens of a chunk.",
+        "Numbers of tokens before a chunk, to measure.",
         group=_HOW,
         default=None,
         default_words="8192 to 262144, on a CPU to 8192",
@@ -59,13 +59,13 @@ class CalibrationOptions(Options):
         default=None,
         default_words="all that fit, on a CPU two at most",
     )
-    repeats: int = option(whole(1), "Times that each chunk is measured.", group=_HOW, default=3)
+    repeats: int = option(whole(1), "How often each chunk is measured.", group=_HOW, default=3)
     base: str | None = option(
         text("NAME|FILE", completed=SHIPPED),
-        "The profile of what one device cannot tell.",
+        "Profile with what cannot be measured on one device.",
         group=_HOW,
         default=None,
         default_words="by the GPU's name, or h100",
     )
-    attention: str = option(KERNEL, "Attention kernel of the runtime.", group=_HOW, default="auto")
+    attention: str = option(KERNEL, "Name of the attention kernel, or auto.", group=_HOW, default="auto")
     seed: int = option(whole(), "Seed of weights, tokens and held-out chunks.", group=_HOW, default=0)

@@ -54,25 +54,25 @@ class TrainConfig(ModelOptions):
     )
     lr_schedule: str = option(
         one_of(*LR_SCHEDULES),
-        "Shape of the learning rate after the warm-up.",
+        "Learning rate after the warm-up: constant, linear or cosine.",
         group=LEARNING,
         default="constant",
     )
     warmup: float = option(
         WARMUP,
-        "Steps over which it rises from 0, the rate of the first; below 1 a share of all.",
+        "Steps in which the learning rate rises from 0; below 1: a share of all steps.",
         group=LEARNING,
         default=0.0,
     )
     min_lr: float = option(
         number(lambda value: 0 <= value <= 1, "a share from 0 to 1"),
-        "Where --lr-schedule ends, as a share of --lr.",
+        "Learning rate at the end of --lr-schedule, as a share of --lr.",
         group=LEARNING,
         default=0.0,
     )
     weight_decay: float = option(
         FROM_0,
-        "Weight decay, of all weights but norms and biases.",
+        "Weight decay, for all weights but norms and biases.",
         group=LEARNING,
         default=0.01,
     )
@@ -96,20 +96,20 @@ class TrainConfig(ModelOptions):
     )
     clip: float = option(
         FROM_0,
-        "Largest gradient norm, 0: any.",
+        "Largest gradient norm; 0: no clipping.",
         group=LEARNING,
         default=1.0,
     )
     precision: str | None = option(
         one_of(*PRECISIONS),
-        "Precision of the weights; bf16 has fp32 master weights, bf16-pure has none.",
+        "Precision of the weights: fp32, fp64, bf16 (with fp32 master weights) or bf16-pure (without).",
         group=LEARNING,
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
     )
     label_smoothing: float = option(
         BELOW_1,
-        "Share of each target that is spread over the whole vocabulary in training; evaluation has none.",
+        "Share of each target that training spreads over the whole vocabulary.",
         group=LEARNING,
         default=0.0,
     )
@@ -148,13 +148,13 @@ class TrainConfig(ModelOptions):
     )
     eval_every: int = option(
         whole(),
-        "Evaluate every N steps, 0: at the end only.",
+        "Evaluate every N steps; 0: only at the end.",
         group=LOG,
         default=0,
     )
     save_every: int = option(
         whole(),
-        "Write a checkpoint every N steps, 0: none.",
+        "Write a checkpoint every N steps; 0: none.",
         group=LOG,
         default=100,
     )
@@ -166,14 +166,14 @@ class TrainConfig(ModelOptions):
     )
     keep_best: bool | None = option(
         FLAG,
-        "Keep the checkpoint of the lowest evaluation loss too, and leave its weights in final/.",
+        "Also keep the checkpoint with the lowest evaluation loss, and write its weights to final/.",
         group=LOG,
         default=None,
         default_words="with --early-stopping",
     )
     merge_adapters: bool = option(
         FLAG,
-        "Leave in final/ whole weights with the adapters added to them, in place of the adapters.",
+        "Write to final/ the whole weights with the adapters added, in place of the adapters.",
         group=LOG,
         default=False,
     )
@@ -198,7 +198,7 @@ class TrainConfig(ModelOptions):
     )
     spike: float = option(
         number(lambda value: value == 0 or value > 1, "a number above 1, or 0 for none"),
-        "Name the worst sequences where a step's loss is above X times the median of 50 before it, 0: never.",
+        "Name the worst sequences of a step whose loss is above X times the median of 50 before it; 0: never.",
         group=LOG,
         default=2.0,
     )

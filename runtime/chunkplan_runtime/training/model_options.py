@@ -38,7 +38,7 @@ class ModelOptions(Options):
     )
     analysis: Path | None = option(
         path("DIR"),
-        "Its analysis, if that is not where it was.",
+        "The plan's analysis, if it is not where it was.",
         group=DATA,
         default=None,
     )
@@ -47,7 +47,7 @@ class ModelOptions(Options):
         "The plan of held-out sequences.",
         group=DATA,
         default=None,
-        default_words="what `build --holdout` left beside the plan",
+        default_words="that of `build --holdout`, beside the plan",
     )
     output: Path = option(
         path("DIR"),
@@ -62,13 +62,13 @@ class ModelOptions(Options):
     )
     model_config: Path | None = option(
         path("FILE"),
-        "A config.json, or its folder, in place of --model; weights start random.",
+        "A config.json, or its folder, in place of --model: training starts from random weights.",
         group=MODEL,
         default=None,
     )
     tokenizer: str | None = option(
         text("NAME"),
-        "A folder or Hub name whose tokenizer goes with the weights.",
+        "The tokenizer that is saved with the weights: a folder or a name on the Hub.",
         group=MODEL,
         default=None,
         default_words="the model's",
@@ -81,7 +81,7 @@ class ModelOptions(Options):
     )
     attention: str = option(
         KERNEL,
-        "The attention kernel's name, or auto.",
+        "Name of the attention kernel, or auto.",
         group=MODEL,
         default="auto",
     )
@@ -98,60 +98,60 @@ class ModelOptions(Options):
     )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),
-        "Layers of each pipeline stage, or of each model stage, with commas.",
+        "Layers of each stage, first to last; with virtual stages, of each model stage.",
         group=MODEL,
         default=None,
-        default_words="as even as it goes",
+        default_words="as even as possible",
     )
     sharding: str | None = option(
         one_of(*SHARED),
-        "What data-parallel processes share: optimizer states (ZeRO-1), also gradients (2), also weights (3).",
+        "What data-parallel processes share: optimizer (states, ZeRO-1), gradients (2) or weights (3).",
         group=MODEL,
         default=None,
         default_words="as planned",
     )
     lora_rank: int | None = option(
         whole(),
-        "Train adapters of this rank in place of the weights, 0: off.",
+        "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.",
         group=LORA,
         default=None,
         default_words="as planned",
     )
     load_in_4bit: bool | None = option(
         FLAG,
-        "Keep the weights that have adapters in 4 bits (QLoRA).",
+        "Keep the weights below the adapters in 4 bits (QLoRA, NF4).",
         group=LORA,
         default=None,
         default_words="as planned",
     )
     lora_alpha: float = option(
         ABOVE_0,
-        "What an adapter adds counts alpha / rank.",
+        "The output of an adapter is multiplied by alpha / rank.",
         group=LORA,
         default=16.0,
     )
     lora_dropout: float = option(
         BELOW_1,
-        "Dropout of what goes into an adapter.",
+        "Dropout on the input of an adapter.",
         group=LORA,
         default=0.0,
     )
     lora_targets: tuple[str, ...] = option(
         several(text("NAME"), metavar="NAMES", example="q_proj,v_proj"),
-        "Names of the layers that get one, with commas; all-linear: all but the head.",
+        "Layers that get an adapter: names, with commas; all-linear: all but the head.",
         group=LORA,
         default=("all-linear",),
     )
     freeze: tuple[str, ...] | None = option(
         several(text("PATTERN"), metavar="PATTERNS", example="'model.embed_tokens*'"),
-        "Train none of the weights whose names match one of these, with commas; * stands for any letters.",
+        "Do not train weights whose names match one of these patterns, with commas; * is any text.",
         group=LEARNING,
         default=None,
         default_words="all are trained",
     )
     train_only: tuple[str, ...] | None = option(
         several(text("PATTERN"), metavar="PATTERNS", example="'*.mlp.*,lm_head*'"),
-        "Train only the weights whose names match one of these; all others are frozen.",
+        "Train only weights whose names match one of these patterns.",
         group=LEARNING,
         default=None,
     )

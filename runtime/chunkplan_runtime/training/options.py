@@ -85,7 +85,8 @@ def make_parser(report: Callable[[ChunkplanError], int]) -> argparse.ArgumentPar
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="A TOML file with options; flags win.")
+    words = "A TOML file with these options, such as lr = 1e-5; the command line wins."
+    parser.add_argument("--config", type=Path, metavar="FILE", help=words)
     declared = options_of(TrainConfig).values()
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}
     for one in declared:
