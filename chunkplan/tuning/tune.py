@@ -105,8 +105,8 @@ class Tuning:
 
     @property
     def epoch_hours(self) -> float:
-        """Hours of an epoch with the best choice."""
-        return self.num_sequences / self.options.global_batch * self.best.step_ns / 3.6e12
+        """Hours of an epoch with the best choice, whose mean step counts a last step of fewer sequences as a step."""
+        return -(-self.num_sequences // self.options.global_batch) * self.best.step_ns / 3.6e12
 
     @property
     def gpu_hours(self) -> float:

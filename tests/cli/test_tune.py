@@ -194,8 +194,8 @@ def test_what_was_tuned_last_is_what_auto_takes_unless_another_machine_is_given(
 
 
 def test_where_there_is_nothing_to_gain_the_box_says_so(data: Path, tmp_path: Path) -> None:
-    """Of data without a long tail; what an epoch costs is said where a price is given."""
-    np.save(tmp_path / "short.npy", np.full(512, 8192))
+    """Of data without a long tail; what an epoch costs, of 8 steps with a short last one, is said for a price."""
+    np.save(tmp_path / "short.npy", np.full(500, 8192))
     grid = ("--model-config", str(data), "--gpus", "8", "--chunk-sizes", "8192", "--ks", "1", "--global-batch", "64")
     ran = run(tmp_path, "tune", "short.npy", *grid, "--gpu-hour-price", "2.5")
     shown = text_of(ran.stdout)

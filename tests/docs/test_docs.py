@@ -63,6 +63,7 @@ COMMANDS = {
     "migration.md": PROGRAMS,
     "is-it-for-me.md": PROGRAMS,
     "tutorial.md": PROGRAMS,
+    "walk.md": PROGRAMS,
     "errors.md": PROGRAMS,
 }
 
