@@ -7,7 +7,7 @@ An estimate from the tensors that are known to be there; what a framework holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -26,7 +26,7 @@ from chunkplan.cost.activations import (
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.optimizers import moment_bytes
-from chunkplan.cost.reduction import stage_parameters
+from chunkplan.cost.reduction import StageWeights, stage_parameters
 from chunkplan.cost.shape import Layer
 from chunkplan.cost.sums import GRADIENT_BYTES, tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
@@ -54,7 +54,10 @@ Layers = Sequence[tuple[Layer, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes on one GPU of a stage; `reserved` is taken before the model is loaded."""
+    """Bytes on one GPU of a stage; `reserved` is taken before the model is loaded.
+
+    Where a step is fullest at its end, `gradients` is what they take then, less what all else has given back by then.
+    """
 
     weights: int
     gradients: int
@@ -118,32 +121,34 @@ def stage_memory(
                 state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * own.state_bytes)
         kv_elements = held * own.kv_elements
         retained_bytes, input_bytes, *_ = own.token_bytes
-        stages.append(
-            StageMemory(
-                weights=own.weights,
-                gradients=own.gradients,
-                optimizer=own.optimizer,
-                activations=ceil(retained_tokens[stage] * retained_bytes + own.working_bytes),
-                stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
-                kv=ceil(kv_elements * cost.num_bytes + state_bytes),
-                kv_gradients=ceil(kv_elements * kv_gradient_bytes),
-                exchanged=ceil(exchanged),
-                logits=own.logits,
-                reserved=cost.hardware.reserved_bytes,
-            )
+        found = StageMemory(
+            weights=own.weights,
+            gradients=own.gradients,
+            optimizer=own.optimizer,
+            activations=ceil(retained_tokens[stage] * retained_bytes + own.working_bytes),
+            stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
+            kv=ceil(kv_elements * cost.num_bytes + state_bytes),
+            kv_gradients=ceil(kv_elements * kv_gradient_bytes),
+            exchanged=ceil(exchanged),
+            logits=own.logits,
+            reserved=cost.hardware.reserved_bytes,
         )
+        given_back = found.total - found.weights - found.gradients - found.optimizer - found.reserved
+        stages.append(replace(found, gradients=max(found.gradients, own.at_end - given_back)))
     return tuple(stages)
 
 
 class _Stage(NamedTuple):
     """What a GPU of a stage holds whatever its chunks are, in bytes; and of a token, see `token_bytes`.
 
-    `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a token.
-    `state_bytes`: of states where a part of a sequence ends.
+    `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
+    `_bytes_at_end`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
+    token. `state_bytes`: of states where a part of a sequence ends.
     """
 
     weights: int
     gradients: int
+    at_end: int
     optimizer: int
     working_bytes: float
     logits: int
@@ -170,20 +175,24 @@ def _stages_of(
             else 0
         )
         trained = weights.trained_layers + weights.trained_ends
-        held_gradients, held_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
+        held_gradients, whole_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
+        # Shares of weights that stay while weights are whole: of those that have no master weights in their place.
+        own_bytes = whole_bytes - (trained * num_bytes if cost.precision == "bf16" else 0)
         if dp > 1 and cost.shares("gradients"):
             at_work = _largest(on_stage, adapters.trained_parameters) / tp
             reduced = min(weights.trained_ends, shape.embedding_parameters / tp)
             held_gradients = trained / dp + weights.trained_ends + max(at_work, reduced)
         if dp > 1 and cost.shares("weights"):
             whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
-            held_bytes = held_bytes / dp + whole_bytes
+        held_bytes = whole_bytes + (own_bytes / dp if dp > 1 and cost.shares("optimizer") else 0)
+        working_bytes = chunk_size * _working_bytes(cost, own)
         stages.append(
             _Stage(
                 weights=ceil(held_bytes + unpacked_bytes),
                 gradients=ceil(held_gradients * GRADIENT_BYTES),
+                at_end=ceil(_bytes_at_end(cost, dp, own, weights, chunk_size) + working_bytes),
                 optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
-                working_bytes=chunk_size * _working_bytes(cost, own),
+                working_bytes=working_bytes,
                 logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
                 token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
                 kv_elements=_kv_elements_per_token(cost, on_stage),
@@ -191,6 +200,27 @@ def _stages_of(
             )
         )
     return tuple(stages)
+
+
+def _bytes_at_end(
+    cost: CostModel, dp: int, own: Sequence[Sequence[Run]], weights: StageWeights, chunk_size: int
+) -> float:
+    """Where ranks share optimizer states alone: gradients in the last backward of a step, and what its layer has kept.
+
+    That backward reduces layer by layer, and does not wait for ranks that come to theirs later. Until these do, all
+    that it sends is there, which are the whole sums, and beside them the shares that come of all layers but the one at
+    work; of that one, or of embeddings or head after it, the sum is there twice as it is copied to what is sent. By
+    then activations are gone, so the step may have been fuller before.
+    """
+    if dp == 1 or not cost.shares("optimizer") or cost.shares("gradients"):
+        return 0.0
+    at_work, kept = 0.0, 0.0
+    for layer, level, _ in (run for part in own for run in part):
+        at_work = max(at_work, cost.adapters.trained_parameters(layer) / cost.tp * (1 - 1 / dp))
+        kept = max(kept, activation_bytes_per_token(cost, layer, level))
+    copied = max(at_work, min(weights.trained_ends, cost.shape.embedding_parameters / cost.tp))
+    sent = weights.trained_layers + weights.trained_ends
+    return (sent + weights.trained_layers / dp + copied) * GRADIENT_BYTES + chunk_size * kept
 
 
 @lru_cache(maxsize=1 << 12)

@@ -40,6 +40,9 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 
+#: How much of a tensor is read or written at once, where it goes by rows.
+_BYTES_AT_ONCE = 1 << 21
+
 Rows = slice | EllipsisType | tuple[slice, ...]
 
 
@@ -53,6 +56,11 @@ class Kind(NamedTuple):
     def num_bytes(self) -> int:
         """How many bytes its numbers take."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows take as much memory as is read or written at once, at least one."""
+        return max(1, _BYTES_AT_ONCE // max(1, self.dtype.itemsize * torch.Size(self.shape[1:]).numel()))
 
 
 class TensorFile:
@@ -179,7 +187,8 @@ class TensorWriter:
     def __init__(self, file: BinaryIO, kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> None:
         order = [*_NAMES]
         header: dict[str, object] = {_METADATA: dict(metadata)}
-        self._places: dict[str, int] = {}
+        #: Of each tensor that is not there yet, how many bytes of it are; and where they begin.
+        self._written, self._places = dict.fromkeys(kinds, 0), dict[str, int]()
         end = 0
         for name, kind in sorted(kinds.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
             offsets = [end, end + kind.num_bytes]
@@ -193,15 +202,19 @@ class TensorWriter:
         file.truncate(self._begin + end)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor, of the kind that was said and on any device, where it belongs."""
-        kind = self._kinds.pop(name)
-        assert kind == (tensor.dtype, tuple(tensor.shape)), f"{name} is {tuple(tensor.shape)} of {tensor.dtype}"
-        self._file.seek(self._begin + self._places[name])
+        """Put a tensor, or its next rows, of the kind that was said and on any device, where it belongs."""
+        kind, written = self._kinds[name], self._written.pop(name)
+        is_part = tensor.dtype == kind.dtype and tensor.shape[1:] == kind.shape[1:] and tensor.dim() == len(kind.shape)
+        assert is_part and written + tensor.nbytes <= kind.num_bytes, f"{name} is {tensor.shape} of {tensor.dtype}"
+        self._file.seek(self._begin + self._places[name] + written)
         self._file.write(_bytes_of(tensor.detach().cpu().contiguous()))
+        if written + tensor.nbytes < kind.num_bytes:
+            self._written[name] = written + tensor.nbytes
 
     def check_whole(self) -> None:
-        """See that all tensors were written."""
-        assert not self._kinds, f"{len(self._kinds)} tensors were not written, the first is {min(self._kinds)}"
+        """See that all tensors were written, and each whole."""
+        left = self._written
+        assert not left, f"{len(left)} tensors were not written, the first is {min(left)}"
 
 
 @contextmanager

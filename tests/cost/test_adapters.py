@@ -79,6 +79,8 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales() -> None:
 
 
 def test_sharding_divides_adapters_and_frozen_weights_among_the_ranks() -> None:
+    """Shares of frozen weights are there beside whole ones; those of adapters are master weights."""
+
     def memory(sharding: str, dp: int) -> tuple[int, int, int]:
         [found] = stage_memory(
             replace(RANK_16, sharding=sharding),
@@ -92,11 +94,12 @@ def test_sharding_divides_adapters_and_frozen_weights_among_the_ranks() -> None:
         return found.weights, found.gradients, found.optimizer
 
     whole, adapters = memory("none", 8), 16 * WIDTH
-    assert memory("optimizer", 8) == (*whole[:2], whole[2] // 8)
+    frozen = whole[0] - 2 * 28 * adapters
+    assert memory("optimizer", 8) == (whole[0] + frozen // 8, whole[1], whole[2] // 8)
     weights, gradients, _ = memory("weights", 8)
     assert gradients == whole[1] // 8 + 2 * 4 * adapters
     ends = 2 * 2 * QWEN2_5_7B.embedding_parameters
-    assert weights == whole[0] // 8 + ends + 2 * 2 * (LAYER.parameters(3584) + adapters)
+    assert weights == frozen // 8 + ends + 2 * 2 * (LAYER.parameters(3584) + adapters)
 
 
 @pytest.mark.parametrize("prefix", [0, 100_000])

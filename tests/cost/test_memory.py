@@ -51,7 +51,8 @@ def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter() -> None:
 def test_sharding_divides_more_and_more_among_the_ranks(dp: int) -> None:
     """Optimizer, then gradients, then weights; of the latter two layers at a time are whole, embeddings and head.
 
-    Of gradients a copy is there besides: of two layers, or of the head, which is larger.
+    Of gradients a copy is there besides: of two layers, or of the head, which is larger. Shares of weights are the
+    float32 master weights, which are optimizer states here.
     """
     stages = [memory_of(CostModel(sharding=sharding), dp=dp)[0] for sharding in SHARDINGS]
     whole = stages[0]
@@ -60,7 +61,32 @@ def test_sharding_divides_more_and_more_among_the_ranks(dp: int) -> None:
     whole_weights, whole_gradients = (0, 0) if dp == 1 else (ends + two_layers, ends + ends // 2)
     assert [m.optimizer for m in stages] == [whole.optimizer] + 3 * [whole.optimizer // dp]
     assert [m.gradients for m in stages] == 2 * [whole.gradients] + 2 * [whole.gradients // dp + 4 * whole_gradients]
-    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights // dp + 2 * whole_weights]
+    assert [m.weights for m in stages] == 3 * [whole.weights] + [whole.weights if dp == 1 else 2 * whole_weights]
+
+
+def test_shares_of_weights_without_master_weights_are_there_beside_whole_ones() -> None:
+    stages = [memory_of(CostModel(sharding=sharding, precision="fp32"), dp=8)[0] for sharding in SHARDINGS]
+    whole = stages[0].weights
+    two_layers = 2 * QWEN2_5_7B.embedding_parameters + 2 * QWEN2_5_7B.layer_parameters
+    assert [m.weights for m in stages] == [whole, *2 * [whole + whole // 8], whole // 8 + 4 * two_layers]
+
+
+@pytest.mark.parametrize("dp", [2, 8])
+def test_where_activations_are_few_a_step_that_shares_optimizer_states_alone_is_fullest_at_its_end(dp: int) -> None:
+    """Whole sums of gradients are sent, shares of them come, and the head is copied; with many activations not."""
+    layers, head = QWEN2_5_7B.num_layers * QWEN2_5_7B.layer_parameters, QWEN2_5_7B.embedding_parameters
+    for checkpointing, retained, at_end in (("full", 512, True), ("none", 1 << 17, False)):
+        cost = CostModel(checkpointing=checkpointing)
+        options = {"dp": dp, "chunk_size": 512, "retained_tokens": [retained]}
+        [none], [optimizer] = (memory_of(replace(cost, sharding=each), **options) for each in SHARDINGS[:2])
+        assert (optimizer.gradients > none.gradients) is at_end
+        assert replace(optimizer, gradients=0, optimizer=0) == replace(none, gradients=0, optimizer=0)
+        if at_end:
+            sums = 4 * (layers + 2 * head + layers / dp + head)
+            [working] = memory_of(cost, **{**options, "retained_tokens": [512 / 28]})  # of a layer and what it kept
+            assert optimizer.gradients + none.activations + none.logits == pytest.approx(
+                sums + working.activations, abs=8
+            )
 
 
 def test_sharded_stages_amid_a_pipeline_hold_two_layers_whole() -> None:
@@ -68,8 +94,8 @@ def test_sharded_stages_amid_a_pipeline_hold_two_layers_whole() -> None:
     layer = QWEN2_5_7B.layer_parameters
     for layers, num_whole in (((7, 7, 7, 7), 2), ((9, 9, 1, 9), 1)):
         middle = memory_of(CostModel(sharding="weights"), dp=2, pp=4, layers=layers)[2]
-        expected = layers[2] * layer / 2 + num_whole * layer
-        assert (middle.weights, middle.gradients) == (2 * expected, 4 * expected)
+        expected = num_whole * layer
+        assert (middle.weights, middle.gradients) == (2 * expected, 4 * (layers[2] * layer / 2 + expected))
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,14 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.tensor_file import Kind
 
-Read = Callable[[dict[str, Tensor]], None]
-
 _HINT = "leave --merge-adapters out, or name other layers by --lora-targets"
+
+
+class Read(Protocol):
+    """Reads tensors that are stored somewhere."""
+
+    def __call__(self, tensors: dict[str, Tensor], first: int = 0, /) -> None:
+        """Fill each of `tensors`, by name, with the rows of it from `first` on, in whatever dtype it is."""
 
 
 class Addition(NamedTuple):
@@ -85,26 +90,36 @@ def merged(model: Any, stored: Mapping[str, Kind], read: Read) -> tuple[Any, dic
     names = {plain_name(name): name for name in stored if name not in adapters}
     plain = model.unload()
 
-    def read_merged(tensors: dict[str, Tensor]) -> None:
-        own = {names[name]: tensor for name, tensor in tensors.items()}
+    def read_merged(tensors: dict[str, Tensor], first: int = 0) -> None:
         parts = {part for name in tensors if name in added for part in (added[name].down, added[name].up)}
         factors = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in parts}
-        read({**own, **factors})
+        read(factors)
+        read({names[name]: tensor for name, tensor in tensors.items()}, first)
         for name, tensor in tensors.items():
             if name in added:
-                _add(tensor, added[name], factors)
+                _add(tensor, first, added[name], factors)
 
     return plain, {name: stored[of_peft] for name, of_peft in names.items()}, read_merged
 
 
-def _add(weight: Tensor, addition: Addition, factors: Mapping[str, Tensor]) -> None:
-    dtype = wide(weight.dtype)
+def _add(rows: Tensor, first: int, addition: Addition, factors: Mapping[str, Tensor]) -> None:
+    """Add what an adapter adds to the rows of a weight from `first` on; of experts a row is one of them."""
+    dtype = wide(rows.dtype)
     down = factors[addition.down].to(dtype)  # [experts x rank, in_features]
     up = factors[addition.up].to(dtype)  # [out_features, rank x experts]
     downs = down.view(addition.experts, -1, down.shape[1])
     ups = up.view(len(up), -1, addition.experts)
-    matrices = weight.view(addition.experts, *weight.shape[-2:])
-    for expert, matrix in enumerate(matrices):
-        product = ups[..., expert] @ downs[expert]  # [out_features, in_features]
-        product *= addition.scale
-        matrix.copy_((product.T if addition.transposed else product).add_(matrix))
+    own = slice(first, first + len(rows))
+    if addition.experts > 1 or rows.dim() > 2:
+        for expert, matrix in enumerate(rows, first):
+            _add_product(matrix, ups[..., expert], downs[expert], addition)
+    elif addition.transposed:
+        _add_product(rows, ups[..., 0], downs[0][:, own], addition)
+    else:
+        _add_product(rows, ups[own, :, 0], downs[0], addition)
+
+
+def _add_product(matrix: Tensor, up: Tensor, down: Tensor, addition: Addition) -> None:
+    product = up @ down  # [out_features, in_features], or rows of either
+    product *= addition.scale
+    matrix.copy_((product.T if addition.transposed else product).add_(matrix))

@@ -1,7 +1,7 @@
 """Saves the model that a run leaves: what `save_pretrained` of transformers writes of it, byte for byte.
 
-Of several processes each writes what it has, and the main one puts it together, a layer at a time: as transformers
-wants weights named and formed in a checkpoint, which may be otherwise than in the model.
+Of several processes each writes what it has, and the main one puts it together: some rows of a weight at a time, and
+where transformers wants weights formed otherwise in a checkpoint than in the model, such as those of experts, a layer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.tensor_file import Kind, TensorWriter, writing_tensors
 from chunkplan_runtime.training.save import NO_ROOM, copy_files, save_files, shared_folder
-from chunkplan_runtime.training.tensor_files import read_tensors, stored_tensors, write_tensors
+from chunkplan_runtime.training.tensor_files import StoredRows, stored_tensors, write_tensors
 from chunkplan_runtime.training.train_step import TrainStep
 
 _STAGES = "stages"
@@ -53,7 +52,7 @@ def save_final(
             if merges:
                 held = train_step.all_tensors(with_frozen=True)
                 kinds = {name: Kind(value.dtype, tuple(value.shape)) for name, value in held.items()}
-                save_model(*merged(whole.model, kinds, partial(_copy, held)), folder=folder)
+                save_model(*merged(whole.model, kinds, _reading(held)), folder=folder)
                 copy_files(tokenizer, folder)
             else:
                 save_files(train_step.model, tokenizer, folder)
@@ -63,12 +62,12 @@ def save_final(
         stages = folder / _STAGES
         write_tensors(stages, train_step.all_tensors(with_frozen=not only_adapters), 0, job, target)
         if job.is_main:
-            read: Read = partial(read_tensors, stages, job=Job(), hint=NO_ROOM)
+            kinds = {name: Kind(*kind) for name, kind in stored_tensors(stages, 0, job.layout.world_size).items()}
+            read: Read = StoredRows(stages, NO_ROOM).read
             if only_adapters:
                 read({name: each.data for name, each in whole.model.named_parameters() if each.requires_grad})
                 save_files(whole, tokenizer, folder)
             else:
-                kinds = {name: Kind(*kind) for name, kind in stored_tensors(stages, 0, job.layout.world_size).items()}
                 model = whole.model
                 if merges:
                     model, kinds, read = merged(model, kinds, read)
@@ -77,9 +76,12 @@ def save_final(
             shutil.rmtree(stages)
 
 
-def _copy(held: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(held[name])
+def _reading(held: Mapping[str, Tensor]) -> Read:
+    def read(tensors: dict[str, Tensor], first: int = 0) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(held[name][first : first + len(tensor)] if tensor.dim() else held[name])
+
+    return read
 
 
 def save_model(
@@ -91,17 +93,18 @@ def save_model(
 ) -> None:
     """Write a transformers model of hollow weights into `folder`, as `save_pretrained` does with files of `most` bytes.
 
-    `read` fills tensors by name, of the shapes that are `stored`, in whatever dtype they are.
+    `read` fills tensors by name, of the shapes that are `stored`.
     """
     model.save_pretrained(folder, state_dict={})  # config and generation config
     kinds = _saved(model, stored)
     saved = _formed(model, _empty(kinds, "meta"))
+    plain = {name for name, kind in kinds.items() if _is_saved_as_it_is(model, name, kind, saved)}
     layers: dict[str, dict[str, Kind]] = {}
-    for name, kind in kinds.items():
-        is_alone = name in saved and saved[name].shape == kind.shape  # it is saved as it is
-        layers.setdefault(name if is_alone else layer_of(name), {})[name] = kind
-    if {name for each in layers.values() for name in _formed(model, _empty(each, "meta"))} != saved.keys():
-        layers = {"": kinds}  # weights of several layers are one in a checkpoint
+    for name in kinds.keys() - plain:
+        layers.setdefault(layer_of(name), {})[name] = kinds[name]
+    formed = {name for each in layers.values() for name in _formed(model, _empty(each, "meta"))}
+    if formed | plain != saved.keys():
+        plain, layers = set(), {"": kinds}  # weights of several layers are one in a checkpoint
     split = split_torch_state_dict_into_shards(saved, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
     with ExitStack() as stack:
         files: dict[str, TensorWriter] = {}
@@ -109,6 +112,8 @@ def save_model(
             here = {name: Kind(saved[name].dtype, tuple(saved[name].shape)) for name in names}
             writer = stack.enter_context(writing_tensors(folder / file, here, {"format": "pt"}))
             files |= dict.fromkeys(names, writer)
+        for name in sorted(plain):
+            _copy_rows(name, kinds[name], read, files[name])
         for each in layers.values():
             tensors = _empty(each, "cpu")
             read(tensors)
@@ -120,6 +125,37 @@ def save_model(
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _is_saved_as_it_is(model: Any, name: str, kind: Kind, saved: Mapping[str, Tensor]) -> bool:
+    """Whether a weight has its own name and numbers in a checkpoint: what is formed of it is in its memory."""
+    if name not in saved:
+        return False
+    weight = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+    formed = _formed(model, {name: weight})
+    return formed.keys() == {name} and _is_same(formed[name], weight)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    form, others_form = (
+        (each.untyped_storage()._cdata, each.dtype, each.shape, each.stride(), each.storage_offset())
+        for each in (one, other)
+    )
+    return form == others_form
+
+
+def _copy_rows(name: str, kind: Kind, read: Read, file: TensorWriter) -> None:
+    """Copy a tensor into a file, some rows at a time."""
+    if not kind.shape:
+        tensors = _empty({name: kind}, "cpu")
+        read(tensors)
+        file.write(name, tensors[name])
+        return
+    for first in range(0, max(1, kind.shape[0]), kind.rows_at_once):
+        rows = min(kind.rows_at_once, kind.shape[0] - first)
+        tensors = _empty({name: Kind(kind.dtype, (rows, *kind.shape[1:]))}, "cpu")
+        read(tensors, first)
+        file.write(name, tensors[name])
 
 
 def _saved(model: Any, stored: Mapping[str, Kind]) -> dict[str, Kind]:

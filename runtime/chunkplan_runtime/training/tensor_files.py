@@ -34,9 +34,6 @@ from chunkplan_runtime.training.save import NO_ROOM
 
 HINT = "remove this checkpoint to go on from the one before"
 
-#: How much of a tensor is read at once.
-_BYTES_AT_ONCE = 1 << 21
-
 _STEP = re.compile(r"step:(\d+)")
 
 
@@ -95,6 +92,50 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job, hint: str =
         raise DataError(f"cannot be read: {_reason(error)}", where=str(folder), hint=hint) from error
 
 
+class StoredRows:
+    """Any rows of the tensors in `folder`, which `stored_tensors` has found whole, from the files of all processes.
+
+    Of all that there is it holds where that is.
+    """
+
+    def __init__(self, folder: Path, hint: str) -> None:
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata()
+        files: dict[str, TensorFile] = {}
+        #: Of each tensor its parts, with the places where they begin.
+        self._parts: dict[str, list[tuple[TensorFile, tuple[int, ...]]]] = {}
+        for index, where in stored.storage_data.items():
+            path = where.relative_path
+            if path not in files:
+                files[path] = TensorFile(Path(path), hint)
+            self._parts.setdefault(index.fqn, []).append((files[path], tuple(index.offset or ())))
+
+    def read(self, tensors: Mapping[str, Tensor], first: int = 0) -> None:
+        """Fill each of `tensors`, by name, with the rows of it from `first` on.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        for name, target in tensors.items():
+            filled = sum(_fill(target, first, name, *part) for part in self._parts[name])
+            assert filled == target.numel(), f"{filled} numbers of {name}"
+
+
+def _fill(target: Tensor, first: int, name: str, file: TensorFile, begins: tuple[int, ...]) -> int:
+    """Fill rows of a tensor, from `first` on, as far as they are in a part of it; how many numbers that was."""
+    shape = file.kind(name).shape
+    if not shape:
+        target.copy_(file.read(name))
+        return 1
+    begin = begins[0] if begins else 0
+    low, high = max(first, begin), min(first + len(target), begin + shape[0])
+    if low >= high:
+        return 0
+    columns = [slice(start, start + size) for start, size in zip(begins[1:], shape[1:], strict=False)]
+    part = target[(slice(low - first, high - first), *columns)]
+    part.copy_(file.read(name, slice(low - begin, high - begin)))
+    return part.numel()
+
+
 class _Writer(HuggingFaceStorageWriter):
     """Writes the file of a process tensor by tensor."""
 
@@ -150,7 +191,7 @@ def _row_blocks(target: Tensor, where: list[slice]) -> Iterator[tuple[Tensor, tu
     if not where:
         yield target, ()
         return
-    rows = max(1, _BYTES_AT_ONCE // max(1, target[:1].nbytes))
+    rows = Kind(target.dtype, tuple(target.shape)).rows_at_once
     for begin in range(0, len(target), rows):
         part = target[begin : begin + rows]
         first = where[0].start + begin

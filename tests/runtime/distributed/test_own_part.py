@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
+from chunkplan_runtime import tensor_file
 from chunkplan_runtime.distributed import own_part
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -154,18 +155,25 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
-def test_what_is_saved_layer_by_layer_is_to_the_byte_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+def test_what_is_saved_in_pieces_is_to_the_byte_what_transformers_saves(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that a checkpoint has as they are some rows at a time, and others layer by layer."""
+    at_once = 1 << 10
+    monkeypatch.setattr(tensor_file, "_BYTES_AT_ONCE", at_once)
     config = saved(model_type, tmp_path / "saved")
     whole = load_model(str(tmp_path / "saved"), config, torch.bfloat16).model
     model, tensors, read_at_once = hollow_model(config, torch.bfloat16), whole.state_dict(), []
+    largest: dict[str, int] = {}
     for name, weight in whole.named_parameters():
         model.get_parameter(name).data = hollow(weight).data
     model.generation_config, model._weight_conversions = whole.generation_config, whole._weight_conversions
 
-    def read(some: dict[str, torch.Tensor]) -> None:
+    def read(some: dict[str, torch.Tensor], first: int = 0) -> None:
         read_at_once.append(len(some))
         for name, tensor in some.items():
-            tensor.copy_(tensors[name])
+            largest[name] = max(largest.get(name, 0), tensor.nbytes)
+            tensor.copy_(tensors[name][first : first + len(tensor)] if tensor.dim() else tensors[name])
 
     stored = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     half = f"{sum(tensor.nbytes for tensor in tensors.values()) // 2000}KB"
@@ -177,6 +185,9 @@ def test_what_is_saved_layer_by_layer_is_to_the_byte_what_transformers_saves(mod
     )
     assert ours == theirs
     assert max(read_at_once) < len(tensors) / 1.5, "it goes layer by layer"
+    embeddings = model.get_input_embeddings().weight
+    [name] = [name for name, weight in model.named_parameters() if weight is embeddings]
+    assert at_once / 2 < largest[name] <= at_once < tensors[name].nbytes
     again = load_model(str(tmp_path / "split" / "ours"), config, torch.bfloat16).model
     assert len([*(tmp_path / "split" / "ours").glob("*.safetensors")]) > 1
     assert all(torch.equal(each, tensors[name]) for name, each in again.state_dict().items())

@@ -122,9 +122,9 @@ def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config,
     expected = logits(PeftModel.from_pretrained(plain, tmp_path / "adapter"))
     assert (expected - before).norm() > 0.01 * before.norm()
 
-    def read(some):
+    def read(some, first=0):
         for name, tensor in some.items():
-            tensor.copy_(held[name])
+            tensor.copy_(held[name][first : first + len(tensor)] if tensor.dim() else held[name])
 
     with torch.no_grad():
         kinds = {name: Kind(value.dtype, tuple(value.shape)) for name, value in held.items()}
