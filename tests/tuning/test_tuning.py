@@ -258,6 +258,16 @@ def test_context_and_tensor_parallelism_are_baselines_of_their_own_each_on_its_b
     assert {row.lost for row in (packed, tensor, context)} == {0.0}
 
 
+def test_baselines_share_weights_too_where_that_spares_recomputing(tmp_path: Path) -> None:
+    """Nothing is split, packed or balanced here, so there is nothing to gain: whatever a choice may share, they may."""
+    np.save(tmp_path / "equal.npy", np.full(256, 8192, np.int32))
+    options = options_with(tp=1, dp=8, pp=1, schedules=None, global_batch=64, chunk_sizes=(8192,), ks=(1,))
+    found = tune(tmp_path / "equal.npy", options)
+    assert found.best_baseline is not None and found.best_baseline.sharding == "weights"
+    assert found.best.cost.checkpointing == found.best_baseline.checkpointing == "none"
+    assert found.gain == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.parametrize("tokens", [[1], [1, 1, 1], [700] * 40, [3000] * 500, [1_000_000]])
 def test_data_of_any_kind_is_tuned(tmp_path: Path, tokens: list[int]) -> None:
     """Also where nothing is long enough to be split, or all there is is one sequence."""
