@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 #: What `make` does not install, with the licence that its own repository names.
-NOT_INSTALLED = {"bitsandbytes": "MIT", "flash-attn": "BSD-3-Clause"}
+NOT_INSTALLED = {"bitsandbytes": "MIT", "flash-attn": "BSD-3-Clause", "liger-kernel": "BSD-2-Clause"}
 
 HEAD = """# Licences
 
