@@ -121,6 +121,17 @@ class TensorFile:
         self._fill(_bytes_of(found), begin, name)
         return found[(slice(None), *slices[1:])] if len(slices) > 1 else found
 
+    def read_rows(self, name: str, first: int, target: Tensor) -> None:
+        """Fill `target`, contiguous on the CPU and of the dtype in the file, with the rows of a tensor from `first` on.
+
+        Raises:
+            DataError: the file ends before it, or cannot be read.
+        """
+        dtype, shape = self.kind(name)
+        assert target.dtype == dtype and target.shape[1:] == shape[1:], name
+        row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+        self._fill(_bytes_of(target), self._header[name]["data_offsets"][0] + first * row_bytes, name)
+
     def sample(self, name: str, num_bytes: int) -> bytes:
         """Up to so many bytes from the middle of a tensor.
 

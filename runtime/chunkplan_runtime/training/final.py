@@ -112,8 +112,7 @@ def save_model(
             here = {name: Kind(saved[name].dtype, tuple(saved[name].shape)) for name in names}
             writer = stack.enter_context(writing_tensors(folder / file, here, {"format": "pt"}))
             files |= dict.fromkeys(names, writer)
-        for name in sorted(plain):
-            _copy_rows(name, kinds[name], read, files[name])
+        _copy_rows({name: kinds[name] for name in plain}, read, files)
         for each in layers.values():
             tensors = _empty(each, "cpu")
             read(tensors)
@@ -144,18 +143,22 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return form == others_form
 
 
-def _copy_rows(name: str, kind: Kind, read: Read, file: TensorWriter) -> None:
-    """Copy a tensor into a file, some rows at a time."""
-    if not kind.shape:
-        tensors = _empty({name: kind}, "cpu")
-        read(tensors)
-        file.write(name, tensors[name])
-        return
-    for first in range(0, max(1, kind.shape[0]), kind.rows_at_once):
-        rows = min(kind.rows_at_once, kind.shape[0] - first)
-        tensors = _empty({name: Kind(kind.dtype, (rows, *kind.shape[1:]))}, "cpu")
-        read(tensors, first)
-        file.write(name, tensors[name])
+def _copy_rows(kinds: Mapping[str, Kind], read: Read, files: Mapping[str, TensorWriter]) -> None:
+    """Copy tensors into files, some rows at a time in one place: what comes and goes leaves gaps in memory."""
+    room = torch.empty(max((_block_bytes(kind) for kind in kinds.values()), default=0), dtype=torch.uint8)
+    for name, kind in sorted(kinds.items()):
+        num_rows = kind.shape[0] if kind.shape else 1
+        for first in range(0, max(1, num_rows), kind.rows_at_once):
+            rows = min(kind.rows_at_once, num_rows - first)
+            shape = (rows, *kind.shape[1:]) if kind.shape else ()
+            block = room[: Kind(kind.dtype, shape).num_bytes].view(kind.dtype).view(shape)
+            read({name: block}, first)
+            files[name].write(name, block)
+
+
+def _block_bytes(kind: Kind) -> int:
+    num_rows = min(kind.rows_at_once, kind.shape[0]) if kind.shape else 1
+    return Kind(kind.dtype, (num_rows, *kind.shape[1:])).num_bytes
 
 
 def _saved(model: Any, stored: Mapping[str, Kind]) -> dict[str, Kind]:

@@ -95,12 +95,14 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], job: Job, hint: str =
 class StoredRows:
     """Any rows of the tensors in `folder`, which `stored_tensors` has found whole, from the files of all processes.
 
-    Of all that there is it holds where that is.
+    Of all that there is it holds where that is, and room for what is stored in another dtype than is asked for: memory
+    that came and went would leave gaps.
     """
 
     def __init__(self, folder: Path, hint: str) -> None:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata()
         files: dict[str, TensorFile] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
         #: Of each tensor its parts, with the places where they begin.
         self._parts: dict[str, list[tuple[TensorFile, tuple[int, ...]]]] = {}
         for index, where in stored.storage_data.items():
@@ -116,24 +118,31 @@ class StoredRows:
             DataError: it cannot be read.
         """
         for name, target in tensors.items():
-            filled = sum(_fill(target, first, name, *part) for part in self._parts[name])
+            filled = sum(self._fill(target, first, name, *part) for part in self._parts[name])
             assert filled == target.numel(), f"{filled} numbers of {name}"
 
-
-def _fill(target: Tensor, first: int, name: str, file: TensorFile, begins: tuple[int, ...]) -> int:
-    """Fill rows of a tensor, from `first` on, as far as they are in a part of it; how many numbers that was."""
-    shape = file.kind(name).shape
-    if not shape:
-        target.copy_(file.read(name))
-        return 1
-    begin = begins[0] if begins else 0
-    low, high = max(first, begin), min(first + len(target), begin + shape[0])
-    if low >= high:
-        return 0
-    columns = [slice(start, start + size) for start, size in zip(begins[1:], shape[1:], strict=False)]
-    part = target[(slice(low - first, high - first), *columns)]
-    part.copy_(file.read(name, slice(low - begin, high - begin)))
-    return part.numel()
+    def _fill(self, target: Tensor, first: int, name: str, file: TensorFile, begins: tuple[int, ...]) -> int:
+        """Fill rows of a tensor, from `first` on, as far as they are in a part of it; how many numbers that was."""
+        kind = file.kind(name)
+        if not kind.shape:
+            target.copy_(file.read(name))
+            return 1
+        begin = begins[0] if begins else 0
+        low, high = max(first, begin), min(first + len(target), begin + kind.shape[0])
+        if low >= high:
+            return 0
+        columns = [slice(start, start + size) for start, size in zip(begins[1:], kind.shape[1:], strict=False)]
+        part = target[(slice(low - first, high - first), *columns)]
+        if part.is_contiguous() and part.device.type == "cpu" and part.dtype == kind.dtype:
+            file.read_rows(name, low - begin, part)
+        else:
+            rows = Kind(kind.dtype, (high - low, *kind.shape[1:]))
+            if len(self._room) < rows.num_bytes:
+                self._room = torch.empty(rows.num_bytes, dtype=torch.uint8)
+            stored = self._room[: rows.num_bytes].view(kind.dtype).view(rows.shape)
+            file.read_rows(name, low - begin, stored)
+            part.copy_(stored)
+        return part.numel()
 
 
 class _Writer(HuggingFaceStorageWriter):
