@@ -1,8 +1,9 @@
 """Fused kernels in place of what a model computes by several: norms, and activation and product of gated MLPs.
 
-Nothing is known of a model's classes. Each module that may be a norm or a gated MLP is tried: a small one of its own
-code with random weights, in float64, is compared with what the kernel is to compute. Where both are equal, the module
-calls the kernel from then on; any other stays as it is. Kernels round less often than what they stand for.
+Nothing is known of a model's classes. Each module that may be a norm or a gated MLP is tried: one of its own code
+with random weights, in float64, is compared with what the kernel is to compute, and so are the gradients. Where all are
+equal, the module calls the kernel from then on; any other stays as it is. Kernels round less often than what they stand
+for.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime.models.precise import evaluate_in_float64
 
-#: How near a module has to be to a formula, in float64, for rows of `_ROWS` x `_WIDTH` numbers.
-_EQUAL, _ROWS, _WIDTH = 1e-12, 4, 16
+#: How near a module has to be to a formula, in float64; how large what goes in is; and how wide matrices are then.
+_EQUAL, _SIZES, _WIDTH = 1e-12, (1e-4, 1.0, 1e2, 1e4), 16
 
 #: Names of the matrices of gated MLPs: of gate and up, or of both in one, and the last one.
 _MATRICES = (
@@ -87,12 +88,11 @@ def fuse(modules: Iterable[nn.Module], kernels: FusedKernels, device: torch.devi
     return Fused(fused[0], fused[1], left)
 
 
-def _call(module: Any, run: _Formula, own: _Formula, hidden: Tensor, *given: Any, **how: Any) -> Tensor:
-    """A kernel has one dtype; what comes in another, or with more, is for the module's own code."""
-    weight = getattr(module, "weight", hidden)
-    if given or how or weight.dtype != hidden.dtype:
-        return own(hidden, *given, **how)
-    return run(module, hidden)
+def _call(module: Any, run: _Formula, own: _Formula, *given: Any, **how: Any) -> Tensor:
+    """A kernel has one dtype and one input; what comes in another dtype, or otherwise, is for the module's own code."""
+    if len(given) != 1 or how or getattr(module, "weight", given[0]).dtype != given[0].dtype:
+        return own(*given, **how)
+    return run(module, given[0])
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -125,33 +125,77 @@ def _eps(module: nn.Module) -> float | None:
 
 def _kind(module: nn.Module) -> object:
     """What is the same of modules that compute the same with other weights."""
-    own = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-    shapes = tuple((name, weight.ndim) for name, weight in module.named_parameters())
-    activations = tuple(type(child) for child in module.children())
-    return type(module), tuple(sorted((name, repr(value)) for name, value in own.items())), shapes, activations
+    plain = (bool, int, float, str, type(None))
+    own = [
+        (name, repr(value) if isinstance(value, plain) else id(value))
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and name != "training"
+    ]
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
+    buffers = tuple((name, repr(buffer)) for name, buffer in module.named_buffers())
+    children = tuple((name, repr(child)) for name, child in module.named_children())
+    return type(module), tuple(own), shapes, buffers, children
 
 
 def _computes(module: nn.Module, formula: _Formula) -> bool:
-    """Whether a small module of the same code computes `formula`, in float64, forward."""
+    """Whether a module of the same code computes `formula`, in float64, forward and backward, and gives its dtype.
+
+    It has other weights, the norm as many as its own has. It is tried in training and evaluation, on inputs of three
+    and four dimensions, which are tiny and large too.
+    """
     generator = torch.Generator().manual_seed(0)
     small = _small(module, generator)
-    hidden = torch.randn(_ROWS, _WIDTH, generator=generator, dtype=torch.float64)
+    width = small.weight.shape[-1] if "weight" in small._parameters else _WIDTH
+    modes = [(each, each.training) for each in small.modules()]
     try:
-        with torch.no_grad(), evaluate_in_float64(small):
-            made, expected = small(hidden), formula(small, hidden)
+        for is_training in (True, False):
+            small.train(is_training)
+            for shape in ((2, len(_SIZES), width), (1, 2, len(_SIZES), width)):
+                hidden = torch.randn(shape, generator=generator, dtype=torch.float64)
+                hidden *= torch.tensor(_SIZES, dtype=torch.float64)[:, None]
+                if not _are_equal(small, formula, hidden):
+                    return False
+        return _has_the_dtype(module, small, width)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else, or makes it otherwise
         return False
-    same = torch.is_tensor(made) and made.shape == expected.shape and made.dtype == expected.dtype
-    return same and bool((made - expected).norm() <= _EQUAL * expected.norm())
+    finally:
+        for each, before in modes:
+            each.training = before
+
+
+def _are_equal(small: Any, formula: _Formula, hidden: Tensor) -> bool:
+    """Whether results, and gradients of the input and of all weights, are the same."""
+    found = []
+    upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for compute in (small, partial(formula, small)):
+        given = hidden.clone().requires_grad_()
+        with torch.enable_grad(), evaluate_in_float64(small):
+            made = compute(given)
+            if not torch.is_tensor(made) or made.shape != hidden.shape or made.dtype != hidden.dtype:
+                return False
+            found.append([made, *torch.autograd.grad(made, [given, *small.parameters()], upstream)])
+    return all(
+        bool(((one - other).norm(dim=-1) <= _EQUAL * other.norm(dim=-1)).all())
+        for one, other in zip(*found, strict=True)
+    )
+
+
+def _has_the_dtype(module: nn.Module, small: Any, width: int) -> bool:
+    """Whether what it makes has the dtype of its input where that is the one of its weights."""
+    dtype = next(module.parameters()).dtype
+    for each in small.parameters():
+        each.data = each.data.to(dtype)
+    with torch.no_grad():
+        return bool(small(torch.ones(1, 2, width, dtype=dtype)).dtype == dtype)
 
 
 def _small(module: nn.Module, generator: torch.Generator) -> Any:
-    """A module of the same code with few random weights on the CPU; what else it has is shared."""
+    """A module of the same code with random weights on the CPU, in small matrices; what else it has is shared."""
     small = copy.copy(module)
     small._forward_hooks, small._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_hooks)()
     vars(small).pop("forward", None)
     small._parameters = {
-        name: nn.Parameter(torch.randn([_WIDTH] * weight.ndim, generator=generator, dtype=torch.float64))
+        name: nn.Parameter(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
         for name, weight in module.named_parameters(recurse=False)
     }
     small._modules = dict(module._modules)

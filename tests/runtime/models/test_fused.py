@@ -104,11 +104,52 @@ def test_nothing_is_fused_that_computes_something_else():
     hidden = torch.randn(3, 8)
     before = [(norm(hidden), norm(hidden, hidden)) for norm in (two, three)]
     assert str(fuse([two, three, nn.RMSNorm(8), nn.Linear(8, 8)], "torch", CPU)) == "1 norms; as they are: 1 SizeNorm"
+    assert torch.equal(two(hidden=hidden), before[0][0])
     assert "forward" in vars(two) and "forward" not in vars(three)
     for norm, (alone, gated) in zip((two, three), before, strict=True):
         torch.testing.assert_close(norm(hidden), alone)
         assert torch.equal(norm(hidden, hidden), gated)
         assert norm(hidden.double()).dtype == torch.float64  # as its own code promotes
+
+
+class Norm(nn.Module):
+    """Like Llama's, and otherwise in one way."""
+
+    def __init__(self, how=None, scale=1.0):
+        super().__init__()
+        self.weight, self.eps, self.how = nn.Parameter(torch.ones(64)), 1e-6, how
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, hidden):
+        given = hidden.clamp(-10, 10) if self.how == "clamped" else hidden
+        given = given[..., :16] if self.how == "of a part" else given
+        if self.how == "of groups":
+            given = given.unflatten(-1, (-1, 16))
+        factor = torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.how == "of groups":
+            factor = factor.expand(*factor.shape[:-1], 16).flatten(-2)
+        if self.how == "without a gradient":
+            factor = factor.detach()
+        if self.how == "of dropout":
+            hidden = nn.functional.dropout(hidden, 0.5, self.training)
+        if self.how == "of four dimensions" and hidden.ndim == 4:
+            factor = factor.flip(1)
+        if self.how == "clamped":
+            hidden = given
+        made = self.weight * (hidden * factor) * self.scale
+        return made.float() if self.how == "of another dtype" else made
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["clamped", "of a part", "of groups", "without a gradient", "of dropout", "of four dimensions", "of another dtype"],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_norm_that_differs_in_one_way_stays_as_it_is(how, is_training):
+    norm = Norm(how).to(torch.bfloat16).train(is_training)
+    assert str(fuse([norm], "torch", CPU)) == "nothing; as they are: 1 Norm"
+    assert norm.training == is_training
+    assert str(fuse([Norm(scale=0.5), Norm(), Norm(scale=0.5)], "torch", CPU)) == "1 norms; as they are: 2 Norm"
 
 
 @pytest.mark.parametrize("level", ["none", "keep-products", "full", "offload"])
