@@ -127,15 +127,16 @@ def _of_mlp(cost: CostModel, layer: Layer) -> float:
     return made * cost.num_bytes + _FLOAT32 * layer.num_experts
 
 
-def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool) -> float:
+def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool, level: Checkpointing) -> float:
     """What a chunk that keeps its activations holds for each token around the layers of a model stage, on one GPU.
 
-    It counts where layers hold nothing: token ids, or the hidden states that come from the stage before; positions and
-    their rotary embeddings; and on the last stage what the final norm reads and makes.
+    That are token ids, or the hidden states that come from the stage before, unless the first layer, of `level`, keeps
+    them; positions and their rotary embeddings; and on the last stage what the final norm reads and makes.
     """
     shape, [layer, *_] = cost.shape, cost.shape.kinds
-    held = float(_ID_BYTES if is_first else shape.hidden_size * cost.num_bytes)
-    held += _ID_BYTES + 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
+    came = shape.hidden_size * cost.num_bytes if level in ("none", "offload") else 0
+    held = _ID_BYTES + 2 * layer.query_width / max(layer.num_query_heads, 1) * cost.num_bytes
+    held += _ID_BYTES if is_first else came
     if is_last:
         normed = cost.num_bytes
         if not fuses_norms(cost.fused_kernels, layer):
@@ -145,16 +146,11 @@ def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool) -> float:
 
 
 def around_of_stages(cost: CostModel, layers: Sequence[int]) -> list[float]:
-    """What a token that is retained takes around the layers of each model stage, where inputs of these are elsewhere.
-
-    Where none are it is left out: it is little beside what layers hold.
-    """
+    """What a token that is retained takes around the layers of each model stage."""
     last = len(layers) - 1
     return [
-        _around_bytes(cost, is_first=not stage, is_last=stage == last)
-        if any(level == "offload" for _, level, _ in own)
-        else 0.0
-        for stage, own in enumerate(runs_of(cost, layers))
+        _around_bytes(cost, is_first=not stage, is_last=stage == last, level=level)
+        for stage, [(_, level, _), *_] in enumerate(runs_of(cost, layers))
     ]
 
 

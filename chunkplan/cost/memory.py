@@ -6,7 +6,7 @@ An estimate from the tensors that are known to be there; what a framework holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -25,10 +25,10 @@ from chunkplan.cost.activations import (
 )
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.optimizers import moment_bytes
-from chunkplan.cost.reduction import StageWeights, stage_parameters
-from chunkplan.cost.shape import Layer
-from chunkplan.cost.sums import GRADIENT_BYTES, tokens_at_once
+from chunkplan.cost.reduction import stage_parameters
+from chunkplan.cost.shape import Layer, Layers
+from chunkplan.cost.states import held_states
+from chunkplan.cost.sums import tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
 
 #: Gradients of keys and values are sums over all later chunks, kept in float32.
@@ -37,19 +37,11 @@ KV_GRADIENT_BYTES = 4
 #: States of recurrent layers are float32, as the kernels leave them.
 _STATE_BYTES = 4
 
-#: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
-#: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step,
-#: and copied one after the other when their gradients are reduced.
-_WHOLE_LAYERS = 2
-
 #: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
 _OFFLOAD_BLOCKS = 2
 
 #: Of a logit: itself, its softmax in float32 and its gradient in bf16; or both in float32, the latter in one place.
 _LOGIT_BYTES = 8
-
-#: Layers of some kinds, and how many of each.
-Layers = Sequence[tuple[Layer, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +134,7 @@ class _Stage(NamedTuple):
     """What a GPU of a stage holds whatever its chunks are, in bytes; and of a token, see `token_bytes`.
 
     `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
-    `_bytes_at_end`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
+    `held_states`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
     token. `state_bytes`: of states where a part of a sequence ends.
     """
 
@@ -161,66 +153,31 @@ class _Stage(NamedTuple):
 def _stages_of(
     cost: CostModel, dp: int, pp: int, layers: tuple[int, ...], chunk_size: int, v_shaped: bool
 ) -> tuple[_Stage, ...]:
-    shape, num_bytes, tp, adapters = cost.shape, cost.num_bytes, cost.tp, cost.adapters
-    optimizer_bytes = moment_bytes(cost.optimizer, shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
     stages = []
     split = stage_parts(runs_of(cost, layers), pp, v_shaped)
     around = stage_parts(around_of_stages(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
         on_stage = _without_levels(own)
-        unpacked_bytes = (
-            max(_largest_matrix(layer) for layer, _ in on_stage) * shape.hidden_size * num_bytes / tp
-            if cost.load_in_4bit
-            else 0
-        )
-        trained = weights.trained_layers + weights.trained_ends
-        held_gradients, whole_bytes = trained, weights.layer_bytes + weights.ends * num_bytes
-        # Shares of weights that stay while weights are whole: of those that have no master weights in their place.
-        own_bytes = whole_bytes - (trained * num_bytes if cost.precision == "bf16" else 0)
-        if dp > 1 and cost.shares("gradients"):
-            at_work = _largest(on_stage, adapters.trained_parameters) / tp
-            reduced = min(weights.trained_ends, shape.embedding_parameters / tp)
-            held_gradients = trained / dp + weights.trained_ends + max(at_work, reduced)
-        if dp > 1 and cost.shares("weights"):
-            whole_bytes = weights.ends * num_bytes + _largest(on_stage, adapters.weight_bytes) / tp
-        held_bytes = whole_bytes + (own_bytes / dp if dp > 1 and cost.shares("optimizer") else 0)
         working_bytes = chunk_size * _working_bytes(cost, own)
+        logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, v_shaped) else 0.0
+        states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
+        kept = max(activation_bytes_per_token(cost, layer, level) for part in own for layer, level, _ in part)
+        at_end = states.at_end + chunk_size * kept if states.at_end else 0.0
         stages.append(
             _Stage(
-                weights=ceil(held_bytes + unpacked_bytes),
-                gradients=ceil(held_gradients * GRADIENT_BYTES),
-                at_end=ceil(_bytes_at_end(cost, dp, own, weights, chunk_size) + working_bytes),
-                optimizer=ceil(trained * optimizer_bytes / (dp if cost.shares("optimizer") else 1)),
+                weights=ceil(states.weights),
+                gradients=ceil(states.gradients),
+                at_end=ceil(at_end + working_bytes),
+                optimizer=ceil(states.optimizer),
                 working_bytes=working_bytes,
-                logits=ceil(_logits_bytes(cost, chunk_size)) if stage == last_stage(pp, v_shaped) else 0,
+                logits=ceil(logits_bytes),
                 token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
                 kv_elements=_kv_elements_per_token(cost, on_stage),
                 state_bytes=_state_bytes(cost, on_stage),
             )
         )
     return tuple(stages)
-
-
-def _bytes_at_end(
-    cost: CostModel, dp: int, own: Sequence[Sequence[Run]], weights: StageWeights, chunk_size: int
-) -> float:
-    """Where ranks share optimizer states alone: gradients in the last backward of a step, and what its layer has kept.
-
-    That backward reduces layer by layer, and does not wait for ranks that come to theirs later. Until these do, all
-    that it sends is there, which are the whole sums, and beside them the shares that come of all layers but the one at
-    work; of that one, or of embeddings or head after it, the sum is there twice as it is copied to what is sent. By
-    then activations are gone, so the step may have been fuller before.
-    """
-    if dp == 1 or not cost.shares("optimizer") or cost.shares("gradients"):
-        return 0.0
-    at_work, kept = 0.0, 0.0
-    for layer, level, _ in (run for part in own for run in part):
-        at_work = max(at_work, cost.adapters.trained_parameters(layer) / cost.tp * (1 - 1 / dp))
-        kept = max(kept, activation_bytes_per_token(cost, layer, level))
-    copied = max(at_work, min(weights.trained_ends, cost.shape.embedding_parameters / cost.tp))
-    sent = weights.trained_layers + weights.trained_ends
-    return (sent + weights.trained_layers / dp + copied) * GRADIENT_BYTES + chunk_size * kept
 
 
 @lru_cache(maxsize=1 << 12)
@@ -333,17 +290,3 @@ def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
 def _state_bytes(cost: CostModel, layers: Layers) -> float:
     """Of the states of some layers where a part of a sequence ends, on one GPU."""
     return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp
-
-
-def _largest(layers: Layers, of: Callable[[Layer], float]) -> float:
-    """The sum of what `of` says of the `_WHOLE_LAYERS` layers of which it is most."""
-    sizes = [of(layer) for layer, count in layers for _ in range(min(count, _WHOLE_LAYERS))]
-    return sum(sorted(sizes)[-_WHOLE_LAYERS:])
-
-
-def _largest_matrix(layer: Layer) -> int:
-    """The width of the largest matrix of a layer, beside the hidden size: weights of 4 bits are made whole one by one.
-
-    Of recurrent layers what they keep for a backward tells it.
-    """
-    return max(layer.mlp_width, layer.query_width, layer.mixed_width)

@@ -106,6 +106,10 @@ class Layer:
         return self.mixer_parameters + (2 + self.is_gated) * hidden_size * self.mlp_width
 
 
+#: Layers of some kinds, and how many of each.
+Layers = Sequence[tuple[Layer, int]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder of layers of some `kinds`; `order` has the place in `kinds` of each layer, first to last.

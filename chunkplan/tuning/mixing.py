@@ -163,7 +163,7 @@ def _programs_of(
     What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
-    around = around_of_stages(replace(cost, checkpointing=levels[-1]), layers)
+    around = np.max([around_of_stages(replace(cost, checkpointing=level), layers) for level in levels], axis=0)
     of_layer = np.array([[activation_bytes_per_token(cost, kind, level) for level in levels] for kind in shape.kinds])
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
     working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])

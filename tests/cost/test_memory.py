@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.activations import around_of_stages
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import StageMemory, activation_bytes_per_token, pending_bytes_per_token, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
@@ -83,10 +84,23 @@ def test_where_activations_are_few_a_step_that_shares_optimizer_states_alone_is_
         assert replace(optimizer, gradients=0, optimizer=0) == replace(none, gradients=0, optimizer=0)
         if at_end:
             sums = 4 * (layers + 2 * head + layers / dp + head)
-            [working] = memory_of(cost, **{**options, "retained_tokens": [512 / 28]})  # of a layer and what it kept
+            [working] = memory_of(cost, **{**options, "retained_tokens": [0]})
+            kept = 512 * activation_bytes_per_token(cost, LAYER)
             assert optimizer.gradients + none.activations + none.logits == pytest.approx(
-                sums + working.activations, abs=8
+                sums + working.activations + kept, abs=8
             )
+
+
+def test_where_a_backward_takes_little_a_forward_that_gathers_is_fuller() -> None:
+    """By two layers as they come, in place of what the backward takes; or by one where only two are whole at a time."""
+    for sharding, gathered in (("optimizer", 2), ("gradients", 2), ("weights", 1)):
+        cost = CostModel(sharding=sharding, lora_rank=1)
+        [few], [many] = (memory_of(cost, dp=8, chunk_size=size, retained_tokens=[0]) for size in (64, 1 << 16))
+        layer = cost.adapters.weight_bytes(LAYER)
+        at_work = few.gradients if sharding == "optimizer" else 2 * 4 * cost.adapters.trained_parameters(LAYER)
+        assert few.weights - many.weights == pytest.approx(
+            gathered * layer - few.activations - few.logits - at_work, abs=4
+        )
 
 
 def test_sharded_stages_amid_a_pipeline_hold_two_layers_whole() -> None:
@@ -153,7 +167,8 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
     for checkpointing in ("none", "full"):
         cost = CostModel(checkpointing=checkpointing)
         [less], [more] = (memory_of(cost, retained_tokens=[tokens]) for tokens in (8192, 16384))
-        slope[checkpointing] = (more.activations - less.activations) / 8192 / 28
+        of_token = (more.activations - less.activations) / 8192
+        slope[checkpointing] = (of_token - around_of_stages(cost, [28])[0]) / 28
         assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost, LAYER), rel=1e-6)
         assert more.total - less.total == more.activations - less.activations
     assert slope["none"] == 2 * ((4 + 4) * 3584 + 4) + 2 * (2 * 3584 + 2 * 512) + 4 * 28 + 4 * 2 * 18944

@@ -9,6 +9,7 @@ import torch
 
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
+from chunkplan_runtime.models.hollow import hollow
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.quantized import is_quantized
 
@@ -97,8 +98,14 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
 
 @torch.no_grad()
 def take_adapters(own: CausalLM, whole: CausalLM) -> None:
-    """Give a part of a model the adapters that the whole one has: drawn there, they are the same for any layout."""
+    """Give a part of a model the adapters that the whole one has: drawn there, they are the same for any layout.
+
+    Those of the whole one are hollow from then on.
+    """
     drawn = dict(whole.model.named_parameters())
     for name, weight in own.model.named_parameters():
         if weight.requires_grad:
             weight.copy_(drawn[name])
+    for weight in drawn.values():
+        if weight.requires_grad:
+            weight.data = hollow(weight).data

@@ -65,7 +65,10 @@ def save_final(
             kinds = {name: Kind(*kind) for name, kind in stored_tensors(stages, 0, job.layout.world_size).items()}
             read: Read = StoredRows(stages, NO_ROOM).read
             if only_adapters:
-                read({name: each.data for name, each in whole.model.named_parameters() if each.requires_grad})
+                adapters = {name: each for name, each in whole.model.named_parameters() if each.requires_grad}
+                for each in adapters.values():
+                    each.data = torch.empty(each.shape, dtype=each.dtype)
+                read({name: each.data for name, each in adapters.items()})
                 save_files(whole, tokenizer, folder)
             else:
                 model = whole.model

@@ -73,7 +73,7 @@ class Built(NamedTuple):
     Attributes:
         own: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
             sharding brings it there weight by weight.
-        whole: all of it; on several processes its weights are hollow, those that are no adapters.
+        whole: all of it; on several processes its weights are hollow.
         identity: a hash that other weights do not have, the same on all processes; None on one alone.
         note: what to say of how it was loaded, if anything.
         fused: what of it calls fused kernels.
