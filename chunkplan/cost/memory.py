@@ -27,7 +27,7 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.shape import Layer, Layers
-from chunkplan.cost.states import held_states
+from chunkplan.cost.states import held_states, product_gradient_bytes
 from chunkplan.cost.sums import tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
 
@@ -159,7 +159,7 @@ def _stages_of(
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
         on_stage = _without_levels(own)
-        working_bytes = chunk_size * _working_bytes(cost, own)
+        working_bytes = chunk_size * _working_bytes(cost, own) + product_gradient_bytes(cost, dp, on_stage)
         logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, v_shaped) else 0.0
         states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
         kept = max(activation_bytes_per_token(cost, layer, level) for part in own for layer, level, _ in part)

@@ -29,6 +29,7 @@ from chunkplan.cost.activations import (
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
 from chunkplan.schedule.holdings import ACTIVATIONS, PENDING, fullest
 from chunkplan.tuning.levels import fits
@@ -163,7 +164,8 @@ def _programs_of(
     What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
-    around = np.max([around_of_stages(replace(cost, checkpointing=level), layers) for level in levels], axis=0)
+    # The strongest level comes first. What comes from the stage before is left out where no layer runs again.
+    around = around_of_stages(replace(cost, checkpointing=levels[-1]), layers)
     of_layer = np.array([[activation_bytes_per_token(cost, kind, level) for level in levels] for kind in shape.kinds])
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
     working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])
@@ -178,7 +180,8 @@ def _programs_of(
         held = tokens[:, ACTIVATIONS, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(
             waiting - of_layer, 0.0
         )
-        room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max())) - 2
+        product = product_gradient_bytes(cost, config.dp, [(shape.kinds[kind], 1) for kind in np.unique(on_stage)])
+        room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max() + product)) - 2
         room = room - np.ceil(tokens[:, ACTIVATIONS] * max(around[each] for each in parts[stage])).astype(np.int64)
         yield StageProgram(kinds, np.ceil(held).astype(np.int64), room)
 

@@ -28,15 +28,31 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self.made: dict[int, StorageWeakRef] = {}
         self.peak = 0
+        #: Of storages that operators have been given or have made, how large they were then.
+        self._sizes: dict[int, int] = {}
+        #: No more bytes are alive: those at the last count, and all that have come since.
+        self._at_most = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in _own_tensors((args, kwargs))}
+        given = {each.untyped_storage()._cdata: each.untyped_storage() for each in _own_tensors((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in _own_tensors(result):
             if (storage := tensor.untyped_storage())._cdata not in given:
                 self.made[storage._cdata] = StorageWeakRef(storage)
-        self.peak = max(self.peak, self.num_bytes())
+                self._sizes[storage._cdata] = 0
+                given[storage._cdata] = storage
+        for place, storage in given.items():
+            if place in self.made and (grown := storage.nbytes() - self._sizes.get(place, 0)):
+                self._at_most += max(0, grown)
+                self._sizes[place] = storage.nbytes()
+        if self._at_most > self.peak:  # else there is nothing to count
+            self._at_most = self.num_bytes()
+            self.peak = max(self.peak, self._at_most)
         return result
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Leave out what holds a tensor."""
+        self.made.pop(tensor.untyped_storage()._cdata, None)
 
     def num_bytes(self) -> int:
         """Of those that something still holds."""

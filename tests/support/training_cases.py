@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.execution import links
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
@@ -94,10 +95,18 @@ def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> 
 
 
 def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]:
-    """`run_main`; also the bytes that are held between the last two steps, and the most in the last of them."""
+    """`run_main`; also the bytes that are held between the last two steps, and the most in the last of them.
+
+    What was sent to another stage is left out: gloo keeps it until the end of a step, NCCL until it has arrived.
+    """
     held = []
-    update = TrainStep.update
+    update, put = TrainStep.update, links._Outbox.put
     with Alive() as alive:
+
+        def sent(outbox: links._Outbox, chunk_id: int, tensor: torch.Tensor) -> None:
+            put(outbox, chunk_id, tensor)
+            for kept, _ in outbox._sent:
+                alive.forget(kept)
 
         def counted(train_step: TrainStep, step: Any) -> float:
             in_step = alive.peak
@@ -107,7 +116,7 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
             alive.peak = 0
             return rate
 
-        with patch.object(TrainStep, "update", counted):
+        with patch.object(TrainStep, "update", counted), patch.object(links._Outbox, "put", sent):
             code, told = run_main(rank, **arguments)
     return code, told, *(held[-1] if held else (0, 0))
 

@@ -1,4 +1,7 @@
-"""What a process of the trainer holds at most in a step is what the planner counts, by what its replicas share."""
+"""What a process of the trainer holds at most in a step is what the planner counts.
+
+That is no less than what is measured, and no more than a tenth above it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chunkplan import CostModel, PlanConfig, build
+from chunkplan import CostModel, PlanConfig, build, plan_report
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model_config import shape_of_config
 from tests.support.analyses import write_analysis
@@ -30,7 +34,7 @@ FEW, MANY = 32, 256
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPool]:
-    with process_pool(2, joined=False) as started:
+    with process_pool(4, joined=False) as started:
         yield started
 
 
@@ -49,12 +53,12 @@ def made(tmp_path_factory: Any, tiny_config: Any, random_sequences: Any) -> Path
     return folder
 
 
-def run(pool: ProcessPool, made: Path, output: Path, dp: int, chunk_size: int, *more: object) -> list[tuple[int, int]]:
-    """Of each process the bytes between steps and the most in one, of what operators have made."""
-    given = ["--plan", made / f"plan-{dp}-{chunk_size}", "--output", output, "--lr", "3e-3", "--device", "cpu"]
+def run(pool: ProcessPool, plan: Path, output: Path, size: int, *more: object) -> list[tuple[int, int]]:
+    """Of each of `size` processes the bytes between steps and the most in one, of what operators have made."""
+    given = ["--plan", plan, "--output", output, "--lr", "3e-3", "--device", "cpu"]
     arguments = [str(each) for each in (*given, "--max-steps", 2, *more)]
-    told = pool.run(dp, run_main_and_count, size=dp, port=free_port(), arguments=[arguments])
-    assert [code for code, *_ in told] == [0] * dp, told
+    told = pool.run(size, run_main_and_count, size=size, port=free_port(), arguments=[arguments])
+    assert [code for code, *_ in told] == [0] * size, told
     return [(between, most) for _, _, between, most in told]
 
 
@@ -66,25 +70,24 @@ def counted(config: Path, dp: int, chunk_size: int, **cost: Any) -> StageMemory:
     return found
 
 
+#: Model, what replicas share, ChunkSize, level, precision.
 CASES = [
     ("llama", "optimizer", FEW, "none", "bf16"),
-    ("llama", "optimizer", FEW, "none", "fp32"),
+    ("llama", "optimizer", MANY, "none", "bf16"),
     ("llama", "optimizer", MANY, "full", "bf16"),
-    ("llama", "gradients", FEW, "none", "bf16"),
-    ("llama", "weights", FEW, "none", "bf16"),
-    ("llama", "weights", MANY, "none", "bf16"),
+    ("llama", "weights", FEW, "none", "fp32"),
+    ("llama", "weights", MANY, "keep-attention", "bf16"),
     ("qwen3_moe", "optimizer", FEW, "none", "bf16"),
     ("qwen3_moe", "gradients", FEW, "none", "bf16"),
-    ("qwen3_moe", "weights", FEW, "none", "bf16"),
+    ("qwen3_moe", "weights", MANY, "offload", "bf16"),
 ]
-#: Of optimizer states alone not with many activations: what is around layers is not counted, 1 % of so narrow a model.
+#: In fp32, of so few and narrow layers, what two of them take is more than a tenth where levels lie between.
 SWEEP = [
     (model_type, sharding, chunk_size, level, precision)
     for model_type in MODELS
     for sharding in ("optimizer", "gradients", "weights")
-    for chunk_size, level in ((FEW, "none"), (MANY, "full"), (MANY, "none"))
-    for precision in ("bf16", "fp32")
-    if (sharding, chunk_size, level) != ("optimizer", MANY, "none")
+    for precision, levels in (("bf16", CHECKPOINTINGS), ("fp32", ("none", "full")))
+    for chunk_size, level in ((FEW, "none"), *((MANY, level) for level in levels))
 ]
 
 
@@ -92,7 +95,7 @@ SWEEP = [
     ("model_type", "sharding", "chunk_size", "level", "precision"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in SWEEP if case not in CASES)],
 )
-def test_what_two_processes_hold_at_most_is_what_the_planner_counts(
+def test_two_processes(
     pool: ProcessPool,
     made: Path,
     tmp_path: Path,
@@ -102,38 +105,96 @@ def test_what_two_processes_hold_at_most_is_what_the_planner_counts(
     level: str,
     precision: Any,
 ) -> None:
-    """No less than is measured, and no more than a tenth above that.
-
-    On a CPU no sum of gradients is there before a process waits for it, as if another one came late to all of them.
-    """
+    """On a CPU no sum of gradients is there before a process waits for it, as if another one came late to all of them,
+    and what is in host memory is beside the rest."""
     config = made / f"{model_type}.json"
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
     found = counted(config, 2, chunk_size, sharding=sharding, checkpointing=level, precision=precision)
     predicted = found.total - found.reserved
     rows = {"bf16": 0, "fp32": 4}[precision]  # bytes of a weight that are shared between steps beside its states
     states = found.optimizer * (1 + rows / 8)
-    for between, most in run(pool, made, tmp_path / "run", 2, chunk_size, *more):
-        assert most <= predicted <= 1.1 * most
-        assert between == pytest.approx(states, rel=0.01)  # norms are no matrices
+    on_host = 8 * chunk_size * SIZES["hidden_size"] * (2 if precision == "bf16" else 4) if level == "offload" else 0
+    for between, most in run(pool, made / f"plan-2-{chunk_size}", tmp_path / "run", 2, *more):
+        assert most - on_host <= predicted <= 1.1 * (most - on_host)
+        assert between - on_host == pytest.approx(states, rel=0.01)  # norms are no matrices
 
 
 @pytest.mark.parametrize(
-    ("model_type", "level"),
+    ("dp", "sharding", "chunk_size", "level"),
     [
-        ("llama", "none"),
-        *(pytest.param("llama", level, marks=pytest.mark.soak) for level in ("keep-attention", "full")),
+        (1, "optimizer", MANY, "none"),
+        (2, "optimizer", FEW, "none"),
+        (2, "weights", MANY, "none"),
+        *(
+            pytest.param(dp, sharding, chunk_size, level, marks=pytest.mark.soak)
+            for dp, sharding, chunk_size, level in (
+                (1, "optimizer", MANY, "keep-attention"),
+                (1, "optimizer", MANY, "full"),
+                (2, "optimizer", MANY, "none"),
+                (2, "gradients", MANY, "keep-products"),
+                (2, "weights", FEW, "none"),
+            )
+        ),
     ],
 )
-def test_what_a_process_holds_at_most_with_adapters_is_what_the_planner_counts(
-    pool: ProcessPool, made: Path, tmp_path: Path, model_type: str, level: str
+def test_adapters(
+    pool: ProcessPool, made: Path, tmp_path: Path, dp: int, sharding: Any, chunk_size: int, level: str
 ) -> None:
-    """Weights that are loaded are not made by operators: their bytes are those of the file."""
-    config = made / f"{model_type}.json"
+    """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file."""
+    config = made / "llama.json"
     model = AutoConfig.for_model(**json.loads(config.read_text()))
     AutoModelForCausalLM.from_config(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    loaded = (tmp_path / "model" / "model.safetensors").stat().st_size
+    loaded = (tmp_path / "model" / "model.safetensors").stat().st_size if dp == 1 else 0
     more = ["--precision", "bf16", "--checkpointing", level, "--model", tmp_path / "model", "--lora-rank", 4]
-    found = counted(config, 1, MANY, lora_rank=4, checkpointing=level)
+    more += ["--sharding", sharding]
+    found = counted(config, dp, chunk_size, lora_rank=4, checkpointing=level, sharding=sharding)
     predicted = found.total - found.reserved
-    [(_, most)] = run(pool, made, tmp_path / "run", 1, MANY, *more)
-    assert most + loaded <= predicted <= 1.1 * (most + loaded)
+    for _, most in run(pool, made / f"plan-{dp}-{chunk_size}", tmp_path / "run", dp, *more):
+        assert most + loaded <= predicted <= 1.1 * (most + loaded)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dp", "schedule", "chunk_size", "sharding", "level", "precision"),
+    [
+        ("llama", 1, "auto", MANY, "optimizer", "none", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("llama", 1, "auto", FEW, "optimizer", "none", "bf16"),
+                ("llama", 1, "auto", MANY, "optimizer", "full", "bf16"),
+                ("llama", 1, "zero-bubble", MANY, "optimizer", "none", "bf16"),
+                ("llama", 1, "zero-bubble", MANY, "optimizer", "none", "fp32"),
+                ("llama", 2, "auto", MANY, "optimizer", "none", "bf16"),
+                ("llama", 2, "auto", MANY, "weights", "none", "bf16"),
+                ("llama", 2, "auto", MANY, "weights", "full", "fp32"),
+                ("qwen3_moe", 1, "auto", MANY, "optimizer", "none", "bf16"),
+                ("qwen3_moe", 1, "auto", MANY, "optimizer", "full", "bf16"),
+            )
+        ),
+    ],
+)
+def test_stages_of_a_pipeline(
+    pool: ProcessPool,
+    made: Path,
+    tmp_path: Path,
+    model_type: str,
+    dp: int,
+    schedule: str,
+    chunk_size: int,
+    sharding: Any,
+    level: str,
+    precision: Any,
+) -> None:
+    """Of the fullest one, as `inspect` says."""
+    config = made / f"{model_type}.json"
+    shape = shape_of_config(json.loads(config.read_text()), "a test")
+    cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision)
+    planned = PlanConfig(chunk_size=chunk_size, k=1, global_batch=4 * dp, dp=dp, pp=2, cp="off", schedule=schedule)
+    build(made / f"analysis-{chunk_size}", tmp_path / "plan", planned, cost=cost)
+    memory = plan_report(tmp_path / "plan").memory
+    assert memory is not None
+    predicted = memory.memory.total - memory.memory.reserved
+    more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
+    held = run(pool, tmp_path / "plan", tmp_path / "run", 2 * dp, *more)
+    most = max(most for _, most in held)
+    assert most <= predicted <= 1.1 * most

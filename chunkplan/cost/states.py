@@ -1,0 +1,112 @@
+"""What a GPU of a stage holds of weights, gradients and optimizer states, in bytes, by what its replicas share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import moment_bytes
+from chunkplan.cost.reduction import StageWeights
+from chunkplan.cost.shape import Layer, Layers
+from chunkplan.cost.sums import GRADIENT_BYTES
+
+#: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
+#: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step,
+#: and copied one after the other when their gradients are reduced.
+_WHOLE_LAYERS = 2
+
+#: As a forward gathers a layer, two more are there as they came, of it and of the one before, which FSDP2 gives back
+#: only when the weights of the next one have been made of what came.
+_GATHERED_LAYERS = 2
+
+
+class States(NamedTuple):
+    """Bytes on one GPU. `at_end`: of gradients when the last ones of a step are reduced, 0 unless that is a matter of
+    its own, see `_bytes_at_end`."""
+
+    weights: float
+    gradients: float
+    at_end: float
+    optimizer: float
+
+
+def held_states(cost: CostModel, dp: int, layers: Layers, weights: StageWeights, in_backward: float) -> States:
+    """What a stage with `layers`, which are `weights`, holds on one of `dp` ranks.
+
+    `in_backward`: bytes that the backward of a layer takes beside it and its gradients, which are not there yet when a
+    forward gathers one.
+    """
+    num_bytes, tp, adapters = cost.num_bytes, cost.tp, cost.adapters
+    trained = weights.trained_layers + weights.trained_ends
+    whole, gradients, gathered = weights.layer_bytes + weights.ends * num_bytes, trained, 0.0
+    # Shares of weights that stay while weights are whole: of those that have no master weights in their place.
+    own_bytes = whole - (trained * num_bytes if cost.precision == "bf16" else 0)
+    at_work = trained
+    if dp > 1 and cost.shares("gradients"):
+        reduced = min(weights.trained_ends, cost.shape.embedding_parameters / tp)
+        at_work = max(_largest(layers, adapters.trained_parameters) / tp, reduced)
+        gradients = trained / dp + weights.trained_ends + at_work
+    if dp > 1 and cost.shares("optimizer"):
+        gathered = _largest(layers, adapters.weight_bytes, _GATHERED_LAYERS) / tp
+    if dp > 1 and cost.shares("weights"):
+        whole = weights.ends * num_bytes + _largest(layers, adapters.weight_bytes) / tp
+        gathered /= _GATHERED_LAYERS  # of three layers two are counted
+    beside = max(0.0, gathered - in_backward - at_work * GRADIENT_BYTES)
+    held = whole + (own_bytes / dp if dp > 1 and cost.shares("optimizer") else 0) + beside
+    unpacked = max(_largest_matrix(layer) for layer, _ in layers) * cost.shape.hidden_size * num_bytes / tp
+    moments = moment_bytes(cost.optimizer, cost.shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
+    return States(
+        weights=held + (unpacked if cost.load_in_4bit else 0),
+        gradients=gradients * GRADIENT_BYTES,
+        at_end=_bytes_at_end(cost, dp, layers, weights),
+        optimizer=trained * moments / (dp if cost.shares("optimizer") else 1),
+    )
+
+
+def product_gradient_bytes(cost: CostModel, dp: int, layers: Layers) -> float:
+    """The gradient of the largest weight of a stage with `layers` as products write it, before it is added to its sum.
+
+    Where gradients are shared, what is counted of them has room for it. All experts of a layer are one weight, or two
+    where they are gated. Adapters are too small to count.
+    """
+    if cost.lora_rank or (dp > 1 and cost.shares("gradients")):
+        return 0.0
+    widths = (
+        max(
+            layer.query_width,
+            (1 + layer.is_gated) * layer.all_mlp_width if layer.experts_per_token else layer.mlp_width,
+        )
+        for layer, _ in layers
+    )
+    return max(widths) * cost.shape.hidden_size * cost.num_bytes / cost.tp
+
+
+def _bytes_at_end(cost: CostModel, dp: int, layers: Layers, weights: StageWeights) -> float:
+    """Where ranks share optimizer states alone: gradients in the last backward of a step.
+
+    That backward reduces layer by layer, and does not wait for ranks that come to theirs later. Until these do, all
+    that it sends is there, which are the whole sums, and beside them the shares that come of all layers but the one at
+    work; of that one, or of embeddings or head after it, the sum is there twice as it is copied to what is sent. By
+    then activations are gone, but for those of the layer at work, so the step may have been fuller before.
+    """
+    if dp == 1 or not cost.shares("optimizer") or cost.shares("gradients"):
+        return 0.0
+    at_work = _largest(layers, cost.adapters.trained_parameters, 1) / cost.tp * (1 - 1 / dp)
+    copied = max(at_work, min(weights.trained_ends, cost.shape.embedding_parameters / cost.tp))
+    sent = weights.trained_layers + weights.trained_ends
+    return (sent + weights.trained_layers / dp + copied) * GRADIENT_BYTES
+
+
+def _largest(layers: Layers, of: Callable[[Layer], float], number: int = _WHOLE_LAYERS) -> float:
+    """The sum of what `of` says of the `number` layers of which it is most."""
+    sizes = [of(layer) for layer, count in layers for _ in range(min(count, number))]
+    return sum(sorted(sizes)[-number:])
+
+
+def _largest_matrix(layer: Layer) -> int:
+    """The width of the largest matrix of a layer, beside the hidden size: weights of 4 bits are made whole one by one.
+
+    Of recurrent layers what they keep for a backward tells it.
+    """
+    return max(layer.mlp_width, layer.query_width, layer.mixed_width)
