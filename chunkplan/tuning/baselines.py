@@ -28,6 +28,9 @@ from chunkplan.tuning.trial import memory_of_stages
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
 
+#: How many times the longest sequence micro-batches may be, where a ChunkSize may be as much: the fastest that fits.
+_LARGER = (2, 4)
+
 #: Lengths that sequences are cut to: this and its doubles. Shown are the largest that fits, and the fastest one that
 #: loses no more than this share of the tokens.
 _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
@@ -85,13 +88,19 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
             for layout in layouts
         )
     )
-    packed = _packed(longest)
-    for name, is_parallel in (("packed to the longest", False), ("packed, tensor parallelism", True)):
+    sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
+    for name, is_parallel in (("packed to {}", False), ("packed, tensor parallelism", True)):
         of_name = [layout for layout in layouts if (layout.tp > 1) == is_parallel]
-        rows += [best(_run(name, packed, sample, options, layout) for layout in of_name)] if of_name else []
+        packed = (
+            _run(name.format(_times(size, longest)), _packed(size), sample, options, layout)
+            for size in sizes
+            for layout in of_name
+        )
+        rows += [best(packed)] if of_name else []
     shared = [
-        _run(f"packed, shared by {cp} ranks", packed, sample, options, layout, cp)
+        _run(f"packed, shared by {cp} ranks", _packed(size), sample, options, layout, cp)
         for cp in _SHARED
+        for size in sizes
         for layout in layouts
         if layout.dp % cp == 0
     ]
@@ -103,6 +112,11 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
         usual = min((row for row in fitting if row.lost <= _USUAL_LOSS), key=lambda row: row.step_ns, default=None)
         rows += [fitting[-1]] + ([usual] if usual not in (None, fitting[-1]) else [])
     return rows
+
+
+def _times(size: int, longest: int) -> str:
+    """What sequences are packed to."""
+    return "the longest" if size == longest else f"{size // longest} times the longest"
 
 
 def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:

@@ -64,8 +64,8 @@ def try_grid(
     sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> list[Choice]:
     """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; where
-    memory is short, what may be fastest with levels of activation checkpointing layer by layer; and, on a pipeline, the
-    fastest of all with sequences cut into parts of equal time.
+    memory is short, what may be fastest with levels of activation checkpointing layer by layer; of the fastest of all,
+    the same with ranks that share more or less; and, on a pipeline, with sequences cut into parts of equal time.
 
     A choice is of the first rung of the ladder that fits; where none does, of the last. Which one it
     is, what stages hold without checkpointing tells; where it does not fit, those after it are tried. Where ranks may
@@ -112,6 +112,7 @@ def try_grid(
     fastest_ns = min((choice.step_ns for choice in choices if choice.fits), default=math.inf)
     outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
     choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, outcomes, fastest_ns)]
+    choices += _shared_otherwise(sample, options, choices)
     return choices + _cut_by_cost(sample, options, choices)
 
 
@@ -223,6 +224,28 @@ def _mixed(sample: Sample, options: TuneOptions, families: list[Ladder]) -> list
     return choices
 
 
+def _fastest(choices: list[Choice]) -> list[Choice]:
+    """The fastest that fit, and the fastest of those that the runtime can run."""
+    fitting = sorted((each for each in choices if each.fits), key=lambda choice: choice.step_ns)
+    runnable = [choice for choice in fitting if choice.plan_only is None]
+    return list({id(each): each for each in (*fitting[:_WINNERS], *runnable[:_WINNERS])}.values())
+
+
+def _shared_otherwise(sample: Sample, options: TuneOptions, choices: list[Choice]) -> list[Choice]:
+    """Try the fastest choices with whatever else ranks may share: return what is faster so.
+
+    Where ranks share gradients or weights, these are on their way while chunks are at work.
+    """
+    found = []
+    for choice in _fastest(choices):
+        for sharding in options.shardings_of(choice.layout):
+            if sharding != choice.cost.sharding:
+                outcome = try_out(sample, choice.config, replace(choice.cost, sharding=sharding))
+                made = choice_of(outcome, options, sample)
+                found += [made] if made.fits and made.step_ns < choice.step_ns else []
+    return found
+
+
 def _cut_by_cost(sample: Sample, options: TuneOptions, choices: list[Choice]) -> list[Choice]:
     """Try the fastest choices on a pipeline, and the fastest that the runtime can run, with parts of equal time: return
     what is faster so.
@@ -231,11 +254,8 @@ def _cut_by_cost(sample: Sample, options: TuneOptions, choices: list[Choice]) ->
     nothing waits.
     """
     longest = int(sample.num_tokens.max())
-    splitting = [each for each in choices if each.fits and each.config.pp > 1 and longest > each.config.chunk_size]
-    splitting.sort(key=lambda choice: choice.step_ns)
-    runnable = [choice for choice in splitting if choice.plan_only is None]
     found = []
-    for choice in {id(each): each for each in (*splitting[:_WINNERS], *runnable[:_WINNERS])}.values():
+    for choice in _fastest([each for each in choices if each.config.pp > 1 and longest > each.config.chunk_size]):
         outcome = try_out(sample, replace(choice.config, split="cost"), choice.cost)
         found += [each for each in [choice_of(outcome, options, sample)] if each.step_ns < choice.step_ns]
     return found

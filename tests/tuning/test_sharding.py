@@ -33,8 +33,9 @@ def of(choices: tuple[Choice, ...], sharding: Sharding) -> list[tuple[PlanConfig
     ]
 
 
-def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(lengths: Path) -> None:
-    """Every choice that there is with ZeRO-1 stays; beside them are those that spare recompute, or fit at all."""
+def test_what_ranks_share_is_searched_where_memory_binds_and_for_the_fastest(lengths: Path) -> None:
+    """Every choice that there is with ZeRO-1 stays; beside them are those that spare recompute, fit at all, or are
+    faster for what they share."""
     least = tune(lengths, options_with(**FOUR, sharding="optimizer"))
     found = tune(lengths, options_with(**FOUR))
     assert sorted(map(str, of(found.choices, "optimizer"))) == sorted(map(str, of(least.choices, "optimizer")))
@@ -46,11 +47,34 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_nowhere_else(length
         [plain] = [one for one in same if one.cost.checkpointing in CHECKPOINTINGS] or [None]
         if plain is not None and each.fits and each.cost.checkpointing in CHECKPOINTINGS:
             levels = [CHECKPOINTINGS.index(one.cost.checkpointing) for one in (each, plain)]
-            assert not plain.fits or levels[0] < levels[1]
+            assert not plain.fits or levels[0] < levels[1] or (levels[0] == levels[1] and each.step_ns < plain.step_ns)
     shares_more = found.best.cost.sharding != "optimizer"  # only where that is faster, slots and all
     assert found.best.step_ns < least.best.step_ns if shares_more else found.best.step_ns == least.best.step_ns
-    wide = tune(lengths, options_with(**FOUR | {"gpu_memory": 1000 * GIB}))
-    assert {each.cost.sharding for each in wide.choices} == {"optimizer"}
+
+
+def test_where_memory_is_no_limit_what_ranks_share_is_what_is_fastest(tmp_path: Path) -> None:
+    """As fast as with any of it fixed, and no other choices than with ZeRO-1 but some that are faster."""
+    np.save(tmp_path / "equal.npy", np.full(256, 8192, np.int32))
+    wide: dict[str, Any] = FOUR | {"gpu_memory": 1000 * GIB, "chunk_sizes": (4096, 8192), "ks": (1,)}
+    found = tune(tmp_path / "equal.npy", options_with(**wide))
+    fixed = [tune(tmp_path / "equal.npy", options_with(**wide, sharding=one)) for one in SHARDINGS[1:]]
+    assert found.best.step_ns == min(each.best.step_ns for each in fixed) < fixed[0].best.step_ns
+    assert len([each for each in found.choices if each.cost.sharding == "optimizer"]) == len(fixed[0].choices)
+    for each in found.choices:
+        if each.cost.sharding != "optimizer":
+            [plain] = [one for one in fixed[0].choices if one.config == each.config]
+            assert each.step_ns < plain.step_ns
+
+
+def test_baselines_may_pack_to_more_than_the_longest_where_a_chunk_may_be_as_large(tmp_path: Path) -> None:
+    """To four times as much, if that is fastest; not where a ChunkSize is no larger than the longest sequence."""
+    np.save(tmp_path / "short.npy", np.random.default_rng(0).integers(64, 1024, 4096).astype(np.int32))
+    named = []
+    for chunk_size in (1024, 4096):
+        options = options_with(**FOUR | {"gpu_memory": 1000 * GIB}, chunk_sizes=(chunk_size,), ks=(1,))
+        [row] = [each for each in tune(tmp_path / "short.npy", options).baselines if each.name.startswith("packed to")]
+        named.append((row.name, row.largest <= chunk_size))
+    assert named == [("packed to the longest", True), ("packed to 4 times the longest", True)]
 
 
 def test_where_nothing_fits_otherwise_sharded_weights_are_recommended(lengths: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.own_part import layer_of
+from chunkplan_runtime.freed_memory import freed_memory_given_back
 from chunkplan_runtime.models.merge import Read, merged
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import has_adapters
@@ -58,7 +59,7 @@ def save_final(
                 save_files(train_step.model, tokenizer, folder)
         return
     only_adapters = has_adapters(whole.model) and not merges
-    with shared_folder(target, job, _STAGES) as folder:
+    with shared_folder(target, job, _STAGES) as folder, freed_memory_given_back():
         stages = folder / _STAGES
         write_tensors(stages, train_step.all_tensors(with_frozen=not only_adapters), 0, job, target)
         if job.is_main:

@@ -17,6 +17,7 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import local_device_index
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.freed_memory import freed_memory_given_back
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
@@ -122,7 +123,8 @@ def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> t
         try:
             held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
             how: Any = {"attention": config.attention, "device": device, "held": held}
-            return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
+            with freed_memory_given_back():
+                return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"
     model = _whole_model(config, model_config)
