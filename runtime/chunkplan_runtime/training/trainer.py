@@ -26,7 +26,7 @@ from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
-from chunkplan_runtime.training.data import TrainingData, open_data
+from chunkplan_runtime.training.data import TrainingData, compare_tokens, open_data
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
 from chunkplan_runtime.training.losses import SpikeWatch
@@ -92,6 +92,7 @@ def open_run(
     hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
     refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
     earlier = find_earlier(folder, config, data, job)
+    tokens_note = compare_tokens(data.analysis, job)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
     elif config.early_stopping or config.keep_best:
@@ -114,6 +115,7 @@ def open_run(
     flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)
+    description += tokens_note
     train_step = TrainStep(model.own, config, num_steps, job)
     if earlier is not None:
         train_step.restore(earlier.checkpoint, earlier.state)
