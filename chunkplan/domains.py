@@ -48,11 +48,15 @@ class Domain:
 Expected: TypeAlias = "Mapping[str, Expected] | list[Expected] | Domain"
 
 
-def whole(least: int = 0, most: int = 2**63 - 1, *, metavar: str = "N") -> Domain:
+#: The largest whole number that a file holds: no bound that anybody needs to hear of.
+_LARGEST = 2**63 - 1
+
+
+def whole(least: int = 0, most: int = _LARGEST, *, metavar: str = "N") -> Domain:
     """A whole number from `least` to `most`."""
     return Domain(
         holds=lambda value: type(value) is int and least <= value <= most,
-        expected=f"a whole number from {least} to {most}",
+        expected=f"a whole number from {least}" + ("" if most == _LARGEST else f" to {most}"),
         read=_read_whole,
         metavar=metavar,
     )

@@ -1,8 +1,11 @@
-"""What installs an extra of this project, told by the packages in it."""
+"""What installs an extra of this project, told by the packages in it, or a package that it cannot do without."""
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, requires
+
+from chunkplan.errors import UsageError
 
 
 def pip_install(extra: str) -> str:
@@ -24,3 +27,21 @@ def pip_install(extra: str) -> str:
         raise ValueError(f"no extra is called {extra}")
     quoted = " ".join(f"'{package}'" for package in packages)
     return f"pip install {quoted}  # the extra {extra}"
+
+
+def not_installed(error: Exception) -> UsageError | None:
+    """The error of a package that every installation of this project has and this one lacks.
+
+    None where `error` is another one, or where no metadata of an installation says what it has.
+    """
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    try:
+        requirements = requires("chunkplan") or []
+    except PackageNotFoundError:
+        return None
+    module = error.name.partition(".")[0]
+    for each in requirements:
+        if ";" not in each and re.split(r"[^\w-]", each)[0] == module:  # each is imported by its name
+            return UsageError(f"{module} is not installed", hint=f"pip install '{each}'")
+    return None

@@ -13,7 +13,7 @@ import typer.main
 from page_writing import code, paragraph, table, write_page
 from typer.models import CommandInfo
 
-from chunkplan_cli.main import app
+from chunkplan_cli.app import app
 from chunkplan_runtime.training.options import make_parser
 
 HEAD = """# The command line

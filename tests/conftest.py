@@ -53,7 +53,7 @@ HandmadePlan = Callable[..., tuple[Path, Path]]
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `chunkplan ARGUMENTS` in an empty folder, in a terminal of `width` columns, with colour or without."""
-    from chunkplan_cli.main import main
+    from chunkplan_cli.app import run_command
 
     monkeypatch.chdir(tmp_path)
     for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE", "NO_COLOR", "FORCE_COLOR"):
@@ -68,7 +68,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
                 patch.setenv("TERM", "xterm-256color")
             patch.setattr(sys, "argv", ["chunkplan", *map(str, arguments)])
             try:
-                main()
+                run_command()
                 code = 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1 if end.code else 0

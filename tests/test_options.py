@@ -17,7 +17,7 @@ from chunkplan.domains import find_mismatch, read_tokens
 from chunkplan.errors import UsageError
 from chunkplan.options import UNSET, entries_of, options_of, read_toml
 from chunkplan.planfile.manifest_entries import PLAN
-from chunkplan_cli.main import app
+from chunkplan_cli.app import app
 from chunkplan_runtime.training.config import TrainConfig
 from tests.support.command_line import Run
 
@@ -29,6 +29,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", np.array([300, 20_000, 5_000, 70]))
     return command
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (TrainConfig, "early_stopping", "--early-stopping is 0, expected a whole number from 1"),
+        (PlanConfig, "dp", "--dp is 0, expected a whole number from 1 to 65536"),
+    ],
+)
+def test_a_bound_is_said_that_anybody_could_meet(config: Any, name: str, words: str) -> None:
+    """Which the largest number of 64 bits is not."""
+    with pytest.raises(UsageError) as refused:
+        options_of(config)[name].check(0)
+    assert str(refused.value) == words
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -20,6 +20,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.hashing import TokensHasher, sequence_digests
 from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
 from chunkplan.planfile.schema import SEQUENCES, TOKENS
@@ -200,6 +201,16 @@ class TokenReader:
             DataError: as `gather`.
         """
         return ((int(self._starts[index]), self._batch(index)) for index in range(len(self._place)))
+
+    def content_hash(self) -> str:
+        """The content hash of all tokens, which are read for it. Raises as `gather`."""
+        hasher = TokensHasher()
+        for _, batch in self.batches():
+            ids, target = batch.column("input_ids"), batch.column("target")
+            offsets = to_numpy(ids.offsets).astype(np.int64)
+            values, mask = to_numpy(ids.flatten()), to_numpy(target.flatten())
+            hasher.update(sequence_digests(offsets - offsets[0], values, mask))
+        return hasher.hexdigest()
 
     def _open(self, index: int) -> None:
         """Take a record batch into use."""

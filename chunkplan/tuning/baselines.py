@@ -21,6 +21,7 @@ from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.tuning.grid import Progress
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import memory_of_stages
@@ -69,16 +70,25 @@ class Baseline:
     sharding: Sharding = "optimizer"
 
 
-def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]) -> list[Baseline]:
+def baselines(
+    sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress = lambda *done: None
+) -> list[Baseline]:
     """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
 
     Each runs with the first level of activation checkpointing that fits, and shares what makes it fastest; where
     nothing helps, its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
+    cuts = [_FIRST_CUT << power for power in range(longest.bit_length()) if _FIRST_CUT << power < longest]
+    sharing = [(cp, layout) for cp in _SHARED for layout in layouts if layout.dp % cp == 0]
+    kinds = {is_parallel: [each for each in layouts if (each.tp > 1) == is_parallel] for is_parallel in (False, True)}
+    num_rows = 2 + sum(map(bool, kinds.values())) + bool(sharing) + len(cuts)
+    done = itertools.count(1)
 
     def best(rows: Iterable[Baseline]) -> Baseline:
-        return min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+        found = min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+        progress("baselines", next(done), num_rows)
+        return found
 
     rows = [best(_run("one sequence a micro-batch", _one, sample, options, layout) for layout in layouts)]
     rows.append(
@@ -90,22 +100,18 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
     )
     sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
     for name, is_parallel in (("packed to {}", False), ("packed, tensor parallelism", True)):
-        of_name = [layout for layout in layouts if (layout.tp > 1) == is_parallel]
         packed = (
             _run(name.format(_times(size, longest)), _packed(size), sample, options, layout)
             for size in sizes
-            for layout in of_name
+            for layout in kinds[is_parallel]
         )
-        rows += [best(packed)] if of_name else []
+        rows += [best(packed)] if kinds[is_parallel] else []
     shared = [
         _run(f"packed, shared by {cp} ranks", _packed(size), sample, options, layout, cp)
-        for cp in _SHARED
+        for cp, layout in sharing
         for size in sizes
-        for layout in layouts
-        if layout.dp % cp == 0
     ]
     rows += [best(shared)] if shared else []
-    cuts = [_FIRST_CUT << power for power in range(longest.bit_length()) if _FIRST_CUT << power < longest]
     found = (best(_cut(capacity, sample, options, layout) for layout in layouts) for capacity in cuts)
     fitting = [row for row in found if row.fits]
     if fitting:

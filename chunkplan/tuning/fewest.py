@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from chunkplan.errors import UsageError
-from chunkplan.tuning.grid import try_grid
+from chunkplan.tuning.grid import Progress, try_grid
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
 
@@ -17,19 +17,22 @@ _CHUNK_SIZE = 2048
 _MOST_GPUS = 64
 
 
-def fewest_gpus(sample: Sample, options: TuneOptions, *, above: int = 0) -> int | None:
+def fewest_gpus(sample: Sample, options: TuneOptions, progress: Progress, *, above: int = 0) -> int | None:
     """The fewest GPUs above `above` on which some layout of `options` fits and can be run; None where none is found.
 
     `sample` has the longest sequences, by which memory goes.
     """
     counts = (1 << power for power in range(_MOST_GPUS.bit_length()))
-    return next((count for count in counts if count > above and _fits(sample, options, count)), None)
+    return next((count for count in counts if count > above and _fits(sample, options, count, progress)), None)
 
 
-def _fits(sample: Sample, options: TuneOptions, gpus: int) -> bool:
+def _fits(sample: Sample, options: TuneOptions, gpus: int, progress: Progress) -> bool:
+    def report(doing: str, done: int, total: int) -> None:
+        progress(f"fewest GPUs, {gpus}", done, total)
+
     for asked in _layouts(options, gpus):
         [layout] = asked.layouts()
-        for choice in try_grid(sample, asked, layout, asked.chunk_sizes, (1,), lambda: None):
+        for choice in try_grid(sample, asked, layout, asked.chunk_sizes, (1,), report):
             if choice.fits and choice.plan_only is None:
                 return True
     return False

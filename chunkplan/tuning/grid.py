@@ -14,11 +14,13 @@ from itertools import product
 import numpy as np
 
 from chunkplan.config.plan import VIRTUAL, PlanConfig
+from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
 from chunkplan.planning.pipeline import result_of
+from chunkplan.quantities import ZERO
 from chunkplan.tuning.levels import Ladder, Tried, Wanted, Way, climb, first_levels, rungs, worth_sharding
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
@@ -30,8 +32,8 @@ from chunkplan.tuning.trial import Outcome, try_out
 #: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4
 
-#: Called after every configuration that was tried.
-Tick = Callable[[], None]
+#: Called with (what is done, runs done, runs to do), as each was; a run is a ChunkSize and schedule, with all Ks.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ class Choice:
 
 
 def try_grid(
-    sample: Sample, options: TuneOptions, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], tick: Tick
+    sample: Sample,
+    options: TuneOptions,
+    layout: GpuLayout,
+    chunk_sizes: Sequence[int],
+    ks: Sequence[int],
+    progress: Progress,
 ) -> list[Choice]:
     """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; where
     memory is short, what may be fastest with levels of activation checkpointing layer by layer; of the fastest of all,
@@ -79,6 +86,7 @@ def try_grid(
 
         def tries(memory: MemorySaving, wanted: Wanted, sharding: Sharding) -> Tried:
             cost = options.cost(layout, memory, sharding)
+            doing = _words(layout, memory, sharding)
             started = {
                 way: [
                     pool.submit(try_out, sample, way.config(options, layout, k), cost, cancelled.is_set) for k in of_way
@@ -88,7 +96,7 @@ def try_grid(
             outcomes = {}
             for way, futures in started.items():
                 outcomes[way] = [result_of(future) for future in futures]
-                tick()
+                progress(doing, len(outcomes), len(started))
             return outcomes
 
         plain = tries(LADDER[0], {way: _sensible_ks(ks, way.chunk_size, sample) for way in ways}, first)
@@ -114,6 +122,14 @@ def try_grid(
     choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, outcomes, fastest_ns)]
     choices += _shared_otherwise(sample, options, choices)
     return choices + _cut_by_cost(sample, options, choices)
+
+
+def _words(layout: GpuLayout, memory: MemorySaving, sharding: Sharding) -> str:
+    """What runs are tried with, as progress says it."""
+    words = [f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}"]
+    words += checkpointing_words(memory.checkpointing, "full checkpointing")
+    words += [ZERO[sharding]] if layout.dp > 1 else []
+    return f"simulating {', '.join(words)}"
 
 
 @contextmanager

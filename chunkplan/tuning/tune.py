@@ -22,7 +22,7 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.fewest import fewest_gpus
-from chunkplan.tuning.grid import Choice, mixed_again, try_grid, ways_to_try
+from chunkplan.tuning.grid import Choice, Progress, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
 from chunkplan.tuning.trial import try_out
@@ -42,9 +42,6 @@ _SAME = 1.005
 
 #: What is less than this many times as fast is no gain: predictions are no better.
 A_GAIN = 1.03
-
-#: Called with (runs done, runs to do); a run is a ChunkSize and schedule, with all Ks.
-Progress = Callable[[int, int], None]
 
 
 class FirstLook(NamedTuple):
@@ -125,23 +122,15 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         analysis = load_analysis(analysis)
     num_tokens = analysis.num_tokens
     layouts = options.layouts()
-    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts) if len(layouts) > 1 else []
+    report = progress or _ignore
+    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts, report) if len(layouts) > 1 else []
     if compared:
         layouts = _worth_a_closer_look(compared)
     sample = _sample(num_tokens, options, _STRATA)
-    runs = sum(len(ways_to_try(sample, options, layout, options.chunk_sizes)) for layout in layouts)
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(min(done, runs), runs)
-
     choices = [
         choice
         for layout in layouts
-        for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, tick)
+        for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, report)
     ]
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
     chosen = _verified(choices, sample, heaviest, options, lambda choice: choice.fits)
@@ -153,16 +142,16 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
-        raise _nothing_fits(choices[0], options, fewest_gpus(sample, options, above=gpus))
+        raise _nothing_fits(choices[0], options, fewest_gpus(sample, options, report, above=gpus))
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, options.layouts_of_today())),
+        baselines=tuple(baselines(sample, options, options.layouts_of_today(), report)),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
         pareto=_pareto(choices, runnable=recommended is not None),
         layouts=tuple(compared),
-        fewest_gpus=min(gpus, fewest_gpus(sample, options) or gpus),
+        fewest_gpus=min(gpus, fewest_gpus(sample, options, report) or gpus),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
         tokens_per_step=sample.tokens_per_step,
@@ -179,7 +168,7 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     return sample_steps(num_tokens, config, cost, min(num_strata, most))
 
 
-def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout]) -> list[FirstLook]:
+def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
     """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
     found = []
     for layout in layouts:
@@ -188,6 +177,7 @@ def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout]) -> 
         runnable = [choice.step_ns for choice in choices if choice.fits and choice.plan_only is None]
         look = FirstLook(layout, min(times, default=None), min(runnable, default=None))
         found.append((look, min(choice.memory.total for choice in choices)))
+        progress("comparing layouts", len(found), len(layouts))
     found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
     return [look for look, _ in found]
 
@@ -201,8 +191,8 @@ def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
     return layouts
 
 
-def _ignore() -> None:
-    """Do nothing: a first look is not counted in the progress."""
+def _ignore(doing: str, done: int, total: int) -> None:
+    """Do nothing: a first look is not counted in the progress, or nobody asks for it."""
 
 
 def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:

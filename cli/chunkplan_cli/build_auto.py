@@ -14,7 +14,7 @@ from chunkplan.quantities import ZERO, gibibytes, k_words, percent
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import Given
 from chunkplan_cli.machine_options import tune_options
-from chunkplan_cli.progress import progress
+from chunkplan_cli.progress import progress_of_phases
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def choose(
         tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
         shared = {name: values[name] for name in _SHARED if name in values}
         options = tune_options(Given(machine | shared | tried))
-        with progress("simulating", "runs") as report_progress:
+        with progress_of_phases("runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = Given({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
     if "k" in values:

@@ -1,144 +1,37 @@
-"""The `chunkplan` command: registers the commands and turns errors into messages and exit codes."""
+"""The entry point of `chunkplan`: Ctrl-C ends it in words from its first moment to its last, whatever it imports."""
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
-from inspect import getdoc
-from typing import Annotated, Any, NoReturn
 
-import typer
-from typer.core import TyperCommand
-
-from chunkplan.errors import HELP_HINT, ChunkplanError, UsageError
-from chunkplan.version import __version__
-from chunkplan_cli.analyze import analyze
-from chunkplan_cli.build import build
-from chunkplan_cli.calibrate import calibrate
-from chunkplan_cli.diff import diff
-from chunkplan_cli.export import export
-from chunkplan_cli.inspect import inspect
-from chunkplan_cli.merge import merge
-from chunkplan_cli.parity import parity
-from chunkplan_cli.simulate import simulate
-from chunkplan_cli.terminal import note, print_error
-from chunkplan_cli.train import train
-from chunkplan_cli.tune import tune
-from chunkplan_cli.validate import validate
-
-_SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
-
-#: What the system says of a path that was given wrong, rather than of a machine in trouble.
-_USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
-
-#: As shells have it: 128 and the number of SIGINT.
-_INTERRUPTED = 130
-
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
-    "Analyze a dataset, tune for a model and GPUs, build a plan, inspect it, train.",
-    epilog="Example: chunkplan analyze train.jsonl && chunkplan tune --gpus 8",
-)
-
-
-class _Command(TyperCommand):
-    """A command whose help says what is typed, and no types of Python."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options of the command, `--help` among them."""
-        parameters: list[Any] = super().get_params(ctx)
-        for parameter in parameters:
-            if parameter.param_type_name == "argument":
-                parameter.display_type_rich = lambda ctx: None
-            elif parameter.is_flag:
-                parameter.metavar = ""
-        return parameters
-
-
-def _register(command: Callable[..., None]) -> None:
-    """The last paragraph of a command's docstring is its example, which ends its help, below the options."""
-    *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
-    app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
-
-
-_COMMANDS = (analyze, merge, tune, build, inspect, train, diff, simulate, validate, export, parity, calibrate)
-for command in _COMMANDS:
-    _register(command)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"chunkplan {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Take the options that come before the command."""
+#: The exit code of an interrupted command, as shells have it: 128 and the number of SIGINT.
+INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; never a traceback for what a user can fix."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
+    """Run the command line and exit."""
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False)
-        if code == _INTERRUPTED:  # typer turns a keyboard interrupt into this
-            note("interrupted")
-        print(end="", flush=True)
-        sys.exit(code)
-    except typer.TyperException as error:
-        message = " ".join(getattr(error, "format_message", error.__str__)().split()).rstrip(".")
-        message = message.replace("Value error, ", "")  # typer passes on what it hears of its own parser
-        _fail(UsageError(message, hint=HELP_HINT))
-    except ChunkplanError as error:
-        _fail(error)
-    except (KeyboardInterrupt, typer.Abort):
-        note("interrupted")
-        sys.exit(_INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe has enough: `chunkplan inspect | head`
-        _drop_unwritten()
-        sys.exit(0)
-    except OSError as error:
-        _drop_unwritten()
-        # What writes files says which: a full one without a name is what was printed to.
-        name = error.filename or ("standard output" if error.errno == errno.ENOSPC else None)
-        place = f"{name}: " if name else ""
-        kind = UsageError if error.errno in _USERS_TO_FIX else ChunkplanError
-        _fail(kind(f"{place}{error.strerror or error}", hint=_SYSTEM_HINT))
-    except Exception:
-        traceback.print_exc()
-        _fail(ChunkplanError("this is a bug in chunkplan", hint="please report it with the lines above"))
+        from chunkplan_cli.app import run_command  # the most of the time that a command takes to begin
+
+        run_command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except ModuleNotFoundError as error:  # of what is imported before anything is run
+        _report_missing(error)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python takes a while to end
 
 
-def _drop_unwritten() -> None:
-    """Drop what was printed and stdout does not take: Python would complain of it as it ends."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _report_missing(error: ModuleNotFoundError) -> None:
+    from chunkplan.extras import not_installed
 
-
-def _fail(error: ChunkplanError) -> NoReturn:
-    if error.hint == HELP_HINT:
-        error.hint = f"`{_program()} --help` shows what it takes"
-    print_error(error)
-    sys.exit(error.exit_code)
-
-
-def _program() -> str:
-    """Say what was run, as it is typed: typer's errors do not always say which command they are of."""
-    given = sys.argv[1] if len(sys.argv) > 1 else ""
-    return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"
+    missing = not_installed(error)
+    if missing is None:
+        raise error
+    print(f"error: {missing}\nhint: {missing.hint}", file=sys.stderr)
+    sys.exit(missing.exit_code)
 
 
 if __name__ == "__main__":

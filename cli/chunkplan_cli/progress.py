@@ -22,6 +22,9 @@ PATIENCE = 2.0
 #: Called with what is done and what there is to do.
 Report = Callable[[int, int], None]
 
+#: Called with what is done now, how much of it is done and how much there is.
+PhaseReport = Callable[[str, int, int], None]
+
 #: Called with the bytes read, the bytes of all sources or None, and the tokens so far.
 ReadingReport = Callable[[int, int | None, int], None]
 
@@ -29,20 +32,27 @@ ReadingReport = Callable[[int, int | None, int], None]
 @contextmanager
 def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
     """Yield a function to call with (done, total); `unit` names `scale` of them: ("MB", 1_000_000), ("steps", 1)."""
+    with progress_of_phases(unit, scale) as report:
+        yield lambda done, total: report(doing, done, total)
+
+
+@contextmanager
+def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
+    """Yield a function to call with (what is done now, done, total), each of which counts for itself; as `progress`."""
     console = stderr()
     if not console.is_terminal:
-        yield _lines(doing, unit, scale)
+        yield _lines(unit, scale)
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[speed]}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(doing, total=None, speed="")
-        pace = Pace()
+        task = bar.add_task("", total=None, speed="")
+        paces: dict[str, Pace] = {}
 
-        def report(done: int, total: int) -> None:
-            speed = _speed(pace, done, total, unit, scale)
-            bar.update(task, completed=done, total=total, speed=speed)
+        def report(doing: str, done: int, total: int) -> None:
+            speed = _speed(paces.setdefault(doing, Pace()), done, total, unit, scale)
+            bar.update(task, description=doing, completed=done, total=total, speed=speed)
 
         yield report
 
@@ -108,16 +118,18 @@ def _reading_lines() -> ReadingReport:
     return report
 
 
-def _lines(doing: str, unit: str, scale: int) -> Report:
+def _lines(unit: str, scale: int) -> PhaseReport:
     is_due = _Every(LINE_EVERY)
-    pace = Pace()
+    paces: dict[str, Pace] = {}
+    printed: set[tuple[str, int]] = set()
 
-    def report(done: int, total: int) -> None:
+    def report(doing: str, done: int, total: int) -> None:
         if not done:
             return
-        speed = _speed(pace, done, total, unit, scale)
-        if not is_due():
+        speed = _speed(paces.setdefault(doing, Pace()), done, total, unit, scale)
+        if (doing, done) in printed or not is_due():
             return
+        printed.add((doing, done))
         note(
             f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%)"
             + (f", {speed}" if speed else "")

@@ -52,6 +52,7 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     """
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_runtime.layout import choose_layout
     from chunkplan_runtime.requirements import require_torch
     from chunkplan_runtime.train import main
     from chunkplan_runtime.training.options import read_options
@@ -66,8 +67,9 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     arguments += _typed(run)
     config = read_options(arguments, _report)
     require_torch()
-    loaded = load_plan(config.plan).config
-    count = options.nproc or loaded.dp * loaded.pp
+    loaded = load_plan(config.plan)
+    count = options.nproc or loaded.config.dp * loaded.config.pp
+    choose_layout(loaded, count, 0, _by_nproc)  # refused now if it cannot be
     if count == 1:
         raise typer.Exit(main(arguments))
     from chunkplan_runtime.distributed.start import start
@@ -77,6 +79,11 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
         + shlex.join(["torchrun", "--nproc-per-node", str(count), "-m", "chunkplan_runtime.train", *arguments])
     )
     raise typer.Exit(start(arguments, count))
+
+
+def _by_nproc(numbers: list[int]) -> str:
+    """How a run is started on one of `numbers` of processes: those that use most of the plan first."""
+    return " or ".join(f"`--nproc {number}`" for number in reversed(numbers))
 
 
 def _report(error: Exception) -> int:

@@ -11,7 +11,7 @@ from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, Workspac
 from chunkplan_cli.machine_options import files_read, tune_options
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_positions
-from chunkplan_cli.progress import note_compilation, progress
+from chunkplan_cli.progress import note_compilation, progress_of_phases
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 
@@ -47,7 +47,7 @@ def tune(
     target = output or place.tuning
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
-    with note_compilation(), progress("simulating", "runs") as report_progress:
+    with note_compilation(), progress_of_phases("runs") as report_progress:
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
         print_json(tuning_document(tuning))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -101,8 +102,18 @@ def one_pipeline(plan: Plan) -> RankLayout:
     return RankLayout(1, config.pp, 0, config.virtual_stages, config.schedule in V_SHAPED)
 
 
-def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
+def _by_torchrun(numbers: list[int]) -> str:
+    """How a run is started on one of `numbers` of processes."""
+    processes = "process" if numbers == [1] else "processes"
+    return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
+
+
+def choose_layout(
+    plan: Plan, world_size: int, rank: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
+) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `rank`.
+
+    `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
         UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or the sequences that some of
@@ -125,10 +136,8 @@ def choose_layout(plan: Plan, world_size: int, rank: int) -> RankLayout:
     else:
         shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
         message = f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly"
-    counts = " or ".join(map(str, fitting)) + (" process" if fitting == [1] else " processes")
     raise UsageError(
         message,
         where=str(plan.path),
-        hint=f"`torchrun --nproc-per-node N` with {counts} in all, or build the plan with another --dp"
-        + (" or --pp" if pp > 1 else ""),
+        hint=f"{how_to_start(fitting)}, or build the plan with another --dp" + (" or --pp" if pp > 1 else ""),
     )

@@ -15,7 +15,7 @@ import torch
 
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.extras import pip_install
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 from chunkplan_runtime.devices import device_name
 
 SMALL = (
@@ -53,7 +53,7 @@ def run(
         monkeypatch.setattr(sys, "argv", ["chunkplan", *words])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main()
+            run_command()
         captured = capsys.readouterr()
         return int(end.value.code or 0), captured.out, captured.err
 

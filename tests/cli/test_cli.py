@@ -295,7 +295,7 @@ def test_readme_commands_exist() -> None:
     """Every `chunkplan` command and option in the README is one the command line has; its table has them all."""
     import typer
 
-    from chunkplan_cli.main import app
+    from chunkplan_cli.app import app
 
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.registry import SCHEMAS
 from chunkplan.packing import PACKERS
 from chunkplan.schedule.families import SCHEDULES
-from chunkplan_cli.main import app
+from chunkplan_cli.app import app
 from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
 from chunkplan_runtime.training.options import read_options

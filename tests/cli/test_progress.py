@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from chunkplan import TuneOptions, tune
 from chunkplan.quantities import Pace, left_words
 from chunkplan_cli import progress
 
@@ -33,6 +36,39 @@ def test_rate_and_time_left_are_said_once_enough_is_done_to_tell(
         "simulating: 154 of 540 runs (28%), 6.8 runs/s, 57 s left",
         "simulating: 252 of 540 runs (46%), 8.2 runs/s, 35 s left",
     ]
+
+
+def test_phases_count_for_themselves_and_no_line_comes_twice(
+    now: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.progress_of_phases("runs") as report:
+        for now.seconds, doing, done in (
+            *((5.0, "simulating", 70), (10.0, "simulating", 140), (15.0, "simulating", 140)),
+            *((20.0, "baselines", 3), (22.0, "baselines", 4), (30.0, "baselines", 21)),
+        ):
+            report(doing, done, 140 if doing == "simulating" else 21)
+    assert capsys.readouterr().err.splitlines() == [
+        "simulating: 70 of 140 runs (50%)",
+        "simulating: 140 of 140 runs (100%)",
+        "baselines: 3 of 21 runs (14%)",
+        "baselines: 21 of 21 runs (100%), 2.1 runs/s, 0 s left",
+    ]
+
+
+def test_a_tuning_reports_all_that_it_simulates_phase_by_phase(tmp_path: Path) -> None:
+    """Each phase by itself up to its end, but that of fewest GPUs, which ends with the first number that is enough."""
+    np.save(tmp_path / "lengths.npy", np.geomspace(100, 20_000, 60).astype(np.int32))
+    calls: list[tuple[str, int, int]] = []
+    options = TuneOptions(gpus=2, chunk_sizes=(4096, 8192), ks=(1, 4), global_batch=16)
+    tune(tmp_path / "lengths.npy", options, progress=lambda *call: calls.append(call))
+    phases = list(dict.fromkeys(doing for doing, _, _ in calls))
+    assert phases[0].startswith("simulating dp ") or phases[0] == "comparing layouts"
+    assert "baselines" in phases and phases[-1].startswith("fewest GPUs, ")
+    assert len(phases) > 4
+    for phase in phases:
+        counts = [(done, total) for doing, done, total in calls if doing == phase]
+        assert all(0 < done <= total for done, total in counts), phase
+        assert counts[-1][0] == counts[-1][1], phase
 
 
 def test_reading_says_no_time_left_before_it_can_be_told(

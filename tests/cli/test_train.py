@@ -59,7 +59,7 @@ def test_it_trains_with_the_plan_of_the_workspace_on_as_many_processes_as_that_i
     assert len((planned / "chunkplan-out" / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     again = run(planned, "train", *MODEL)
     assert again.returncode == 2
-    assert again.stderr.endswith("go on with it with --resume, give another --output, or remove that run\n")
+    assert again.stderr.endswith("final of an earlier run is there\nhint: give another --output, or remove that run\n")
     assert "Traceback" not in again.stderr and "ChildFailedError" not in again.stderr
 
 
@@ -88,10 +88,18 @@ def test_mistakes_are_found_before_a_process_is_started(planned: Path, tmp_path:
     assert ran.returncode == 2 and "there is no plan in the workspace" in ran.stderr
 
 
-def test_a_run_on_processes_that_cannot_share_the_plan_ends_with_its_own_exit_code(planned: Path) -> None:
+def test_processes_that_cannot_share_the_plan_are_not_started(planned: Path) -> None:
     ran = run(planned, "train", "--nproc", "3", "--output", "three", *MODEL)
     assert ran.returncode == 2, ran.stderr
-    assert "3 processes cannot share the plan's 2 data-parallel ranks evenly" in ran.stderr
+    error, hint = ran.stderr.splitlines()
+    assert error.endswith("3 processes cannot share the plan's 2 data-parallel ranks evenly")
+    assert hint == "hint: `--nproc 2` or `--nproc 1`, or build the plan with another --dp"
+
+
+def test_a_run_that_fails_on_its_processes_ends_with_its_own_exit_code(planned: Path) -> None:
+    ran = run(planned, "train", "--output", "wide", "--attention", "flash-attn-2", *MODEL)
+    assert ran.returncode == 2, ran.stderr
+    assert "started as" in ran.stderr and "Traceback" not in ran.stderr
     assert "hint: " in ran.stderr.splitlines()[-1]
 
 

@@ -12,7 +12,7 @@ import typer.main
 
 import chunkplan
 import chunkplan_runtime
-from chunkplan_cli.main import app
+from chunkplan_cli.app import app
 from chunkplan_runtime.training.config import RENAMED
 from tests.support.places import ROOT
 

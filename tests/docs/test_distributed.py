@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser, parse_args
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
 from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, Exchanges
@@ -70,7 +70,7 @@ def ran(tmp_path_factory):
         for command in first:
             patch.setattr("sys.argv", shlex.split(command))
             with pytest.raises(SystemExit) as end:
-                main()
+                run_command()
             assert not end.value.code, command
     port = free_port()
     program, *arguments = shlex.split(training.replace("--nproc-per-node 4", "--nproc-per-node 2"))

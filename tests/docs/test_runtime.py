@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 from chunkplan_runtime.attention.kernel import KERNELS
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from tests.support.places import ROOT
@@ -37,7 +37,7 @@ def test_its_command_runs_as_written(monkeypatch, capsys):
     (command,) = re.findall(r"```sh\n(chunkplan .*)\n```", DOCUMENT)
     monkeypatch.setattr("sys.argv", shlex.split(command))
     with pytest.raises(SystemExit) as end:
-        main()
+        run_command()
     shown = capsys.readouterr()
     assert not end.value.code, shown.err
     assert "exact: worst relative error" in shown.out

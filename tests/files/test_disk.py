@@ -30,7 +30,7 @@ from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 from tests.support.process_checks import PIECE_BYTES, ROOT, TOKENIZER, left_behind
 
 CONFIG = PlanConfig(chunk_size=64, k=2, global_batch=8)
@@ -263,7 +263,7 @@ def as_nobody(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         os.seteuid(65534)
     try:
         with pytest.raises(SystemExit) as caught:
-            main()
+            run_command()
     finally:
         if is_root:
             os.seteuid(0)

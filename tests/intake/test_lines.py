@@ -12,6 +12,7 @@ import pytest
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import Batch, LengthColumn, TokenColumns
 from chunkplan.intake.readers import digest, first_records, read
+from chunkplan.intake.readers.decode import decode_lines
 from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, parse
@@ -36,6 +37,17 @@ def test_bom_crlf_and_blank_lines_are_no_records(tmp_path: Path) -> None:
     assert not rejected
     ((batch,),) = _batches(tmp_path / "x.jsonl", TEXT)
     assert (batch.num_records, batch.num_rows, batch.num_bytes) == (3, 6, len(content))
+
+
+def test_a_line_that_is_cut_short_has_a_hint_of_its_own(tmp_path: Path) -> None:
+    hints = {}
+    for line in (b'{"text": "cut sho', b'{"text": "a"} x'):
+        [row] = decode_lines([line])
+        assert isinstance(row, RecordError)
+        hints[line] = row.hint
+    cut, other = hints.values()
+    assert cut.startswith("the line ends within a value: write it again, or leave it out")
+    assert other.startswith("JSONL has one JSON object a line")
 
 
 def test_unicode_line_separators_do_not_end_a_line(tmp_path: Path) -> None:

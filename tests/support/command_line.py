@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def run_here(folder: Path, *words: str, columns: int = 100) -> CompletedProcess[
         for name in ("CHUNKPLAN_TOKENIZER", "CHUNKPLAN_WORKSPACE"):
             patch.delenv(name, raising=False)
         with pytest.raises(SystemExit) as end:
-            main()
+            run_command()
     return CompletedProcess(words, int(end.value.code or 0), out.getvalue(), err.getvalue())

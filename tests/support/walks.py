@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from chunkplan_cli.main import main
+from chunkplan_cli.app import run_command
 from tests.support.places import ROOT
 
 #: What depends on the machine: times, and what is left of digits by another order of sums.
 NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
 
 #: What only a slow machine prints.
-_SLOW = r"\w+: [\d.,]+ of [\d.,]+ \w+ \(\d+%\)|compiling the planner's loops: "
+_SLOW = r"[\w ,-]+: [\d.,]+ of [\d.,]+ \w+ \(\d+%\)|compiling the planner's loops: "
 
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     with redirect_stdout(printed), redirect_stderr(printed):
         monkeypatch.setattr("sys.argv", shlex.split(command))
         with pytest.raises(SystemExit) as end:
-            main()
+            run_command()
         code = int(end.value.code or 0)
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     return code, "".join(f"{line}\n" for line in lines if not re.match(_SLOW, line))

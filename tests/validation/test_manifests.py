@@ -60,7 +60,7 @@ def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
 
     Each entry is damaged in one of four ways, in turn, or in all of them.
     """
-    from chunkplan_cli.main import main
+    from chunkplan_cli.app import run_command
 
     file = {"plan": plan, "analysis": analysis}[kind] / "manifest.json"
     whole = file.read_text()
@@ -78,7 +78,7 @@ def test_a_damaged_manifest_is_refused_or_found_and_never_crashes(
             for command in ("inspect", "validate"):
                 monkeypatch.setattr(sys, "argv", ["chunkplan", command, str(file.parent)])
                 with pytest.raises(SystemExit) as end:
-                    main()
+                    run_command()
                     raise SystemExit(0)
                 assert end.value.code in (0, None, 2, 3, 4), (command, path, value, capsys.readouterr().err)
                 if command == "validate" and not end.value.code:

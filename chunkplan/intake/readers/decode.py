@@ -19,9 +19,16 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import json_type
 
 _HINT = "JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named .json"
+_HINT_OF_CUT = (
+    "the line ends within a value: write it again, or leave it out; objects over several lines are read from files "
+    "named .json"
+)
 _HINT_OF_ELEMENTS = "a .json file is an array of JSON objects, or JSON objects one after another"
 
 _BOM = b"\xef\xbb\xbf"
+
+#: What the decoder says of a line that ends within its value.
+_ENDS_EARLY = "Input data was truncated"
 
 #: The key under which the messages of a line are that is nothing but a list of them.
 BARE = "messages"
@@ -76,6 +83,8 @@ def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
         except UnicodeDecodeError as wrong:
             message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
             return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
+        if not is_element and _ENDS_EARLY in str(error):
+            hint = _HINT_OF_CUT
         not_json = RecordError(f"not JSON: {error}", reason="not-json", hint=hint)
         return _not_taken(line) or _not_our_text(line) or not_json
     if not isinstance(record, dict) and not _are_messages(record):

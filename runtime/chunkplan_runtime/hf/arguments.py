@@ -46,7 +46,7 @@ REFUSED_SETTINGS = {
     "fp16_full_eval": "evaluation computes as training does; leave it out",
     "bf16_full_eval": "evaluation computes as training does; leave it out",
     "torch_compile": "chunks call the modules of the model, which would stay as they are; leave it out",
-    "use_liger_kernel": "leave it out; logits are never held whole here either",
+    "use_liger_kernel": 'give ChunkTrainer fused_kernels="liger"; logits are never held whole here either',
     "deepspeed": "this runtime runs on one process; leave it out",
     "fsdp": "this runtime runs on one process; leave it out",
     "parallelism_config": "this runtime runs on one process; leave it out",

@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from chunkplan.cost.fused import FusedKernels
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
+from chunkplan.options import options_of
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor
@@ -33,6 +36,7 @@ from chunkplan_runtime.hf.arguments import (
 )
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
+from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 
@@ -43,7 +47,8 @@ class ChunkTrainer(Trainer):
     `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
     `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
     sequences lie in host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch",
-    "sequence" or "none"; None: what the model's config asks for. `others` may be `optimizers` and
+    "sequence" or "none"; None: what the model's config asks for. `fused_kernels`: modules that compute what kernels of
+    "torch" or "liger" do call these, also after training; "none". `others` may be `optimizers` and
     `optimizer_cls_and_kwargs`. Arguments that `Trainer` has too are as there; `args` is copied, and the copy has what
     the plan decides.
 
@@ -65,11 +70,13 @@ class ChunkTrainer(Trainer):
         callbacks: Sequence[Any] | None = None,
         kv_offload: bool = False,
         router_loss: str | None = None,
+        fused_kernels: FusedKernels = "none",
         **others: Any,
     ) -> None:
         passed_on = accepted_arguments(others)
         args = TrainingArguments() if args is None else args
         check_settings(args)
+        options_of(CostModel)["fused_kernels"].check(fused_kernels)
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
         base = base_model(model, router_loss)
@@ -92,6 +99,7 @@ class ChunkTrainer(Trainer):
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
+        fuse(list(base.modules()), fused_kernels, self.args.device)
         self._base = base
         self._plan_hash = opened.content_hash
         causal_lm = CausalLM(base, call=_in_autocast(self.accelerator.autocast))

@@ -5,6 +5,7 @@ A frozen weight has no gradient, no state of the optimizer and no fp32 master we
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -13,8 +14,11 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 
-#: How many names an error shows.
-_SHOWN = 3
+#: How many names an error shows that are near, and how many kinds of names at most where none is.
+_SHOWN, _KINDS = 3, 6
+
+#: From here on two names are near, by the share of their letters that they have in common.
+_NEAR = 0.6
 
 
 def frozen_names(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
@@ -53,10 +57,16 @@ def freeze_weights(model: Any, names: set[str]) -> None:
 def _no_such_weight(flag: str, pattern: str, names: Sequence[str]) -> UsageError:
     word = pattern.strip("*.")
     inside = [name for name in names if word and fnmatchcase(name, f"*{word}*")]
-    near = inside or get_close_matches(word, names, n=_SHOWN, cutoff=0.3) or list(names)
-    kinds = list(dict.fromkeys(near))[:_SHOWN]
-    suggested = f"*{word}*" if inside else kinds[0]
+    near = inside or get_close_matches(word, names, n=_SHOWN, cutoff=_NEAR)
+    shown, are = (near[:_SHOWN], "near are") if near else (_kinds(names), "there are")
+    suggested = f"*{word}*" if inside else shown[0]
     return UsageError(
-        f"{flag} {shlex.quote(pattern)} is the name of no weight; near are {', '.join(kinds)}",
+        f"{flag} {shlex.quote(pattern)} is the name of no weight; {are} {', '.join(shown)}",
         hint=f"for example {flag} {shlex.quote(suggested)}",
     )
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """A few patterns that each stand for the same weight of all layers, from all over the model."""
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return kinds[:: -(-len(kinds) // _KINDS)]

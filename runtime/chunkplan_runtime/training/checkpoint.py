@@ -15,15 +15,13 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor
 
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
-from chunkplan.options import options_of
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import StreamPosition
-from chunkplan_runtime.training.config import EARLIER, RENAMED, TrainConfig
 from chunkplan_runtime.training.optimizer import empty_state
-from chunkplan_runtime.training.run_folder import RunFolder, shorten
+from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.save import remove_folder, shared_folder
 from chunkplan_runtime.training.tensor_files import HINT, read_tensors, stored_tensors, write_tensors
 
@@ -114,27 +112,6 @@ def read_state(checkpoint: Path) -> CheckpointState:
     if checkpoint.name != f"step-{state['step']:08d}" or state["stream"].get("step") != state["step"]:
         raise DataError(f"the state of step {state['step']}", where=str(path), hint=HINT)
     return cast(CheckpointState, state)  # as was checked, entry by entry
-
-
-def refuse_other_run(state: CheckpointState, fixed: Mapping[str, Any], checkpoint: Path) -> None:
-    """Refuse to go on with another plan, model or way of learning; `fixed` are these now, by name.
-
-    Raises:
-        UsageError: naming all that differ.
-    """
-    now = json.loads(json.dumps(fixed))
-    new_names = {f"--{old}": f"--{new}" for old, new in RENAMED.items()}
-    before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
-    for one in options_of(TrainConfig).values():  # which it was before there was such an option
-        if one.flag in now:
-            before.setdefault(one.flag, EARLIER.get(one.flag, one.default))
-    differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if differ:
-        changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)
-        raise UsageError(
-            f"{checkpoint} is of another run: {changes}",
-            hint="resume with what it was started with, or start anew in another --output",
-        )
 
 
 @torch.no_grad()

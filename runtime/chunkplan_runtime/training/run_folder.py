@@ -110,29 +110,35 @@ class RunFolder:
             return f"the same command with --resume goes on from {checkpoints[-1]}"
         return "there is no checkpoint yet; the same command with --resume starts from the beginning"
 
+    def finished(self, why: str) -> UsageError:
+        """The error of a run that is finished and cannot go on; `why` says what it would need."""
+        is_adapter = (self.final / "adapter_config.json").exists()
+        return UsageError(
+            f"the run in {self.path} is finished: {self.final} is there, and {why}",
+            hint="start another run, with --merge-adapters one whose weights can be trained on from; "
+            "peft merges those that are here into their model (merge_and_unload)"
+            if is_adapter
+            else f"`--model {self.final}` with another --output trains on from its weights; "
+            "it begins the plan again from its first step",
+        )
+
     def check(self, resume: bool) -> None:
         """Refuse a folder that holds something else, or that cannot be made, before any work is done.
 
         Raises:
-            UsageError: it holds a run already (with `resume`: a finished one), is a plan or an analysis, or lies in
-                one.
+            UsageError: it holds a run already (with `resume`: a finished one without a checkpoint), is a plan or an
+                analysis, or lies in one.
         """
-        if resume and self.final.exists():
-            is_adapter = (self.final / "adapter_config.json").exists()
-            raise UsageError(
-                f"the run in {self.path} is finished: {self.final} is there",
-                hint="start another run, with --merge-adapters one whose weights can be trained on from; "
-                "peft merges those that are here into their model (merge_and_unload)"
-                if is_adapter
-                else f"`--model {self.final}` with another --output trains on from its weights",
-            )
+        if resume and self.final.exists() and not self.checkpoints():
+            raise self.finished("there is no checkpoint to go on from")
         if self.config.exists() and not self.metrics.exists():
             raise UsageError(f"{self.config} is not of a training run", hint="give another --output")
         for earlier in (self.final, self.metrics, self.path / "checkpoints"):
             if earlier.exists() and not resume:
                 raise UsageError(
                     f"{earlier} of an earlier run is there",
-                    hint="go on with it with --resume, give another --output, or remove that run",
+                    hint=("" if self.final.exists() else "go on with it with --resume, ")
+                    + "give another --output, or remove that run",
                 )
         if (self.path / MANIFEST).exists():
             raise UsageError(f"{self.path} is an analysis or a plan", hint="give another --output")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -55,6 +57,7 @@ def describe_run(
         f"evaluates {_evaluation(data.evaluation)}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
+        *tracker_lines(config),
     ]
 
 
@@ -65,6 +68,14 @@ def router_lines(config: TrainConfig, model: CausalLM) -> list[str]:
         return []
     counted = "each sequence" if scope == "sequence" else "the whole batch: each chunk runs forward once more"
     return [f"routers   load-balancing loss over {counted}"]
+
+
+def tracker_lines(config: TrainConfig) -> list[str]:
+    """Say how to look at what tensorboard gets, which shows no address of its own; nothing without it."""
+    if "tensorboard" not in (config.report_to or ()):
+        return []
+    logs = os.getenv("TENSORBOARD_LOGGING_DIR") or config.output / "runs"  # as transformers has it
+    return [f"tracked   tensorboard --logdir {shlex.quote(str(logs))}"]
 
 
 def group_lines(groups: Groups | None) -> list[str]:

@@ -23,11 +23,12 @@ from chunkplan_runtime.proof.record import check_exact
 from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
-from chunkplan_runtime.training.checkpoint import read_state, refuse_other_run, restore_random_states
+from chunkplan_runtime.training.checkpoint import restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
-from chunkplan_runtime.training.data import TrainingData, open_data
+from chunkplan_runtime.training.data import TrainingData, compare_tokens, open_data
 from chunkplan_runtime.training.flops import FlopCounter
+from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
 from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.metrics import RunLog, evaluations_before
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
@@ -90,6 +91,8 @@ def open_run(
     fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
     hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
     refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
+    earlier = find_earlier(folder, config, data, job)
+    tokens_note = compare_tokens(data.analysis, job)
     if data.evaluation is not None:
         data.stream(data.evaluation)  # refused now if it cannot be used
     elif config.early_stopping or config.keep_best:
@@ -105,20 +108,18 @@ def open_run(
         additions(model.whole.model)  # refused now if they cannot be merged
     refuse_other_processes({"weights": model.identity}, job)
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
-    start, state = 0, None
-    checkpoint = job.broadcast_object(next(reversed(folder.checkpoints()), None))
-    if checkpoint is not None:
-        state = read_state(checkpoint)
-        refuse_other_run(state, fixed, checkpoint)
-        stream.load_state_dict(state["stream"])
-        start = state["step"]
+    if earlier is not None:
+        refuse_other_run(earlier, fixed, config, num_steps)
+        stream.load_state_dict(earlier.state["stream"])
+    start = earlier.state["step"] if earlier is not None else 0
     flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)
+    description += tokens_note
     train_step = TrainStep(model.own, config, num_steps, job)
-    if checkpoint is not None and state is not None:
-        train_step.restore(checkpoint, state)
-        restore_random_states(state, train_step.model.device)
+    if earlier is not None:
+        train_step.restore(earlier.checkpoint, earlier.state)
+        restore_random_states(earlier.state, train_step.model.device)
     best = BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start)))
     return TrainingRun(
         config=config,
@@ -135,7 +136,7 @@ def open_run(
         fixed=fixed,
         whole=model.whole,
         train_step=train_step,
-        spikes=SpikeWatch(config.spike, state["losses"] if state else ()),
+        spikes=SpikeWatch(config.spike, earlier.state["losses"] if earlier else ()),
         flops=flops,
         comparison=comparison,
         description=description,

@@ -35,6 +35,7 @@ from chunkplan_runtime.training.metrics import (
     step_row,
 )
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
+from chunkplan_runtime.training.save import remove_folder
 from chunkplan_runtime.training.screen import Screen
 from chunkplan_runtime.training.train_step import TrainStep
 
@@ -90,6 +91,9 @@ class TrainingRun:
             say(f"resumed   at step {self.start}" if self.start else "resumed   from the beginning: no checkpoint")
             if self.job.is_main:
                 self.folder.remove_left_behind()
+                if self.folder.final.exists():  # of fewer steps
+                    remove_folder(self.folder.final)
+                    say(f"removed   {self.folder.final}: the run goes on, and writes it again")
                 self.log.cut_back(self.start)
         with self.screen:
             self._train()

@@ -145,6 +145,11 @@ def test_frozen_rows_are_kept_in_the_dtype_they_are_used_in(trained, tmp_path):
             "--freeze 'embed_tokens*' is the name of no weight; near are model.embed_tokens.weight",
             "for example --freeze '*embed_tokens*'",
         ),
+        (
+            ("--freeze", "nothing*"),
+            "is the name of no weight; there are model.embed_tokens.weight, model.layers.*.self_attn.k_proj.weight, ",
+            "for example --freeze model.embed_tokens.weight",
+        ),
         (("--train-only", "lm_haed.weight"), "near are lm_head.weight", "for example --train-only lm_head.weight"),
         (("--freeze", "*"), "--freeze '*' leaves nothing to train", "such as --freeze model.embed_tokens.weight"),
         (("--freeze", "*", "--train-only", "*"), "--freeze and --train-only are both given", "give one of them"),

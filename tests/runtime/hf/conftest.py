@@ -54,7 +54,7 @@ def new_trainer(made, new_model, tmp_path):
 
     def make(model=None, kind=ChunkTrainer, callbacks=(), plan=None, eval_plan=None, **settings):
         data = {"plan": plan or made / "plan", "eval_plan": eval_plan} if issubclass(kind, ChunkTrainer) else {}
-        for name in ("train_dataset", "eval_dataset", "data_collator", "compute_loss_func"):
+        for name in ("train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "fused_kernels"):
             data |= {name: settings.pop(name)} if name in settings else {}
         settings = {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "logging_steps": 1, **settings}
         args = TrainingArguments(report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2, **settings)

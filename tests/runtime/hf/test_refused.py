@@ -63,7 +63,7 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0", "noise"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True", "leave it out"),
         ({"torch_compile": True}, "torch_compile=True", "leave it out"),
-        ({"use_liger_kernel": True}, "use_liger_kernel=True", "leave it out"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True", 'fused_kernels="liger"'),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True", "--chunk-size"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True", "right step"),
         ({"torch_empty_cache_steps": 2}, "torch_empty_cache_steps=2", "empty_cache"),

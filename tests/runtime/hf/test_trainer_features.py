@@ -13,7 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
 from tests.support.hf_cases import (
@@ -217,3 +217,17 @@ def test_an_optimizer_and_a_schedule_of_the_callers_own_are_used(made, new_model
     assert trainers[0].lr_scheduler is schedule
     assert trainers[0].state.log_history[0]["learning_rate"] == 0.5
     assert isinstance(getattr(trainers[1].optimizer, "optimizer", trainers[1].optimizer), torch.optim.Adagrad)
+
+
+def test_fused_kernels_train_the_same_model_to_rounding(new_trainer, new_model):
+    """In float32, in which torch has a kernel of its own; another name is refused."""
+    losses = []
+    for kernels in ("none", "torch"):
+        model = new_model(dtype=torch.float32)
+        trainer = new_trainer(model, fused_kernels=kernels, max_steps=3)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        assert ("forward" in vars(model.model.norm)) == (kernels == "torch")
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    with pytest.raises(UsageError, match="--fused-kernels is 'triton'"):
+        new_trainer(fused_kernels="triton")

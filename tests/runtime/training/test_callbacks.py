@@ -149,10 +149,12 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_tensorboard_has_the_metrics_by_their_documented_names(made, tmp_path):
+def test_tensorboard_has_the_metrics_by_their_documented_names(made, tmp_path, capsys):
+    """The run says where they are."""
     more = ("--report-to", "tensorboard", "--max-steps", 3, "--eval-every", 2)
     assert main(options(made, tmp_path, *more, plan="long")) == 0
-    found = scalars(tmp_path / "runs")
+    [logs] = re.findall(r"^tracked   tensorboard --logdir (\S+)$", capsys.readouterr().err, re.M)
+    found = scalars(Path(logs))
     rows = lines(tmp_path / "metrics.jsonl")
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3]
     assert [value for _, value in found["train/loss"]] == pytest.approx([row["loss"] for row in rows], rel=1e-6)

@@ -214,7 +214,7 @@ def test_only_as_many_checkpoints_as_asked_for_are_kept(stopped, made, tmp_path)
         (("--precision", "fp64"), "--precision was fp32, is fp64"),
         (("--lr-schedule", "cosine"), "--lr-schedule was constant, is cosine"),
         (("--seed", "1"), "--seed was 0, is 1"),
-        (("--max-steps", "5"), "--max-steps was None, is 5"),
+        (("--max-steps", "3"), "--max-steps was not given, is 3\nhint: it has done 4 steps already: resume with"),
     ],
 )
 def test_a_run_does_not_go_on_with_another_plan_model_or_way_of_learning(
@@ -248,11 +248,48 @@ def test_a_run_goes_on_whose_checkpoint_has_an_option_by_its_old_name(made, stop
     assert len(learning(tmp_path / "run")) == 12
 
 
-def test_a_finished_run_does_not_go_on(made, tmp_path, capsys):
-    assert main(options(made, tmp_path, "--max-steps", 1)) == 0
-    assert main(options(made, tmp_path, "--max-steps", 2, "--resume")) == 2
-    assert "is finished" in capsys.readouterr().err
-    assert len(learning(tmp_path)) == 1
+def test_a_finished_run_does_not_go_on_without_a_checkpoint_or_more_steps(made, tmp_path, capsys):
+    for save_every, steps, why in ((0, 3, "there is no checkpoint to go on from"), (2, 2, "no more than its 2 steps")):
+        output = tmp_path / str(save_every)
+        assert main(options(made, output, "--max-steps", 2, "--save-every", save_every)) == 0
+        assert main(options(made, output, "--max-steps", steps, "--save-every", save_every, "--resume")) == 2
+        told = capsys.readouterr().err
+        assert f"is finished: {output / 'final'} is there, and {why}" in told
+        assert f"hint: `--model {output / 'final'}` with another --output" in told
+        assert "begins the plan again from its first step" in told
+        assert len(learning(output)) == 2 and (output / "final").is_dir()
+        assert main(options(made, output, "--max-steps", 2)) == 2
+        told = capsys.readouterr().err
+        assert "final of an earlier run is there\nhint: give another --output, or remove that run" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "longer"),
+    [
+        (("--save-every", 2, "--precision", "bf16"), ("--max-steps", 4), ("--max-steps", 8)),
+        (("--save-every", 3, "--warmup", 2), ("--max-epochs", 2), ()),
+    ],
+)
+def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_had_them(made, tmp_path, capsys, more, steps, longer):
+    """Also where its last checkpoint is of an earlier step than its last one."""
+    assert main(options(made, tmp_path / "whole", *more, *longer)) == 0
+    output = tmp_path / "run"
+    assert main(options(made, output, *more, *steps)) == 0
+    assert len(learning(output)) < len(learning(tmp_path / "whole"))
+    assert main(options(made, output, *more, *longer, "--resume")) == 0
+    assert f"removed   {output / 'final'}: the run goes on" in capsys.readouterr().err
+    assert learning(output) == learning(tmp_path / "whole")
+    assert same_weights(output / "final", tmp_path / "whole" / "final")
+
+
+def test_a_run_that_learns_by_its_number_of_steps_does_not_go_on_with_another(made, tmp_path, capsys):
+    more = ("--save-every", 3, "--lr-schedule", "cosine")
+    assert main(options(made, tmp_path, *more, "--max-steps", 4)) == 0
+    assert main(options(made, tmp_path, *more, "--max-steps", 8, "--resume")) == 2
+    told = capsys.readouterr().err
+    assert "is of another run: --max-steps was 4, is 8" in told
+    assert "hint: learning rates of the steps that are done go by how many there are: resume with" in told
+    assert (tmp_path / "final").is_dir()
 
 
 def test_resume_where_nothing_was_begun_begins(made, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from chunkplan import PlanConfig, build, load_plan
+from chunkplan import PlanConfig, build, load_analysis, load_plan
 from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
 from tests.support.training_checks import (
@@ -314,3 +314,25 @@ def test_how_memory_is_saved_is_what_the_plan_was_timed_with(made, tmp_path, tra
         assert [resolved["kv_offload"], resolved["checkpointing"]] == expected
     resolved = json.loads((trained / "config.json").read_text())["config"]
     assert [resolved["kv_offload"], resolved["checkpointing"]] == [False, "none"]
+
+
+@pytest.mark.parametrize("limit", [10**9, 10])
+def test_tokens_that_were_changed_are_refused_or_said_to_be_unknown(made, tmp_path, capsys, monkeypatch, limit):
+    """One bit of a token id; only of more tokens than a run reads again nothing is known."""
+    shutil.copytree(made / "analysis", tmp_path / "analysis")
+    [file] = (tmp_path / "analysis" / "tokens").iterdir()
+    ids = load_analysis(tmp_path / "analysis").tokens()(3)[0].tobytes()
+    data = bytearray(file.read_bytes())
+    data[data.index(ids)] ^= 1
+    file.write_bytes(data)
+    monkeypatch.setattr("chunkplan_runtime.training.data.HASHED_TOKENS", limit)
+    code = main(options(made, tmp_path / "run", "--analysis", tmp_path / "analysis", "--max-steps", 1))
+    told = capsys.readouterr().err
+    if limit == 10:
+        assert code == 0
+        assert "tokens    not compared with their hash: 97 are many; `chunkplan validate " in told
+        assert str(tmp_path / "analysis") in told
+    else:
+        assert code == 3
+        assert "content-hash: the tokens are not those the manifest was written for\nhint: files of tokens were" in told
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,104 @@
+"""Whether a run may go on from a checkpoint: with the same plan, model and way of learning, as far as it was to go.
+
+It may end after another number of steps where the steps that are done had the same learning rates, so that it is then
+the run that it would have been from the start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from chunkplan.errors import UsageError
+from chunkplan.options import options_of
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
+from chunkplan_runtime.training.config import EARLIER, RENAMED, TrainConfig
+from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.learning_rate import learning_rate_factor
+from chunkplan_runtime.training.run_folder import RunFolder, shorten
+
+#: The options that say no more than after how many steps a run ends, by flag.
+_ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
+
+    checkpoint: Path
+    state: CheckpointState
+    num_steps: int
+
+
+def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
+    """The run in `folder` that is to go on; None where it has no checkpoint.
+
+    Raises:
+        UsageError: it is finished, and has all the steps that are asked for.
+        DataError: its last checkpoint is damaged.
+    """
+    found = next(reversed(folder.checkpoints()), None), folder.final.exists()
+    checkpoint, is_finished = job.broadcast_object(found)
+    if checkpoint is None:
+        return None
+    state = read_state(checkpoint)
+    before = _fixed_before(state, _ENDS)
+    num_steps = data.num_steps(replace(config, **{field: before[flag] for flag, field in _ENDS.items()}))
+    if is_finished and data.num_steps(config) <= num_steps:
+        raise folder.finished(f"no more than its {num_steps:,} steps are asked for")
+    return Earlier(checkpoint, state, num_steps)
+
+
+def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
+    """Refuse to go on with another plan, model or way of learning; `fixed` are these now, by name.
+
+    Raises:
+        UsageError: naming all that differ.
+    """
+    now = json.loads(json.dumps(fixed))
+    before = _fixed_before(earlier.state, now)
+    differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    hint = "resume with what it was started with, or start anew in another --output"
+    if any(name in _ENDS for name in differ):
+        why_not = _why_it_ends_there(earlier, config, num_steps)
+        differ = [name for name in differ if why_not or name not in _ENDS]
+        hint = f"{why_not}: {hint}" if why_not else hint
+    if differ:
+        changes = "; ".join(f"{name} {_was(before.get(name))}, {_is(now.get(name))}" for name in differ)
+        raise UsageError(f"{earlier.checkpoint} is of another run: {changes}", hint=hint)
+
+
+def _fixed_before(state: CheckpointState, names: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a run was not to change, by the names of today; of those of `names` that it did not know, what they were."""
+    new_names = {f"--{old}": f"--{new}" for old, new in RENAMED.items()}
+    before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
+    for one in options_of(TrainConfig).values():  # which it was before there was such an option
+        if one.flag in names:
+            before.setdefault(one.flag, EARLIER.get(one.flag, one.default))
+    return before
+
+
+def _why_it_ends_there(earlier: Earlier, config: TrainConfig, num_steps: int) -> str:
+    """Why a run cannot end after `num_steps` in place of those it was to have; "" where it can."""
+    done = earlier.state["step"]
+    if num_steps < done:
+        return f"it has done {done:,} steps already"
+    if any(_rate(config, step, earlier.num_steps) != _rate(config, step, num_steps) for step in range(done)):
+        return "learning rates of the steps that are done go by how many there are"
+    return ""
+
+
+def _rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    return learning_rate_factor(config.lr_schedule, step, num_steps, warmup=config.warmup, lowest=config.min_lr)
+
+
+def _was(value: Any) -> str:
+    return "was not given" if value is None else f"was {shorten(value)}"
+
+
+def _is(value: Any) -> str:
+    return "is not given" if value is None else f"is {shorten(value)}"

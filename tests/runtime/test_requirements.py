@@ -1,0 +1,43 @@
+"""What is asked for before a run: torch and transformers, without the noise of what comes with them."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.requirements import require_torch
+
+#: What bitsandbytes does when peft imports it on a CPU.
+WARNS = """
+import logging
+logging.getLogger(__name__).warning("Failed to load CPU gemm_4bit_forward from kernels-community")
+"""
+
+
+def test_bitsandbytes_does_not_warn_of_a_package_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A package of this name stands for the real one, which is not installed everywhere."""
+    folder = tmp_path / "bitsandbytes" / "backends" / "cpu"
+    folder.mkdir(parents=True)
+    (folder / "ops.py").write_text(WARNS)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    require_torch()
+    before = set(sys.modules)
+    import_module("bitsandbytes.backends.cpu.ops")
+    assert [record for record in caplog.records if record.name.startswith("bitsandbytes")] == []
+    for name in set(sys.modules) - before:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_transformers_without_tokenizers_is_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UsageError, match="tokenizers is not installed") as refused:
+        require_torch()
+    assert refused.value.hint.startswith("pip install 'tokenizers")
