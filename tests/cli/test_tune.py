@@ -53,6 +53,7 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
         assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
 
 
+@pytest.mark.soak
 def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
     """Every line fits the terminal, and no run of layers is broken in two."""
     options = ("--model-config", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB")
@@ -72,6 +73,7 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
         ]
 
 
+@pytest.mark.soak
 def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that_it_is_plan_only(data: Path) -> None:
     options = ("--model-config", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")
     ran = run(data, "tune", "lengths.npy", *options, "--tp", "2", columns=120)
@@ -207,6 +209,7 @@ def test_where_there_is_nothing_to_gain_the_box_says_so(data: Path, tmp_path: Pa
     assert " at 2.5 a GPU-hour" in shown
 
 
+@pytest.mark.soak
 def test_the_fewest_gpus_are_enough_and_half_of_them_are_not(data: Path, tmp_path: Path) -> None:
     """Also where nothing fits what was asked for: the hint has a number that works."""
     lengths, asked = str(data / "lengths.npy"), ("--chunk-sizes", "2048", "--ks", "1", "--global-batch", "32")
@@ -308,6 +311,7 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "a place" / "plan").config.global_batch == 256
 
 
+@pytest.mark.soak
 def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
     """Over what fits and loses nothing; where nothing of today does, that is said, and where it is as fast as chunks.
 

@@ -219,6 +219,7 @@ def test_the_python_of_the_planner_runs_as_written(tmp_path: Path, monkeypatch: 
     assert names["step"].optimal and names["rows"].is_optimal
 
 
+@pytest.mark.soak
 def test_the_python_and_the_screens_of_the_tuning_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def walk(commands: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> No
         assert shows(compared(screen, exact=exact), compared(printed, exact=exact)), f"{command}\n{printed}"
 
 
+@pytest.mark.soak
 def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that later ones need, and training, of which numbers may be others."""
     enter(tmp_path, monkeypatch)

@@ -33,6 +33,7 @@ def of(choices: tuple[Choice, ...], sharding: Sharding) -> list[tuple[PlanConfig
     ]
 
 
+@pytest.mark.soak
 def test_what_ranks_share_is_searched_where_memory_binds_and_for_the_fastest(lengths: Path) -> None:
     """Every choice that there is with ZeRO-1 stays; beside them are those that spare recompute, fit at all, or are
     faster for what they share."""

@@ -35,6 +35,7 @@ from tests.support.tuning_cases import GIB, long_tail, options_with
 # sampling
 
 
+@pytest.mark.soak
 def test_the_choice_is_within_3_percent_of_the_best_of_all_steps_simulated(lengths: Path, tuning: Tuning) -> None:
     """Against every (ChunkSize, K) tried on all steps."""
     options = tuning.options
@@ -189,6 +190,7 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     assert chunkplan.validate(plan.path).ok
 
 
+@pytest.mark.soak
 def test_gpus_are_laid_out_whole_and_of_the_fastest_layouts_one_can_be_run(lengths: Path) -> None:
     """Layers are shared by none, as the runtime cannot run that."""
     found = tune(lengths, options_with(gpus=8, tp=1, pp=1, chunk_sizes=(2048, 8192), ks=(1, 4)))
@@ -203,6 +205,7 @@ def test_gpus_are_laid_out_whole_and_of_the_fastest_layouts_one_can_be_run(lengt
     assert found.recommended.layout in [look.layout for look in runnable]
 
 
+@pytest.mark.soak
 def test_layers_are_shared_where_that_is_asked_for_which_is_plan_only(lengths: Path) -> None:
     found = tune(lengths, options_with(gpus=8, tp=2, pp=1, chunk_sizes=(8192,), ks=(1, 4)))
     assert {look.layout.tp for look in found.layouts} == {2}
@@ -285,6 +288,7 @@ def test_chunks_larger_than_any_sequence_are_tried(tmp_path: Path) -> None:
     assert found.chosen.config.chunk_size > 2048
 
 
+@pytest.mark.soak
 def test_a_choice_whose_memory_does_not_hold_on_the_heaviest_steps_is_passed_over(lengths: Path) -> None:
     """For every budget: what is chosen fits on all steps, not on sampled ones alone."""
     for gib in (16, 20, 24, 32):

@@ -209,6 +209,7 @@ def test_a_file_that_is_written_tensor_by_tensor_is_that_of_safetensors(tmp_path
     assert torch.equal(found.read("a torch.float32", (slice(1, 2), slice(0, 2))), tensors["a torch.float32"][1:, :2])
 
 
+@pytest.mark.soak
 def test_a_process_needs_host_memory_for_its_share_and_little_more() -> None:
     """Loading and saving, on four processes, with fp32 master weights where they are sharded and where they are not."""
     program = [sys.executable, str(ROOT / "benchmarks" / "host_memory.py")]
