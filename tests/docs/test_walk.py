@@ -19,9 +19,6 @@ PAGE = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 #: Where the standard library is that of the recording, screens are the same to the letter.
 RECORDED = "3.11.7"
 
-#: Commands that nothing after them needs, and that take long.
-ASIDE = r".* --(headline|resume)$|rm |chunkplan tune .* --workspace cut$"
-
 
 def write_data() -> None:
     """Run the program of the page."""
@@ -56,21 +53,12 @@ def walk(commands: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.soak
 def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that later ones need, and training, of which numbers may be others."""
     enter(tmp_path, monkeypatch)
     write_data()
     commands = list(commands_of(PAGE))
-    needed = [each for each in commands if not re.match(ASIDE, each[0])]
-    assert (len(commands), len(needed)) == (15, 11)
-    walk(needed, monkeypatch)
+    assert len(commands) == 15
+    walk(commands, monkeypatch)
     assert (tmp_path / "cut" / "run" / "metrics.jsonl").read_text().count("\n") == 2
-
-
-@pytest.mark.soak
-def test_the_whole_walk_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter(tmp_path, monkeypatch)
-    write_data()
-    walk(list(commands_of(PAGE)), monkeypatch)
 
 
 def test_the_page_is_short() -> None:
