@@ -23,6 +23,7 @@ from chunkplan.reporting.shared_sequences import step_shares, way_words
 from chunkplan.simulation import simulate_ranks
 from chunkplan.summary import summarize_plan
 from chunkplan_cli.gantt import print_gantt
+from chunkplan_cli.simulation_report import print_simulation
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 from tests.support.small_plans import built, with_late_rank
@@ -139,6 +140,29 @@ def test_waiting_for_ranks_is_drawn_before_what_waits(tmp_path: Path) -> None:
     assert re.match(r"stage 0 :{3,}f0x2", drawn)
     share = found[0].waiting_for_ranks_per_stage[0] / found[0].makespan
     assert drawn.count(":") / (len(drawn) - len("stage 0 ")) == pytest.approx(share, abs=0.02)
+
+
+def test_the_critical_path_goes_on_in_the_rows_of_other_ranks(tmp_path: Path) -> None:
+    """On the page, and on the screen, which says how much of it is on which rank."""
+    plan = built(tmp_path, [9000, 900, 900], chunk_size=2000, k=1, dp=2, epochs=1, cp="auto")
+    step = with_late_rank(plan)
+    found = simulate_ranks(plan, step, [0, 1])
+    drawn = {
+        ranks: next(bar for bar in gantt_figure(DrawnStep(step, "", ranks_of)).data if bar.name == "critical path")
+        for ranks, ranks_of in (("both", found), ("first", {0: found[0]}))
+    }
+    last = max(found.values(), key=lambda each: each.ends.max())
+    assert float(drawn["both"].x.sum()) == pytest.approx(last.makespan / 1e6)
+    assert set(drawn["both"].y.tolist()) == {0, 1}
+    assert float(drawn["first"].x.sum()) == pytest.approx(found[0].critical_ranks[0] / 1e6)
+    console = Console(file=io.StringIO(), width=120)
+    print_simulation(console, found[0])
+    shares = re.search(r"actions, ([\d.]+)% on rank 0, ([\d.]+)% on rank 1", console.file.getvalue())
+    assert shares is not None and sum(map(float, shares.groups())) == pytest.approx(100, abs=0.11)
+    assert "other ranks" not in console.file.getvalue()
+    console = Console(file=io.StringIO(), width=120)
+    print_simulation(console, found[1])
+    assert "on rank" not in console.file.getvalue(), "all of it is on the rank that is shown"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -53,7 +53,7 @@ def test_the_bubble_and_the_critical_path_are_drawn(plan: Plan) -> None:
     """The bubble is all the time in which stages do nothing; the path is that of the rank that is done last."""
     for each in drawn_all(plan):
         traces = {trace.name: trace for trace in gantt_figure(each).data}
-        bubble, path = traces["bubble: nothing to do"], traces["critical path of the rank that is done last"]
+        bubble, path = traces["bubble: nothing to do"], traces["critical path"]
         idle = sum(
             simulation.makespan * (1 - busy) / 1e6
             for simulation in each.ranks.values()
