@@ -107,7 +107,10 @@ def _chunks(summary: PlanSummary) -> str:
     ]
     if summary.num_zero_loss:
         parts.append(f"{summary.num_zero_loss:,} zero-loss")
-    return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: " + ", ".join(parts)
+    words = f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: " + ", ".join(parts)
+    if summary.num_shared_sequences:
+        words += "; each rank's part of a shared sequence counts as a chunk, however few tokens it has"
+    return words
 
 
 def _bound(summary: PlanSummary) -> str:
@@ -144,7 +147,10 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
 
 
 def _shared(summary: PlanSummary) -> str:
-    from chunkplan.reporting.plan_words import unshared_words
+    from chunkplan.reporting.plan_words import least_words
 
     words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
-    return f"{words}{unshared_words(summary.predicted_us, summary.unshared_lower_bound_us)}"
+    if summary.unshared_lower_bound_us is None:
+        return words
+    least = least_words(summary.lower_bound_us, summary.unshared_lower_bound_us, summary.reduction_us)
+    return f"{words}; any plan takes {least}"

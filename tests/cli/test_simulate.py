@@ -228,7 +228,9 @@ def test_the_bound_of_a_step_and_that_of_its_chunks_have_different_words(run: Ru
     """No plan of the sequences beats the one, no order of these chunks the other."""
     step = run("inspect", "--step", 1).out
     chunks = run("simulate", "--step", 1).out
-    words = r"predicted [\d.]+ m?s, [\d.]+ m?s of it reduction; any plan of these sequences takes at least [\d.]+ m?s "
+    words = (
+        r"predicted [\d.]+ m?s, [\d.]+ m?s of it adding up gradients; any plan of these sequences takes at least [\d.]+"
+    )
     assert re.search(words, " ".join(step.split()))
     assert re.search(r"makespan +[\d.]+ m?s; in any order at least [\d.]+ m?s \(", chunks)
 

@@ -195,7 +195,8 @@ def numbers_section(report: PlanReport) -> Section:
         notes.append(
             "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
             "heads for its own tokens, and fetches the keys and values of the others. Exchange is what of their time "
-            "they wait for that."
+            "they wait for that. Each rank's part of a shared sequence counts as a chunk, however few tokens it has: a "
+            "low fill is no fault there."
         )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")

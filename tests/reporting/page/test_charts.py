@@ -218,6 +218,7 @@ def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
     assert axis.tickvals[0] <= 2 * np.log2(min(lengths))
     assert 2 * np.log2(max(lengths)) <= axis.tickvals[-1] < last
     assert len(set(axis.ticktext)) == len(axis.tickvals) == len(axis.ticktext)
+    assert len(set(np.diff(axis.tickvals))) <= 1 and len(axis.tickvals) <= 10, "as far apart from each other"
     assert len(axis.tickvals) > 1 or lengths == [1]
 
 
