@@ -92,23 +92,16 @@ def rank_time_words(row: RankRow) -> list[str]:
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
     if all(each.num_tokens is None for each in longest):
-        return "whatever else is in a step, a sequence of any length fits"
+        return "whatever else is in a step, sequences of any length fit"
     alone, *shared = longest
-    one = f"a sequence of up to {alone.num_tokens:,} tokens" if alone.num_tokens else "no sequence"
-    words = [f"whatever else is in a step, {one} fits{' on one rank' if shared else ''}"]
-    words += [f"shared by {each.num_ranks:,} ranks {_most_words(each.num_tokens)}" for each in shared]
-    return ", ".join(words)
-
-
-def _most_words(num_tokens: int | None) -> str:
-    if num_tokens is None:
-        return "of any length"
-    return f"of up to {num_tokens:,}" if num_tokens else "none"
+    one = f"sequences of up to {alone.num_tokens:,} tokens fit" if alone.num_tokens else "no sequence fits on one rank"
+    words = [f"by {each.num_ranks:,} ranks {tokens_words(each.num_tokens)}" for each in shared]
+    return f"whatever else is in a step, {one}{'; shared ' if words else ''}{', '.join(words)}"
 
 
 def tokens_words(num_tokens: int | None) -> str:
     """Say how many tokens; None: any number."""
-    return "any" if num_tokens is None else f"{num_tokens:,}"
+    return "any" if num_tokens is None else f"{num_tokens:,}" if num_tokens else "none"
 
 
 def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:

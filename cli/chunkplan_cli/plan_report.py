@@ -100,17 +100,16 @@ def _steps(summary: PlanSummary) -> str:
 
 
 def _chunks(summary: PlanSummary) -> str:
-    or_shared = "or shared " if summary.num_shared_sequences else ""
+    of = "split sequences"
+    if summary.num_shared_sequences:
+        of = "split or shared sequences; each rank's part of one is a chunk"
     parts = [
         f"{summary.num_standalone - summary.num_zero_loss:,} standalone",
-        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} split {or_shared}sequences)",
+        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} {of})",
     ]
     if summary.num_zero_loss:
         parts.append(f"{summary.num_zero_loss:,} zero-loss")
-    words = f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: " + ", ".join(parts)
-    if summary.num_shared_sequences:
-        words += "; each rank's part of a shared sequence counts as a chunk, however few tokens it has"
-    return words
+    return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: " + ", ".join(parts)
 
 
 def _bound(summary: PlanSummary) -> str:

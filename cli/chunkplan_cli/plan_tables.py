@@ -152,7 +152,7 @@ def _memory(memory: PlanMemory | None, longest_sequence: int) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    longest = f"the longest sequence, of {counted(longest_sequence, 'token')}, fits; " if memory.fits else ""
+    longest = f"the longest here, of {counted(longest_sequence, 'token')}, fits; " if memory.fits else ""
     longest += longest_words(memory.longest)
     shared = f"{sharding_words(memory.sharding, memory.dp)}\n" if memory.dp > 1 else ""
     return Text.assemble(

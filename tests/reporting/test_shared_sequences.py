@@ -126,11 +126,11 @@ def test_how_long_a_sequence_may_be_is_said_of_any_step() -> None:
         longest = [LongestSequence(num_ranks=1 << place, num_tokens=tokens) for place, tokens in enumerate(most)]
         return longest_words(longest).removeprefix("whatever else is in a step, ")
 
-    assert words(3839) == "a sequence of up to 3,839 tokens fits"
-    assert words(3839, 8000) == "a sequence of up to 3,839 tokens fits on one rank, shared by 2 ranks of up to 8,000"
-    assert words(0, None) == "no sequence fits on one rank, shared by 2 ranks of any length"
-    assert words(0, 0) == "no sequence fits on one rank, shared by 2 ranks none"
-    assert words(None, None) == "a sequence of any length fits"
+    assert words(3839) == "sequences of up to 3,839 tokens fit"
+    assert words(3839, 8000) == "sequences of up to 3,839 tokens fit; shared by 2 ranks 8,000"
+    assert words(0, None) == "no sequence fits on one rank; shared by 2 ranks any"
+    assert words(0, 0) == "no sequence fits on one rank; shared by 2 ranks none"
+    assert words(None, None) == "sequences of any length fit"
 
 
 def test_ways_to_share_are_named() -> None:
@@ -198,7 +198,7 @@ def test_screens_of_a_plan_with_shared_sequences_fit_and_say_by_whom(command: Ru
     bounds = seconds(summary.total_lower_bound_us), seconds(summary.unshared_lower_bound_us + summary.reduction_us)
     said = " ".join(shown.replace("│", " ").split())
     assert f"any plan takes at least {bounds[0]}, and {bounds[1]} if none were shared" in said
-    assert "each rank's part of a shared sequence counts as a chunk" in said
+    assert "split or shared sequences; each rank's part of one is a chunk)" in said
     shown = command("inspect", plan.path, "--step", 1, width=120).out
     assert re.search(r"takes at least [\d.]+ m?s, and [\d.]+ m?s if none were shared", " ".join(shown.split()))
     for each in step_shares(plan, list(plan.iter_steps())[1]).sequences:
@@ -264,7 +264,7 @@ def test_the_slices_of_a_rank_are_decoded(command: Run, tmp_path: Path) -> None:
         where = ("--step", 0, "--rank", rank, "--chunk", chunk_id, "--text")
         shown = json.loads(command("inspect", plan.path, *where, "--json").out)
         [own] = [each for each in shown["segments"] if (each["start"], each["end"]) == (start, end)]
-        text += "".join(piece["text"] for piece in own["pieces"])
+        text += "".join(piece["text"] for piece in own["text"]["first"])
     assert "".join(map(str, range(3000))) in text
 
 

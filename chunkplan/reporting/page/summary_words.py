@@ -29,7 +29,7 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         *_selection(plan, summary),
         ("predicted time", seconds(summary.total_us)),
         *_reduction(summary),
-        ("its lower bound", seconds(summary.total_lower_bound_us)),
+        ("lower bound of the time", seconds(summary.total_lower_bound_us)),
         *_if_unshared(summary),
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
