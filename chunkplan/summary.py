@@ -34,7 +34,8 @@ class PlanSummary:
     K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
     way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are. `predicted_us` and
     `lower_bound_us` are those of the stages. `reduction_us`: what ranks take after them, at the end of all steps
-    together, to sum gradients and share what was updated; None as above. `total_us`: `predicted_us` with it.
+    together, to sum gradients and share what was updated; None as above. `total_us` is `predicted_us` with it, and
+    `total_lower_bound_us` is `lower_bound_us` with it.
     """
 
     num_steps: int
@@ -72,6 +73,7 @@ class PlanSummary:
     lower_bound_us: float
     reduction_us: float | None
     total_us: float
+    total_lower_bound_us: float
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document."""
@@ -143,6 +145,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         lower_bound_us=manifest["predictions"]["lower_bound_us"],
         reduction_us=reduction,
         total_us=manifest["predictions"]["predicted_us"] + (reduction or 0.0),
+        total_lower_bound_us=manifest["predictions"]["lower_bound_us"] + (reduction or 0.0),
     )
 
 

@@ -14,7 +14,10 @@ from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.places import check_rank, find_chunk, find_step
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
 from chunkplan.reporting.shared_sequences import exchange_us
-from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, TextPiece, decode_sequence
+from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, decode_sequence
+
+#: Of a segment, so many tokens are decoded however many segments there are.
+_LEAST_TOKENS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class SegmentView:
     """Tokens [start, end) of a sequence of `sequence_tokens`, which is from `place`.
 
     `part`: which part of how many, from 0; None for a whole sequence. `num_target_tokens`: the predictions made in the
-    segment, `target[start+1 : end+1]`. What only the analysis knows is None without it, and `pieces` unless decoded.
+    segment, `target[start+1 : end+1]`. What only the analysis knows is None without it, and `text` unless decoded.
     """
 
     sequence_id: int
@@ -32,7 +35,7 @@ class SegmentView:
     part: tuple[int, int] | None
     num_target_tokens: int | None
     place: str | None
-    pieces: tuple[TextPiece, ...] | None
+    text: SequenceText | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,10 @@ def view_chunk(
     dp_rank: int = 0,
     analysis: Analysis | None = None,
     tokenizer: RecordTokenizer | None = None,
+    most_tokens: int | None = None,
 ) -> ChunkView:
     """Look at one chunk. `analysis` is the plan's, see `load_same_analysis`; with `tokenizer`, see `open_tokenizer`,
-    the tokens are decoded.
+    the tokens are decoded: of segments with more than their share of `most_tokens` those at the two ends.
 
     Raises:
         UsageError: the plan has no such step, rank or chunk; or tokens are to be decoded and the analysis has none.
@@ -90,7 +94,8 @@ def view_chunk(
     tokens = analysis.tokens() if analysis is not None and (analysis.has_tokens or tokenizer is not None) else None
     segments = view_segments(chunk, analysis, tokens)
     if tokens is not None and tokenizer is not None:
-        segments = tuple(replace(each, pieces=segment_text(each, tokens, tokenizer).first) for each in segments)
+        most = None if most_tokens is None else max(most_tokens // max(len(segments), 1), _LEAST_TOKENS)
+        segments = tuple(replace(each, text=segment_text(each, tokens, tokenizer, most)) for each in segments)
     return ChunkView(
         step=step,
         dp_rank=dp_rank,
@@ -157,7 +162,7 @@ def _without_analysis(segment: Segment, chunk: Chunk, place: int) -> SegmentView
         part=(chunk.group_index, chunk.group_size) if is_part else None,
         num_target_tokens=None,
         place=None,
-        pieces=None,
+        text=None,
     )
 
 
@@ -181,5 +186,5 @@ def _with_analysis(segment: Segment, chunk: Chunk, analysis: Analysis, tokens: T
         part=None if end - start == length else (chunk.group_index, chunk.group_size),
         num_target_tokens=num_target_tokens,
         place=analysis.place(sequence_id),
-        pieces=None,
+        text=None,
     )

@@ -45,7 +45,7 @@ _PLAN_NUMBERS: dict[str, Unit] = {
     "peak_retained_tokens": "count",
     "total_us": "us",
     "reduction_us": "us",
-    "lower_bound_us": "us",
+    "total_lower_bound_us": "us",
     "memory_bytes": "bytes",
 }
 

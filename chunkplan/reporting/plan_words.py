@@ -73,12 +73,13 @@ def may_share_words(config: PlanConfig) -> str:
     return ". --cp auto shares it among ranks"
 
 
-def unshared_words(predicted_us: float, unshared_lower_bound_us: float | None) -> str:
-    """Say what steps in which ranks share sequences would take at least without, and how many times as long that is."""
-    if unshared_lower_bound_us is None or unshared_lower_bound_us <= predicted_us:
-        return ""  # a bound below what it takes says nothing of what sharing gains
-    times = unshared_lower_bound_us / max(predicted_us, 1e-30)
-    return f"; if none were shared, at least {seconds(unshared_lower_bound_us)}, {times:.2f} times as long"
+def least_words(lower_bound_us: float, unshared_lower_bound_us: float | None, reduction_us: float | None) -> str:
+    """Say what any plan takes at least, with the reduction, and one in which ranks share no sequence, if they do."""
+    after = reduction_us or 0.0
+    words = f"at least {seconds(lower_bound_us + after)}"
+    if unshared_lower_bound_us is None:
+        return words
+    return f"{words}, and {seconds(unshared_lower_bound_us + after)} if none were shared"
 
 
 def rank_time_words(row: RankRow) -> list[str]:
@@ -91,23 +92,23 @@ def rank_time_words(row: RankRow) -> list[str]:
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
     if all(each.num_tokens is None for each in longest):
-        return "room in any step for a sequence of any length"
-    alone, *shared = ("none" if each.num_tokens == 0 else tokens_words(each.num_tokens) for each in longest)
-    words = [f"by {each.num_ranks:,} ranks {tokens}" for each, tokens in zip(longest[1:], shared, strict=True)]
-    ranks = f"; shared {', '.join(words)}" if words else ""
-    return f"room in any step, in tokens of a sequence: {alone}{ranks}"
+        return "whatever else is in a step, sequences of any length fit"
+    alone, *shared = longest
+    one = f"sequences of up to {alone.num_tokens:,} tokens fit" if alone.num_tokens else "no sequence fits on one rank"
+    words = [f"by {each.num_ranks:,} ranks {tokens_words(each.num_tokens)}" for each in shared]
+    return f"whatever else is in a step, {one}{'; shared ' if words else ''}{', '.join(words)}"
 
 
 def tokens_words(num_tokens: int | None) -> str:
     """Say how many tokens; None: any number."""
-    return "any" if num_tokens is None else f"{num_tokens:,}"
+    return "any" if num_tokens is None else f"{num_tokens:,}" if num_tokens else "none"
 
 
 def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:
     """Say what stages take with the reduction after them, at least that, and which share of it the bound is."""
     after = reduction_us or 0.0
     words = seconds(predicted_us + after)
-    words += f" ({seconds(after)} of it reduction)" if after else ""
+    words += f" ({seconds(after)} of it adding up gradients)" if after else ""
     least = lower_bound_us + after
     return f"{words}, at least {seconds(least)} ({percent(least / max(predicted_us + after, 1e-30))})"
 
@@ -134,7 +135,7 @@ def schedule_words(config: PlanConfig, num_layers: int) -> str:
     if config.pp > 1:
         each = "each" if config.virtual_stages > 1 else "a stage"
         is_even = len(set(layers)) == 1
-        words.append(f"{layers[0]} layers {each}" if is_even else f"layers {','.join(map(str, layers))}")
+        words.append(f"{layers[0]} layers {each}" if is_even else f"stages of {','.join(map(str, layers))} layers")
     if config.memory_tokens is not None:
         words.append(f"activations of {config.memory_tokens:,} tokens a stage at most")
     return ", ".join(words)

@@ -7,7 +7,15 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD_KV, Actions, Int8Array, model_stages_of
+from chunkplan.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD_KV,
+    Actions,
+    Int8Array,
+    model_stages_of,
+)
 
 
 def start_times(
@@ -71,9 +79,10 @@ def critical_path(
     Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
     just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
     on the stage. What ranks do with a chunk that they share starts when the last of them is there: the walk goes on
-    with what this one did before, on its own stages. Of what ranks do in a slot, it goes on with the longest, and from
-    there with whatever that slot has waited for. What lies between two actions of the path is the way over a link, so
-    their times and those of the links add up to the end of `last`.
+    with what this one did before, on its own stages. Of what they do with it at the same time, that of the rank of
+    `last` is on the path, so that the path is on other ranks only where these alone are waited for. Of what ranks do in
+    a slot, it goes on with the longest, and from there with whatever that slot has waited for. What lies between two
+    actions of the path is the way over a link, so their times and those of the links add up to the end of `last`.
 
     Args:
         chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
@@ -89,6 +98,7 @@ def critical_path(
     if meeting is not None:
         met = meeting[actions.ops].astype(np.int64)
         slots = np.where(met < 0, -1, met * times.durations.shape[1] + actions.virtual_stages)
+    stand_in = _done_together(chunks, actions, starts, ends, row, pp, int(row[last]) // pp)
     action, path = last, list[int]()
     together = np.empty(0, np.int64)
     while True:
@@ -96,6 +106,7 @@ def critical_path(
         if slots[action] >= 0:  # those in a slot end together: the longest
             together = np.flatnonzero(on_stage & (ends == ends[action]) & (slots == slots[action]))
             action = int(together[np.argmin(starts[together])])
+        action = int(stand_in[action])
         path.append(action)
         start = starts[action]
         if start <= 0:
@@ -110,6 +121,27 @@ def critical_path(
             before = int(came_from[_last_to_come(chunks, actions, arrivals, row, pp, action)])
         assert before >= 0 and starts[before] <= start, "an action that starts later than it has to"
         action = before
+
+
+def _done_together(
+    chunks: Chunks, actions: Actions, starts: Int64Array, ends: Int64Array, row: Int64Array, pp: int, rank: int
+) -> Int64Array:
+    """The place of what `rank` does at the same time with the same shared chunk; of other actions their own place.
+
+    int64 [num_actions]; `row`: the stage of each action, of all ranks. A shared chunk has one number on all ranks.
+    """
+    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
+    first = chunks.cp_first_rank[chunk]
+    is_met = (chunks.cp_size[chunk] > 1) & (first <= rank) & (rank < first + chunks.cp_size[chunk])
+    is_met &= actions.ops != BACKWARD_WEIGHT  # each rank by itself
+    own = np.flatnonzero(is_met & (row // pp == rank))
+    what = (actions.ops, row % pp, actions.virtual_stages, actions.chunk_ids)
+    place_of = np.full([int(column.max()) + 1 for column in what], -1, np.int64)
+    place_of[tuple(column[own] for column in what)] = own
+    met = np.where(is_met, place_of[what], -1)
+    is_same = (met >= 0) & (starts[met] == starts) & (ends[met] == ends)
+    places: Int64Array = np.where(is_same, met, np.arange(ends.size))
+    return places
 
 
 def _last_to_come(chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,20 @@ _NO_LIMIT = 2**62
 
 #: The better bound takes time with the square of the chunks.
 _FEW = 1 << 12
+
+
+class PathAction(NamedTuple):
+    """An action on a critical path: `place` is that among the actions of its rank, `op` in `OPS`, times are in ticks.
+
+    `rank` is its place among those that are simulated together.
+    """
+
+    rank: int
+    stage: int
+    place: int
+    op: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +80,10 @@ class Simulation:
             *("exchange_per_stage", "peak_retained_tokens", "peak_kv_tokens"),
         )
         return {
-            **{name: getattr(self, name) for name in (*names, "recompute_share", *lists, "critical_path")},
+            **{
+                name: getattr(self, name)
+                for name in (*names, "recompute_share", *lists, "critical_path", "critical_ranks")
+            },
             "chunks": [
                 {name: value for name, value in chunk.to_dict().items() if name not in ("num_target_tokens", "cost")}
                 for chunk in self.chunks
@@ -210,39 +227,43 @@ class Simulation:
 
     @property
     def critical_path(self) -> dict[str, float]:
-        """What the critical path is made of, in `unit`: time by op, what `other_ranks` do until they meet this one, and
-        `link`, on the way from stage to stage."""
-        by_op = dict.fromkeys((*OPS, "other_ranks"), 0)
+        """What the critical path is made of, in `unit`: time by op, and `link`, on the way from stage to stage."""
+        by_op = dict.fromkeys(OPS, 0)
         for action in self.critical_actions:
-            by_op[OPS[self.actions.ops[action]]] += int(self.ends[action] - self.starts[action])
-        by_op["other_ranks"] = sum(ticks for _, _, ticks in self.critical_elsewhere)
+            by_op[OPS[action.op]] += action.end - action.start
         times = {**by_op, "link": self._makespan - sum(by_op.values())}
         return {name: self.in_unit(ticks) for name, ticks in times.items()}
 
-    @cached_property
-    def critical_actions(self) -> list[int]:
-        """The places in `actions` of those on the critical path, in order of time."""
-        first, stop = self._places
-        return [place - first for place in self._path if first <= place < stop]
+    @property
+    def critical_ranks(self) -> dict[int, float]:
+        """How long the critical path is on each rank that it is on, in `unit`, ascending; `link` belongs to none."""
+        by_rank: dict[int, int] = {}
+        for action in self.critical_actions:
+            by_rank[action.rank] = by_rank.get(action.rank, 0) + action.end - action.start
+        return {rank: self.in_unit(by_rank[rank]) for rank in sorted(by_rank)}
 
     @cached_property
-    def critical_elsewhere(self) -> list[tuple[int, int, int]]:
-        """What other ranks do on the critical path, in order of time: (rank, start, duration), in ticks."""
-        if self.step is None:
-            return []
-        first, stop = self._places
-        ranks = np.searchsorted(self.step.actions.stages[:: self.pp], self._path, side="right") - 1
-        starts = start_times(self.step.chunks, self.step.actions, self.step.times, self.step.ends, self.pp)
-        return [
-            (int(rank), int(starts[place]), int(self.step.ends[place] - starts[place]))
-            for rank, place in zip(ranks, self._path, strict=True)
-            if not first <= place < stop
-        ]
+    def critical_actions(self) -> list[PathAction]:
+        """Those on the critical path of the rank, in order of time; where ranks meet, also what others do on it."""
+        step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
+        first = 0 if self.step is None else int(step.actions.stages[self.rank * self.pp])
+        last = first + int(np.argmax(self.ends))
+        starts = start_times(step.chunks, step.actions, step.times, step.ends, self.pp, self.v_shaped)
+        path = critical_path(
+            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped, step.meeting
+        )
+        found = []
+        for place in path:
+            rank, stage = divmod(int(np.searchsorted(step.actions.stages, place, side="right")) - 1, self.pp)
+            op, start, end = (int(column[place]) for column in (step.actions.ops, starts, step.ends))
+            own = place - int(step.actions.stages[rank * self.pp])
+            found.append(PathAction(self.rank if self.step is None else rank, stage, own, op, start, end))
+        return found
 
     @cached_property
     def is_critical(self) -> frozenset[int]:
-        """The places in `actions` of those on the critical path."""
-        return frozenset(self.critical_actions)
+        """The places in `actions` of those on the critical path that this rank does."""
+        return frozenset(action.place for action in self.critical_actions if action.rank == self.rank)
 
     @cached_property
     def starts(self) -> Int64Array:
@@ -303,23 +324,6 @@ class Simulation:
     @property
     def _makespan(self) -> int:
         return int(self.ends.max())
-
-    @property
-    def _places(self) -> tuple[int, int]:
-        """Where the actions of the rank begin and end among those of all ranks that it is simulated with."""
-        if self.step is None:
-            return 0, self.ends.size
-        start, stop = self.step.actions.stages[[self.rank * self.pp, (self.rank + 1) * self.pp]]
-        return int(start), int(stop)
-
-    @cached_property
-    def _path(self) -> list[int]:
-        """The critical path, as places among the actions of all ranks that it is simulated with."""
-        step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
-        last = self._places[0] + int(np.argmax(self.ends))
-        return critical_path(
-            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped, step.meeting
-        )
 
     @cached_property
     def _for_ranks(self) -> Int64Array:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.quantities import percent, seconds
-from chunkplan_cli.marked_text import marked, marks_note
+from chunkplan_cli.marked_text import marks_note, print_marked
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.step_report import kind_words
 from chunkplan_cli.tables import titled_table
@@ -29,14 +29,15 @@ def print_chunk(console: Console, view: ChunkView, header: PlanHeader) -> None:
     if view.segments:
         console.print()
         console.print(_segments(console, view))
-    decoded = [segment for segment in view.segments if segment.pieces is not None]
+    decoded = [segment for segment in view.segments if segment.text is not None]
     if decoded:
         console.print()
         console.print(marks_note(console))
     for segment in decoded:
         console.print()
         console.print(_heading(console, segment))
-        console.print(marked(console, segment.pieces or ()), overflow="fold")
+        if segment.text is not None:
+            print_marked(console, segment.text, "--json")
 
 
 def _facts(view: ChunkView, chunk_size: int) -> Table:

@@ -77,18 +77,18 @@ def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) 
 def _block(simulation: Simulation, action: int, width: int) -> str:
     """Name an action by the letter of its op, its chunk and how many ranks share that, or as much of that as fits.
 
-    A number is there as a whole or not at all.
+    A number is there as a whole or not at all, and never touches the letter of the next action.
     """
     letter = LETTERS[simulation.actions.ops[action]]
     label = f"{letter}{simulation.actions.chunk_ids[action]}"
     if simulation.virtual_stages > 1:
         longer = f"{label}.{simulation.actions.virtual_stages[action]}"
-        label = longer if len(longer) <= width else label
+        label = longer if len(longer) < width else label
     size = int(simulation.table.cp_size[simulation.actions.chunk_ids[action]])
     if size > 1:
         longer = f"{label}x{size}"
-        label = longer if len(longer) <= width else label
-    return label if len(label) <= width else letter
+        label = longer if len(longer) < width else label
+    return label if len(label) < width else letter
 
 
 def _winners(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> list[int]:

@@ -16,7 +16,7 @@ from chunkplan.options import Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
 from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, takes
-from chunkplan_cli.inspect_record import FILES, READING, RecordRequest, show_record
+from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout, warn
@@ -70,7 +70,7 @@ class InspectOptions(Options):
         "The result of `tune`, to show on that page.",
         group=OPTIONS,
         default=None,
-        default_words="WORKSPACE/tuning.json, for a plan or an analysis of the workspace",
+        default_words="tuning.json of WORKSPACE or beside the plan, if it is for the same data, model and GPUs",
     )
 
 
@@ -99,7 +99,10 @@ def inspect(
     ] = None,
     text: Annotated[
         bool,
-        typer.Option("--text", help="Show the tokens of that chunk as text, targets marked; all of a long --record."),
+        typer.Option(
+            "--text",
+            help="Show that chunk as text, targets marked, of what is long the two ends; all of a long --record.",
+        ),
     ] = False,
     *,
     beside: Given,
@@ -185,12 +188,10 @@ def _refuse_without_record(reading: Given, files: Given) -> None:
 
 
 def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | None, place: Workspace) -> None:
-    """Write the page of what is at `shown`, and say so; what lies in the workspace is shown with its tuning."""
+    """Write the page of what is at `shown`, and say so."""
     from chunkplan.reporting.page.write import write_report
 
-    tuning = options.tuning
-    if tuning is None and shown in (place.plan, place.analysis) and place.tuning.is_file():
-        tuning = place.tuning
+    tuning = options.tuning or _tuning_of(shown, options.analysis, place)
     with note_compilation():
         warnings = write_report(
             page, shown, tuning=tuning, analysis=options.analysis, tokenizer=options.tokenizer, step=step
@@ -198,6 +199,20 @@ def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | No
     for warning in warnings:
         warn(warning)
     note(f"page in {page}")
+
+
+def _tuning_of(shown: Path, analysis: Path | None, place: Workspace) -> Path | None:
+    """The tuning of the workspace, for what lies there under its name; for all else one that was made for the same.
+
+    That is the tuning of the workspace, or the one in the folder that what is shown lies in.
+    """
+    from chunkplan.reporting.page.tuning_warnings import is_tuning_of
+    from chunkplan.workspace import Workspace
+
+    if shown in (place.plan, place.analysis):
+        return place.tuning if place.tuning.is_file() else None
+    found = (place.tuning, Workspace(shown.parent).tuning)
+    return next((each for each in found if is_tuning_of(each, shown, analysis)), None)
 
 
 def _show_analysis(path: Path, as_json: bool) -> None:
@@ -275,7 +290,8 @@ def _show_chunk(
     else:
         warn(f"the analysis of the plan is not at {plan.analysis_path}: say where it is with --analysis")
     decoder = _decoder(analysis, options.tokenizer) if decodes and analysis else None
-    view = view_chunk(plan, step, chunk, dp_rank=rank, analysis=analysis, tokenizer=decoder)
+    most = None if as_json else MOST_TOKENS
+    view = view_chunk(plan, step, chunk, dp_rank=rank, analysis=analysis, tokenizer=decoder, most_tokens=most)
     if as_json:
         print_json({"exact": plan.manifest["analysis"]["exact"], **view.to_dict()})
     else:

@@ -29,8 +29,8 @@ LAYOUT = ("schema", "formats", "columns")
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
 
-#: Of a longer sequence its two ends are shown: about two screens.
-_MOST_TOKENS = 800
+#: Of a longer sequence or chunk the two ends are shown: about two screens.
+MOST_TOKENS = 800
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
     analysis = _analysis(path, place)
     options = _options(request, analysis, place)
     tokenizer = _tokenizer(request, analysis, place)
-    most = None if request.shows_all or request.as_json else _MOST_TOKENS
+    most = None if request.shows_all or request.as_json else MOST_TOKENS
     view = view_record(request.place, options, analysis=analysis, tokenizer=tokenizer, most_tokens=most)
     _warn_of_others(request, analysis, view)
     if request.as_json:

@@ -100,10 +100,12 @@ def _steps(summary: PlanSummary) -> str:
 
 
 def _chunks(summary: PlanSummary) -> str:
-    or_shared = "or shared " if summary.num_shared_sequences else ""
+    of = "split sequences"
+    if summary.num_shared_sequences:
+        of = "split or shared sequences; each rank's part of one is a chunk"
     parts = [
         f"{summary.num_standalone - summary.num_zero_loss:,} standalone",
-        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} split {or_shared}sequences)",
+        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} {of})",
     ]
     if summary.num_zero_loss:
         parts.append(f"{summary.num_zero_loss:,} zero-loss")
@@ -144,7 +146,10 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
 
 
 def _shared(summary: PlanSummary) -> str:
-    from chunkplan.reporting.plan_words import unshared_words
+    from chunkplan.reporting.plan_words import least_words
 
     words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
-    return f"{words}{unshared_words(summary.predicted_us, summary.unshared_lower_bound_us)}"
+    if summary.unshared_lower_bound_us is None:
+        return words
+    least = least_words(summary.lower_bound_us, summary.unshared_lower_bound_us, summary.reduction_us)
+    return f"{words}; any plan takes {least}"

@@ -39,7 +39,7 @@ def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) 
         console.print()
         console.print(part)
     console.print()
-    console.print(_memory(report.memory))
+    console.print(_memory(report.memory, report.summary.longest_sequence))
     console.print()
     machine = machine_words(header.cost_model)
     reduced = " Slowest steps are without their reduction." if report.summary.reduction_us else ""
@@ -142,7 +142,7 @@ def _times(times: StepTimeSummary) -> Table:
     return table
 
 
-def _memory(memory: PlanMemory | None) -> Text:
+def _memory(memory: PlanMemory | None, longest_sequence: int) -> Text:
     from chunkplan.reporting.plan_words import longest_words, memory_parts
 
     if memory is None:
@@ -152,7 +152,8 @@ def _memory(memory: PlanMemory | None) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    longest = longest_words(memory.longest)
+    longest = f"the longest here, of {counted(longest_sequence, 'token')}, fits; " if memory.fits else ""
+    longest += longest_words(memory.longest)
     shared = f"{sharding_words(memory.sharding, memory.dp)}\n" if memory.dp > 1 else ""
     return Text.assemble(
         ("Memory", "bold"),

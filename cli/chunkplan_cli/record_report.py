@@ -11,14 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.quantities import counted, percent
-from chunkplan_cli.marked_text import marked, marks_note
+from chunkplan_cli.marked_text import marks_note, print_marked
 from chunkplan_cli.tables import titled_table
 from chunkplan_cli.terminal import visible
 
 if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
     from chunkplan.reporting.record_view import RecordView, SequenceView
-    from chunkplan.reporting.token_text import SequenceText
 
 #: Letters of a record as it is stored, or as it is rendered where nothing says what counts.
 _LETTERS = 3000
@@ -44,7 +43,7 @@ def print_record(
             if len(shown) > 1:
                 size = f"{counted(one.num_tokens, 'token')}, {counted(one.num_target_tokens or 0, 'target')}"
                 console.print(Text(f"sequence {number} of {len(shown)}: {size}", style="bold"))
-            _print_text(console, one.text)
+            print_marked(console, one.text, "--text")
     if view.rendered is not None:
         _print_plain(console, "as rendered; what counts in it is not known", [view.rendered], 0, shows_all)
     if view.stored is not None:
@@ -139,15 +138,6 @@ def _num_targets(sequences: Sequence[SequenceView]) -> int | None:
 def _cut(sequences: Sequence[SequenceView]) -> str:
     num_cut = sum(one.num_cut for one in sequences)
     return f", and {num_cut:,} cut off by --max-length" if num_cut else ""
-
-
-def _print_text(console: Console, text: SequenceText) -> None:
-    console.print(marked(console, text.first), overflow="fold")
-    if text.num_left_out:
-        targets = counted(text.num_targets_left_out, "target")
-        words = f"... {counted(text.num_left_out, 'token')} left out here, {targets} among them; --text shows all ..."
-        console.print(Text(words, style="dim"))
-        console.print(marked(console, text.last), overflow="fold")
 
 
 def _print_plain(console: Console, title: str, parts: Sequence[str], num_more: int, shows_all: bool) -> None:

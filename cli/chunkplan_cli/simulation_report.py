@@ -17,6 +17,9 @@ from chunkplan_cli.gantt import print_gantt
 #: What-ifs with more chunks than these say what they are with --json.
 _MAX_CHUNKS = 12
 
+#: Of the ranks that a critical path is on, how many are named.
+_MAX_RANKS = 3
+
 _UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
 
 
@@ -96,7 +99,18 @@ def _critical_path(simulation: Simulation) -> str:
     times = dict(simulation.critical_path)
     times["forward"] += times.pop("forward_kv")
     shares = [f"{name.replace('_', ' ')} {_share(simulation, time)}" for name, time in times.items() if time]
-    return f"{', '.join(shares)}; {len(simulation.critical_actions):,} actions"
+    return f"{', '.join(shares)}; {len(simulation.critical_actions):,} actions{_ranks_of_path(simulation)}"
+
+
+def _ranks_of_path(simulation: Simulation) -> str:
+    """Say on which ranks the critical path is, where not all of it is on the one that is shown: those longest on it."""
+    longest = sorted(simulation.critical_ranks.items(), key=lambda each: -each[1])
+    if all(rank == simulation.rank for rank, _ in longest):
+        return ""
+    shown = [f"{_share(simulation, time)} on rank {rank}" for rank, time in longest[:_MAX_RANKS]]
+    rest = [time for _, time in longest[_MAX_RANKS:]]
+    shown += [f"{_share(simulation, sum(rest))} on {counted(len(rest), 'other rank')}"] if rest else []
+    return f", {', '.join(shown)}"
 
 
 def _shared(simulation: Simulation) -> str:

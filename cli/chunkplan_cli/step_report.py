@@ -38,7 +38,7 @@ def print_step(
 
     That is how many actions of each op they do, or, where it `lists_actions`, all of these in their order.
     """
-    from chunkplan.reporting.plan_words import unshared_words
+    from chunkplan.reporting.plan_words import least_words
 
     config = header.config
     print_estimated(console, header)
@@ -49,10 +49,10 @@ def print_step(
         + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
     after = header.reduction_us or 0.0
-    reduction = f", {seconds(after)} of it reduction" if after else ""
+    reduction = f", {seconds(after)} of it adding up gradients" if after else ""
     console.print(
-        f"predicted {seconds(step.predicted_us + after)}{reduction}; any plan of these sequences takes at least "
-        f"{seconds(step.lower_bound_us + after)}{unshared_words(step.predicted_us, shares.unshared_lower_bound_us)}"
+        f"predicted {seconds(step.predicted_us + after)}{reduction}; any plan of these sequences takes "
+        f"{least_words(step.lower_bound_us, shares.unshared_lower_bound_us, after)}"
     )
     if shares.sequences:
         console.print()

@@ -203,10 +203,12 @@ def test_what_ranks_share_is_an_option_and_every_screen_has_its_time_and_memory(
         assert simulated["reduction"] == step["reduction_us"] == each
     numbers = {row["name"]: row for row in json.loads(run("diff", "none", "weights", "--json").out)["numbers"]}
     assert numbers["total_us"]["before"] == none["summary"]["total_us"]
+    with_reduction = none["summary"]["lower_bound_us"] + none["summary"]["reduction_us"]
+    assert numbers["total_lower_bound_us"]["before"] == none["summary"]["total_lower_bound_us"] == with_reduction
     assert numbers["reduction_us"]["after"] == weights["summary"]["reduction_us"]
     shown = run("inspect", "weights", width=200).out
     assert "weights, gradients and optimizer states sharded over 2 ranks (ZeRO-3)" in shown
-    assert re.search(r"predicted +[\d.]+ m?s \([\d.]+ m?s of it reduction\), at least", shown)
+    assert re.search(r"predicted +[\d.]+ m?s \([\d.]+ m?s of it adding up gradients\), at least", shown)
 
 
 def test_whatever_is_sharded_the_trainer_can_run(run: Run, tmp_path: Path) -> None:

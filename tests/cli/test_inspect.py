@@ -109,7 +109,7 @@ def test_a_plan_is_shown_in_one_look(command: Command, made: Path) -> None:
     found = [shown.index(title) for title in titles]
     assert found == sorted(found)
     assert "are predictions" in shown
-    assert len(shown.splitlines()) <= 70
+    assert len(shown.splitlines()) <= 72
 
 
 def test_of_many_ranks_the_heaviest_and_the_lightest_are_shown(command: Command, tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_a_chunk_names_the_line_that_each_segment_is_from(command: Command, made
         for segment in document["segments"]:
             path, line = segment["place"].rsplit(":", 1)
             record = json.loads(Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1])
-            text = "".join(piece["text"] for piece in segment["pieces"])
+            text = "".join(piece["text"] for piece in segment["text"]["first"])
             original = record.get("text") or record["prompt"] + record["completion"]
             assert text.replace("\ufffd", "").replace("<|im_end|>", "") in original or "\ufffd" in text
-            assert sum(piece["num_tokens"] for piece in segment["pieces"]) == segment["end"] - segment["start"]
+            assert sum(piece["num_tokens"] for piece in segment["text"]["first"]) == segment["end"] - segment["start"]
 
 
 def test_parts_of_a_split_sequence_read_as_the_whole(plan: Plan, made: Path) -> None:
@@ -220,7 +220,7 @@ def test_parts_of_a_split_sequence_read_as_the_whole(plan: Plan, made: Path) -> 
     for step, rank, chunk in places(plan):
         view = chunkplan.view_chunk(plan, step, chunk, dp_rank=rank, analysis=analysis, tokenizer=tokenizer)
         for segment in view.segments:
-            read.setdefault(segment.sequence_id, []).append((segment.start, segment.pieces or ()))
+            read.setdefault(segment.sequence_id, []).append((segment.start, segment.text.first if segment.text else ()))
     for sequence_id in (0, *range(2, len(TEXTS))):
         pieces = [piece for _, pieces in sorted(read[sequence_id]) for piece in pieces]
         assert "".join(piece.text for piece in pieces) == TEXTS[sequence_id]
@@ -229,6 +229,35 @@ def test_parts_of_a_split_sequence_read_as_the_whole(plan: Plan, made: Path) -> 
     assert len(read[1]) > 1, "and the second, inside characters or not"
     cut = "".join(piece.text for _, pieces in sorted(read[1]) for piece in pieces)
     assert len(cut.replace("\ufffd", "")) >= len(TEXTS[1]) - 2 * len(read[1])
+
+
+def test_of_a_long_chunk_both_ends_are_shown_and_json_has_all(
+    command: Command, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each segment has its share of what is shown; few segments more, many a hundred tokens each."""
+    numbers = [" ".join(map(str, range(start, start + 1500))) for start in (0, 20_000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in numbers)
+    (tmp_path / "data.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer = ROOT / "sample_data" / "tokenizer"
+    analysis = chunkplan.analyze(tmp_path / "data.jsonl", tmp_path / "analysis", tokenizer=tokenizer, workers=1)
+    config = chunkplan.PlanConfig(chunk_size=32_768, k=1)
+    plan = chunkplan.build(analysis, tmp_path / "plan", config, workers=1)
+    where = ("inspect", plan.path, "--step", 0, "--chunk", 0, "--text")
+    document = json.loads(command(*where, "--json").out)
+    shown = command(*where, width=120).out
+    assert len(document["segments"]) == 2
+    for segment in document["segments"]:
+        assert (segment["text"]["num_left_out"], segment["text"]["last"]) == (0, [])
+        left_out = segment["end"] - segment["start"] - 400
+        assert f"... {left_out:,} tokens left out here, {left_out:,} targets among them; --json shows all ..." in shown
+        text = "".join(piece["text"] for piece in segment["text"]["first"])
+        assert text.removesuffix("<|im_end|>").strip() in numbers
+        assert text[-30:].removesuffix("<|im_end|>").strip()[-12:] in shown.replace("\n", "")
+    view = chunkplan.view_chunk(
+        plan, 0, 0, analysis=analysis, tokenizer=chunkplan.open_tokenizer(analysis), most_tokens=10
+    )
+    kept = [each.end - each.start - each.text.num_left_out for each in view.segments if each.text is not None]
+    assert kept == [100, 100]
 
 
 @pytest.mark.parametrize("colour", [False, True])

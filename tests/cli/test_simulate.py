@@ -75,8 +75,16 @@ def test_every_screen_fits_and_says_the_same_without_colour(run: Run, plans: Pat
 
 def test_the_legend_says_that_narrow_actions_are_without_their_virtual_stage(run: Run) -> None:
     screen = run("simulate", *K2, "--schedule", "interleaved", "--virtual-stages", 3, width=80).out
-    assert "F3=" in screen and ".1F" in screen
+    assert "F3=" in screen and ".1-" in screen
     assert "F3.1 chunk 3, virtual stage 1 (F3 if narrow)  . waiting  = on the critical path" in screen
+
+
+def test_a_number_never_touches_what_comes_next(run: Run, plans: Path) -> None:
+    for width in (80, 100, 120):
+        for words in ((), (*K2, "--schedule", "interleaved", "--virtual-stages", 3), ("one", "--step", 1)):
+            screen = run("simulate", *words, width=width).out
+            bars = [line.split(" ", 2)[2] for line in screen.splitlines() if re.match(r"stage \d [A-Za-z.]", line)]
+            assert not any(re.search(r"\d[A-Za-z]", bar) for bar in bars)
 
 
 def test_the_line_of_a_stage_shows_it_in_proportion(run: Run, plans: Path) -> None:
@@ -97,6 +105,7 @@ def test_json_has_what_the_screen_has(run: Run) -> None:
     assert shown["peak_retained_tokens"] == [8192, 6144, 4096, 4096]
     assert shown["lower_bound"] == 42 * 1024
     assert sum(shown["critical_path"].values()) == shown["makespan"]
+    assert sum(shown["critical_ranks"].values()) == shown["makespan"], "links take no time"
     assert [chunk["num_tokens"] for chunk in shown["chunks"]] == [2048] * 4
     assert shown["chunks"][3] == {
         "chunk_id": 3,
@@ -219,7 +228,9 @@ def test_the_bound_of_a_step_and_that_of_its_chunks_have_different_words(run: Ru
     """No plan of the sequences beats the one, no order of these chunks the other."""
     step = run("inspect", "--step", 1).out
     chunks = run("simulate", "--step", 1).out
-    words = r"predicted [\d.]+ m?s, [\d.]+ m?s of it reduction; any plan of these sequences takes at least [\d.]+ m?s "
+    words = (
+        r"predicted [\d.]+ m?s, [\d.]+ m?s of it adding up gradients; any plan of these sequences takes at least [\d.]+"
+    )
     assert re.search(words, " ".join(step.split()))
     assert re.search(r"makespan +[\d.]+ m?s; in any order at least [\d.]+ m?s \(", chunks)
 

@@ -290,6 +290,9 @@ def test_a_plan_takes_what_its_slots_take(config: dict[str, Any], sharding: Shar
             )
             assert simulation.has_slots and (simulation.waits >= 0).all()
             assert sum(simulation.critical_path.values()) == pytest.approx(simulation.makespan)
+            for action in simulation.critical_actions:
+                own = found[action.rank]
+                assert (action.start, action.end) == (own.starts[action.place], own.ends[action.place])
             for stage in range(settings.pp):
                 idle = sum(simulation.waiting_per_stage[stage].values())
                 busy = simulation.busy_per_stage[stage] * simulation.makespan

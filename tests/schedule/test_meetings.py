@@ -50,6 +50,12 @@ def check_rank(found: Simulation, step: PlanStep, rank: int) -> None:
         assert busy + (sum(waiting.values()) + for_ranks) / found.makespan == pytest.approx(1)
     assert sum(found.critical_path.values()) == pytest.approx(found.makespan)
     assert all(part >= 0 for part in found.critical_path.values())
+    assert sum(found.critical_ranks.values()) + found.critical_path["link"] == pytest.approx(found.makespan)
+    path = found.critical_actions
+    assert (path[0].start, path[-1].end, path[-1].rank) == (0, found.ends.max(), rank)
+    for before, after in pairwise(path):
+        link = int((found.step or found).times.link.max()) if before.stage != after.stage else 0
+        assert 0 <= after.start - before.end <= link
     assert sum(found.exchange_of_actions > 0) == sum(found.table.cp_size[found.actions.chunk_ids] > 1)
 
 
@@ -91,11 +97,14 @@ def test_a_rank_waits_for_the_one_that_comes_last_and_the_critical_path_goes_thr
     late = int((found[1].ends - found[1].starts)[own].sum())
     assert found[0].waits[0] == found[0].starts[0] == late > 0
     assert found[1].waits[np.flatnonzero(~own)[0]] == 0
-    assert found[0].in_unit(late) <= found[0].critical_path["other_ranks"]
-    assert found[0].critical_elsewhere[: own.sum()] == [
-        (1, int(start), int(end - start)) for start, end in zip(found[1].starts[own], found[1].ends[own], strict=True)
+    path = found[0].critical_actions
+    assert [(action.rank, action.start, action.end) for action in path[: own.sum()]] == [
+        (1, int(start), int(end)) for start, end in zip(found[1].starts[own], found[1].ends[own], strict=True)
     ]
-    assert found[1].critical_path["other_ranks"] < found[0].critical_path["other_ranks"]
+    assert {action.rank for action in path[own.sum() :]} == {0}, "what both do together is on the path of this one"
+    assert found[0].critical_ranks[1] == found[0].in_unit(late)
+    assert set(found[1].critical_ranks) == {1}
+    assert found[0].critical_path["forward_kv"] > 0 and found[0].critical_path["recompute"] > 0
     assert found[0].bubble < 0.5, "what a stage waits for ranks is no bubble"
     step = found[0].step
     assert step is not None

@@ -124,7 +124,8 @@ def check_consistency(found: Simulation) -> None:
         assert min(waiting.values()) >= 0
         assert busy + sum(waiting.values()) / found.makespan == pytest.approx(1)
     assert sum(found.critical_path.values()) == pytest.approx(found.makespan)
-    path = found.critical_actions
+    assert set(found.critical_ranks) == {found.rank}
+    path = [action.place for action in found.critical_actions]
     assert found.starts[path[0]] == 0
     assert found.in_unit(found.ends[path[-1]]) == found.makespan
     for before, after in pairwise(path):

@@ -103,6 +103,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag == "wbr":
+            return
         self._open = tag
         if tag == "script":
             self.scripts.append((dict(attrs).get("type") or "", ""))

@@ -40,7 +40,7 @@ TICKS = """() => {
   return found;
 }"""
 
-#: What of charts lies on something else: legends on plots, words of legends outside of them, words on words.
+#: What of charts lies on something else: legends on plots or buttons, words of legends outside of them, words on words.
 OVERLAPS = """() => {
   const box = (element) => element.getBoundingClientRect();
   const slack = 0.5;
@@ -51,6 +51,9 @@ OVERLAPS = """() => {
     const legend = box(chart.querySelector(".legend .bg"));
     for (const plot of chart.querySelectorAll(".nsewdrag")) {
       if (meet(legend, box(plot))) found.push(`${chart.id}: legend on plot`);
+    }
+    for (const button of chart.querySelectorAll(".modebar-group")) {
+      if (meet(legend, box(button))) found.push(`${chart.id}: legend under buttons`);
     }
     for (const text of chart.querySelectorAll(".legendtext")) {
       const { bottom, right } = box(text);

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
+from chunkplan.reporting.page.baseline_labels import Label, Place, baseline_labels
 from chunkplan.reporting.page.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, axis, layout, plain
 from chunkplan.reporting.page.parts import Table
 from chunkplan.tuning.document_entries import (
@@ -63,10 +64,15 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
     _add(figure, "fits, plan only", others, {"color": PURPLE, "size": 5, "opacity": 0.55})
     _add(figure, "fits", runnable, {"color": BLUE, "size": 6})
     _add(figure, "Pareto front", front, {"color": BLUE, "size": 8}, line={"color": BLUE, "width": 2, "shape": "vh"})
-    for number, row in enumerate(document["baselines"], 1):
-        _add(
-            figure, f"{number}: {row['name']}", [row], {"color": ORANGE, "size": 17, "symbol": "diamond"}, label=number
-        )
+    memory = _memory(document)
+    limit = document["options"]["gpu_memory"] / 2**30
+    is_near = _is_near(limit, memory)
+    x_axis = _axis("memory of the fullest stage, GiB", [*memory, limit] if is_near else memory)
+    y_axis = _axis("seconds a step", [row["step_seconds"] for row in _rows(document)])
+    marked = [_place(row, x_axis, y_axis) for row in (*own_rows, document["chosen"])]
+    labels = baseline_labels([_place(row, x_axis, y_axis) for row in document["baselines"]], marked)
+    for number, (row, label) in enumerate(zip(document["baselines"], labels, strict=True), 1):
+        _add(figure, f"{number}: {row['name']}", [row], {"color": ORANGE, "size": 17, "symbol": "diamond"}, label=label)
     _add(figure, "this plan", own_rows, {"color": GREEN, "size": 24, "symbol": "circle-open", "line": {"width": 2}})
     _add(
         figure,
@@ -74,12 +80,8 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
         [document["chosen"]],
         {"color": GREEN, "size": 19, "symbol": "star-open", "line": {"width": 2}},
     )
-    memory = _memory(document)
-    limit = document["options"]["gpu_memory"] / 2**30
-    if is_near := _is_near(limit, memory):
+    if is_near:
         figure.add_vline(x=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
-    x_axis = _axis("memory of the fullest stage, GiB", [*memory, limit] if is_near else memory)
-    y_axis = _axis("seconds a step", [row["step_seconds"] for row in _rows(document)])
     figure.update_layout(layout(460, hovermode="closest", xaxis=x_axis, yaxis=y_axis))
     return figure
 
@@ -122,6 +124,16 @@ def _axis(title: str, values: list[float]) -> PlotlyEntries:
     )
 
 
+def _place(row: Row, x_axis: PlotlyEntries, y_axis: PlotlyEntries) -> Place:
+    """Where a choice or a baseline is in the plot, as shares of its axes."""
+    return _share(row["memory"]["total"] / 2**30, x_axis), _share(row["step_seconds"], y_axis)
+
+
+def _share(value: float, along: PlotlyEntries) -> float:
+    low, high = map(float, along["range"])
+    return ((math.log10(value) if along.get("type") == "log" else value) - low) / (high - low)
+
+
 def _add(
     figure: go.Figure,
     name: str,
@@ -129,17 +141,18 @@ def _add(
     marker: PlotlyEntries,
     *,
     line: PlotlyEntries | None = None,
-    label: int | None = None,
+    label: Label | None = None,
 ) -> None:
-    """Add points; a `label`, the number of a baseline, stands in the point, and its name in the legend."""
+    """Add points; a baseline has a `label`, which is its number, and its name in the legend."""
     if rows:
         figure.add_scatter(
             name=plain(name),
             x=[row["memory"]["total"] / 2**30 for row in rows],
             y=[row["step_seconds"] for row in rows],
-            text=[plain(_words(row)) for row in rows] if label is None else str(label),
+            text=[plain(_words(row)) for row in rows] if label is None else label.text,
+            textposition=None if label is None else label.position,
             hovertext=[plain(_words(row)) for row in rows],
-            textfont={"color": "white", "size": 11},
+            textfont={"size": 11} | ({"color": "white"} if label and label.position == "middle center" else {}),
             mode="markers+text" if label is not None else "markers" if line is None else "lines+markers",
             marker=marker,
             line=line,
@@ -147,7 +160,7 @@ def _add(
         )
 
 
-def _kind(name: str, label: int | None) -> str:
+def _kind(name: str, label: Label | None) -> str:
     """Say what a point is beside its own name; that of a baseline is in its words already."""
     return name if label is None else "what people run today"
 

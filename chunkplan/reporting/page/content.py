@@ -13,7 +13,7 @@ from chunkplan.quantities import counted
 from chunkplan.reporting.by_source import sources_of
 from chunkplan.reporting.page.candidates import choice_of_plan
 from chunkplan.reporting.page.document import render
-from chunkplan.reporting.page.head_words import gain_facts, source_facts, train_command
+from chunkplan.reporting.page.head_words import gain_facts, no_gain_facts, source_facts, train_command
 from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_lengths
 from chunkplan.reporting.page.sections import (
     analysis_lengths_section,
@@ -72,7 +72,10 @@ def plan_page(
     header = PlanHeader.of(plan.manifest)
     warned = caveats(exact=header.exact, sample=header.sample)
     own = None if tuning is None else choice_of_plan(tuning, plan)
-    gain = gain_facts(tuning, own, summary) if tuning is not None and not warnings else []
+    if tuning is not None and not warnings:
+        gain = gain_facts(tuning, own, summary)
+    else:
+        gain = no_gain_facts(plan, is_other=tuning is not None)
     facts = [*gain, *source_facts(analysis), *plan_facts(plan, report)]
     return render(title, warned, facts, sections, train_command(plan))
 

@@ -252,20 +252,20 @@ def _idle(drawn: DrawnStep, least: float, end: float) -> go.Bar:
 def _critical(drawn: DrawnStep, end: float) -> go.Bar:
     """Draw a line below what is on the critical path of the rank that is done last, up to `end` in seconds.
 
-    What other ranks do on it, until they meet this one, is not drawn: the path has a gap there.
+    Where it is on ranks that are not drawn, it has a gap.
     """
-    place, simulation = max(enumerate(drawn.ranks.values()), key=lambda each: each[1].ends.max())
-    actions = np.array(simulation.critical_actions, np.int64)
-    scale = simulation.ticks * _US_A_SECOND
-    actions = actions[simulation.starts[actions] / scale < end]
+    last = max(drawn.ranks.values(), key=lambda each: each.ends.max())
+    scale = last.ticks * _US_A_SECOND
+    row_of = {rank: place * last.pp for place, rank in enumerate(drawn.ranks)}
+    path = [each for each in last.critical_actions if each.rank in row_of and each.start / scale < end]
     return go.Bar(
         orientation="h",
         width=0.16,
         offset=0.36,
-        name="critical path of the rank that is done last",
-        y=(place * simulation.pp + simulation.stage_of[actions]).astype(np.int16),
-        base=simulation.starts[actions] / scale,
-        x=(simulation.ends - simulation.starts)[actions] / scale,
+        name="critical path",
+        y=np.array([row_of[each.rank] + each.stage for each in path], np.int16),
+        base=np.array([each.start / scale for each in path]),
+        x=np.array([(each.end - each.start) / scale for each in path]),
         marker={"color": PINK, "line": {"width": 0}},
         hoverinfo="skip",
     )

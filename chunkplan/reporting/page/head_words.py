@@ -22,7 +22,8 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     """Say how many times as fast a step is as with the fastest way of today that fits and loses no token.
 
     The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
-    step; or of the choice that the tuning takes, where there is no plan.
+    step; or of the choice that the tuning takes, where there is no plan. Of a plan with other settings it is said what
+    that choice takes.
     """
     today = min(
         (row for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]),
@@ -31,14 +32,30 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     )
     if today is None:
         return [("gain", "no way of today fits without cutting sequences")]
+    chosen = tuning["chosen"]
     if summary is None or own is not None:
-        step = (own or tuning["chosen"])["step_seconds"]
+        step = (own or chosen)["step_seconds"]
     else:
         step = summary.total_us / 1e6 / summary.num_sequences * min(summary.global_batch, summary.num_sequences)
-    if today["step_seconds"] < A_GAIN * step:
-        return [("gain", f"nothing to gain: {today['name']} takes {seconds(today['step_seconds'] * 1e6)} a step")]
-    words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']}"
-    return [("gain", f"{words} ({seconds(today['step_seconds'] * 1e6)} a step), the fastest of today")]
+    is_chosen = summary is None or own == chosen
+    todays = f"{seconds(today['step_seconds'] * 1e6)} a step"
+    if today["step_seconds"] >= A_GAIN * step:
+        words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']} ({todays}), the fastest of today"
+    elif is_chosen:
+        words = f"nothing to gain: {today['name']} takes {todays}"
+    else:
+        words = f"none with this plan, which takes {seconds(step * 1e6)} a step; {today['name']} takes {todays}"
+    if not is_chosen:
+        words += f"; the setting that `tune` chose takes {seconds(chosen['step_seconds'] * 1e6)}"
+    return [("gain", words)]
+
+
+def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
+    """Say how to find what a plan gains: there is no tuning, or it `is_other`, for something else than the plan."""
+    gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
+    why = "the tuning is not for this plan; " if is_other else ""
+    command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"
+    return [("gain", f"not known: {why}{command} finds it, with `--model-config` and `--hardware` of the plan")]
 
 
 def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import plotly.graph_objects as go
@@ -17,8 +17,8 @@ from chunkplan.reporting.page.parts import Table
 
 #: Half a power of two is a bar.
 _BARS = 2
-#: Words of a tick take at most one in so many of an axis.
-_MOST_TICKS = 8
+#: Between ticks there are at most so many spaces: words of more would touch on a narrow screen.
+_MOST_SPACES = 9
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,16 @@ def lengths_figure(before: LengthHistogram | None, after: LengthHistogram | None
 def _ticks(panels: list[LengthHistogram], chunk_size: int | None) -> PlotlyEntries:
     """Make entries of an axis on which a bar is one wide, with room for ChunkSize.
 
-    Ticks are at the powers of two around all bars, and between them at every other one that is not too near.
+    Ticks are at powers of two around all bars, all equally far apart.
     """
     marked = [] if chunk_size is None else [math.ceil(math.log2(chunk_size) * _BARS)]
     first = min([each.first - 1 for each in panels] + marked)
     last = max([each.first + each.counts.size - 1 for each in panels] + marked)
-    first, last = first - first % _BARS, last + -last % _BARS
-    ends = {max(first, 0), last}  # a tick is a whole number of tokens
-    room = max(_BARS, (last - first) / _MOST_TICKS)
-    between = [place for place in range(first, last) if place % (2 * _BARS) == 0]
-    ticks = sorted(ends.union(place for place in between if min(ends) + room <= place <= last - room))
+    spaces = count(_BARS, _BARS)
+    space = next(each for each in spaces if -(-last // each) - first // each <= _MOST_SPACES)
+    ticks = [space * place for place in range(max(first // space, 0), -(-last // space) + 1)]  # whole numbers of tokens
     words = [power_of_two(2 ** (place // _BARS)) for place in ticks]
-    return {"range": [first - 0.5, last + 0.5], "tickvals": ticks, "ticktext": words}
+    return {"range": [min(first, ticks[0]) - 0.5, ticks[-1] + 0.5], "tickvals": ticks, "ticktext": words}
 
 
 def _mark(figure: go.Figure, chunk_size: int, num_panels: int) -> None:

@@ -38,18 +38,26 @@ function draw(name, label) {
   document.getElementById(name).style.height = `${height}px`;
   // A finger that moves over a chart scrolls the page.
   const dragmode = isTouched ? false : "zoom";
-  return Plotly.react(name, data, { ...layout, dragmode, template: template() }, config);
+  const margin = { ...layout.margin }; // of its own, as it is changed
+  return Plotly.react(name, data, { ...layout, margin, dragmode, template: template() }, config);
 }
 
-/** Makes a chart higher by what lines of its legend take beyond the margin: its plot is as high as on any width. */
+/**
+ * Makes a chart higher by what lines of its legend take beyond the margin: its plot is as high as on any width. Where the
+ * legend is as wide as the chart, it begins below the buttons.
+ */
 function makeRoom(name) {
   const chart = document.getElementById(name);
   const { height, margin } = charts[name][shown[name]].layout;
-  const lines = chart.querySelector(".legend .bg")?.getBoundingClientRect().height ?? 0;
-  const wanted = `${height + Math.max(0, Math.ceil(lines) - margin.t)}px`;
-  if (chart.style.height === wanted) return;
+  const legend = chart.querySelector(".legend .bg")?.getBoundingClientRect();
+  const buttons = chart.querySelector(".modebar")?.getBoundingClientRect();
+  const isBelow = legend && buttons && legend.right > buttons.left;
+  const above = isBelow ? buttons.bottom - chart.getBoundingClientRect().top : 0;
+  const top = Math.max(margin.t, Math.ceil((legend?.height ?? 0) + above));
+  const wanted = `${height + top - margin.t}px`;
+  if (chart.style.height === wanted && chart.layout.margin.t === top) return;
   chart.style.height = wanted;
-  Plotly.relayout(chart, { autosize: true });
+  Plotly.relayout(chart, { autosize: true, "margin.t": top });
 }
 
 /**
@@ -92,6 +100,14 @@ for (const name of Object.keys(charts)) {
     makeRoom(name);
   });
 }
+
+/** Says of a table that is wider than its place that there is more. */
+const widths = new ResizeObserver((changed) => {
+  for (const { target } of changed) {
+    target.parentElement.classList.toggle("wide", target.scrollWidth > target.clientWidth);
+  }
+});
+for (const table of document.querySelectorAll(".scroll")) widths.observe(table);
 
 dark.addEventListener("change", () => {
   for (const name of Object.keys(charts)) Plotly.relayout(name, { template: template() });

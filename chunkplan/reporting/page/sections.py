@@ -152,8 +152,7 @@ def gantt_section(
     if report.shared:
         notes.append(
             "Cross-hatched bars are chunks that ranks share: they begin together, when the last of them is there. "
-            "Where a stage waits for the others for more than a thousandth of the step, a thin bar says so, and where "
-            "the critical path has a gap, other ranks are on it."
+            "Where a stage waits for the others for more than a thousandth of the step, a thin bar says so."
         )
     if len(drawn) < steps.height:
         some = f"{len(drawn)} of {steps.height:,} steps are here"
@@ -168,9 +167,11 @@ def gantt_section(
 def _left_out(drawn: DrawnStep) -> list[str]:
     """Say which ranks and actions of a step are drawn, where not all are."""
     said, number = [], drawn.step.step
+    is_shared = any(simulation.step is not None for simulation in drawn.ranks.values())
     if len(drawn.ranks) < len(drawn.step.chunks):
         those = "rank that is" if len(drawn.ranks) == 1 else f"{len(drawn.ranks):,} ranks that are"
-        said.append(f"Of step {number:,}, the {those} done last, of {len(drawn.step.chunks):,}.")
+        path = " Where the critical path has a gap, ranks that are not drawn are on it." if is_shared else ""
+        said.append(f"Of step {number:,}, the {those} done last, of {len(drawn.step.chunks):,}.{path}")
     if drawn.num_actions > MOST_ACTIONS:
         said.append(
             f"Of step {number:,}, the first {MOST_ACTIONS:,} of {drawn.num_actions:,} actions. "
@@ -194,7 +195,8 @@ def numbers_section(report: PlanReport) -> Section:
         notes.append(
             "Ranks share sequences: by heads, each attends with some of the heads over all tokens; by pages, with all "
             "heads for its own tokens, and fetches the keys and values of the others. Exchange is what of their time "
-            "they wait for that."
+            "they wait for that. Each rank's part of a shared sequence counts as a chunk, however few tokens it has: a "
+            "low fill is no fault there."
         )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from chunkplan.quantities import percent
 from chunkplan.reporting.by_source import SourceRow
@@ -40,12 +41,14 @@ def sources_section(sources: Sequence[SourceRow]) -> list[Section]:
         largest = sorted(range(len(sources)), key=lambda place: -sources[place].num_tokens)[:_MOST_SOURCES]
         shown = [sources[place] for place in sorted(largest)]
         notes.append(f"The {_MOST_SOURCES} with the most tokens, of {len(sources):,}.")
+    folder = _common_folder([row.path for row in shown])
+    notes += [f"The folder of all of them: {folder}"] if folder else []
     total = max(sum(row.num_tokens for row in sources), 1)
     head = ["source", "sequences", "tokens", "of all tokens", "trained tokens", "longest"]
     head += ["in split sequences"] if is_plan else []
     rows = [
         (
-            row.path,
+            row.path.removeprefix(folder),
             f"{row.num_sequences:,}",
             f"{row.num_tokens:,}",
             percent(row.num_tokens / total),
@@ -58,6 +61,12 @@ def sources_section(sources: Sequence[SourceRow]) -> list[Section]:
     ]
     table = Table("Sources of the data", [*head, *(name for name, _, _ in losses)], rows)
     return [Section("sources", "Data sources", notes, tables=[table])]
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """The folders that all paths begin with, up to and with a slash; "" for a single path or where there are none."""
+    folders = zip(*(path.split("/")[:-1] for path in paths), strict=False) if len(paths) > 1 else ()
+    return "".join(f"{each[0]}/" for each in takewhile(lambda each: len(set(each)) == 1, folders))
 
 
 def _number(value: int | None) -> str:

@@ -29,7 +29,7 @@ def plan_facts(plan: Plan, report: PlanReport) -> Facts:
         *_selection(plan, summary),
         ("predicted time", seconds(summary.total_us)),
         *_reduction(summary),
-        ("its lower bound", seconds(summary.lower_bound_us + (summary.reduction_us or 0.0))),
+        ("lower bound of the time", seconds(summary.total_lower_bound_us)),
         *_if_unshared(summary),
         *([] if memory is None else [("memory of the fullest stage", _of_gpu(memory))]),
         ("content hash", plan.content_hash[:16]),
@@ -42,13 +42,15 @@ def _gpus(summary: PlanSummary, tp: int) -> str:
 
 def _reduction(summary: PlanSummary) -> Facts:
     """Say what of the time ranks take after their stages."""
-    return [("of it reduction", seconds(summary.reduction_us))] if summary.reduction_us else []
+    return [("of it adding up gradients", seconds(summary.reduction_us))] if summary.reduction_us else []
 
 
 def _if_unshared(summary: PlanSummary) -> Facts:
-    """Say what a plan in which ranks share sequences would take without."""
+    """Say what the lower bound of a plan in which ranks share sequences would be without."""
     bound = summary.unshared_lower_bound_us
-    return [] if bound is None else [("if no sequence were shared", f"at least {seconds(bound)}")]
+    if bound is None:
+        return []
+    return [("lower bound if no sequence were shared", seconds(bound + (summary.reduction_us or 0.0)))]
 
 
 def _sequences_a_step(summary: PlanSummary) -> str:
@@ -95,7 +97,6 @@ def _shared_rows(summary: PlanSummary) -> Facts:
     return [
         ("sequences that ranks share", f"{summary.num_shared_sequences:,}"),
         ("their share of the work", percent(summary.shared_work_share)),
-        *_if_unshared(summary),
     ]
 
 
@@ -128,6 +129,7 @@ def summary_table(summary: PlanSummary) -> Table:
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
         ("predicted time", seconds(summary.total_us)),
         *_reduction(summary),
-        ("lower bound of the time", seconds(summary.lower_bound_us + (summary.reduction_us or 0.0))),
+        ("lower bound of the time", seconds(summary.total_lower_bound_us)),
+        *_if_unshared(summary),
     ]
     return Table("The plan in numbers", ("of the whole plan", "value"), rows)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.fused import fused_words
+from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent
+from chunkplan.tuning.document import read_tuning_document
 from chunkplan.tuning.document_entries import CostModelEntry, DataEntry, TuningDocument
 from chunkplan.tuning.drift import length_drift
 
@@ -18,6 +22,21 @@ def tuning_warnings(tuning: TuningDocument, plan: Plan | None, analysis: Analysi
     not looked at."""
     said = [] if analysis is None else _of_data(tuning["data"], analysis)
     return said if plan is None else [*said, *_of_plan(tuning, plan)]
+
+
+def is_tuning_of(path: Path, plan_or_analysis: Path, analysis: str | Path | None = None) -> bool:
+    """Whether the tuning at `path` is for what lies at `plan_or_analysis`; `analysis`: where that of a plan is now.
+
+    Not so where a file is not there or damaged.
+    """
+    try:
+        found = load_plan_or_analysis(plan_or_analysis)
+        document = read_tuning_document(path)
+        if isinstance(found, Plan):
+            return not tuning_warnings(document, found, load_same_analysis(found, analysis))
+        return not tuning_warnings(document, None, found)
+    except ChunkplanError:
+        return False
 
 
 def _of_data(data: DataEntry, analysis: Analysis) -> list[str]:

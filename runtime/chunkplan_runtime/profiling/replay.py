@@ -28,7 +28,7 @@ from chunkplan.schedule.actions import (
     join_actions,
 )
 from chunkplan.schedule.meetings import StepRanks, simulate_steps
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.simulated import PathAction, Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
@@ -44,7 +44,7 @@ class _Measured(Simulation):
     """Actions that wait for more than the simulator knows of: no chain of them explains the whole time."""
 
     @cached_property
-    def critical_actions(self) -> list[int]:
+    def critical_actions(self) -> list[PathAction]:
         """No actions: an empty list."""
         return []
 

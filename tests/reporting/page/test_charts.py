@@ -14,6 +14,7 @@ import pytest
 import chunkplan
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan.reporting.page.baseline_labels import baseline_labels
 from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
 from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
 from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
@@ -53,7 +54,7 @@ def test_the_bubble_and_the_critical_path_are_drawn(plan: Plan) -> None:
     """The bubble is all the time in which stages do nothing; the path is that of the rank that is done last."""
     for each in drawn_all(plan):
         traces = {trace.name: trace for trace in gantt_figure(each).data}
-        bubble, path = traces["bubble: nothing to do"], traces["critical path of the rank that is done last"]
+        bubble, path = traces["bubble: nothing to do"], traces["critical path"]
         idle = sum(
             simulation.makespan * (1 - busy) / 1e6
             for simulation in each.ranks.values()
@@ -218,6 +219,7 @@ def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
     assert axis.tickvals[0] <= 2 * np.log2(min(lengths))
     assert 2 * np.log2(max(lengths)) <= axis.tickvals[-1] < last
     assert len(set(axis.ticktext)) == len(axis.tickvals) == len(axis.ticktext)
+    assert len(set(np.diff(axis.tickvals))) <= 1 and len(axis.tickvals) <= 10, "as far apart from each other"
     assert len(axis.tickvals) > 1 or lengths == [1]
 
 
@@ -270,15 +272,34 @@ def test_baselines_are_numbered_and_named_and_the_chosen_point_hides_nothing(tun
     """And an axis that is logarithmic says so, one that is not does not."""
     figure = candidates_figure(tuning, None)
     traces = {trace.name: trace for trace in figure.data}
+    said = []
     for number, row in enumerate(tuning["baselines"], 1):
         trace = traces[f"{number}: {row['name']}"]
-        assert (trace.text, list(trace.y)) == (str(number), [row["step_seconds"]])
+        assert list(trace.y) == [row["step_seconds"]]
         assert "text" in trace.mode and row["name"] in trace.hovertext[0]
+        assert (trace.textfont.color == "white") == (trace.textposition == "middle center"), "white in a point alone"
+        said += trace.text.split(", ") if trace.text else []
+    assert sorted(map(int, said)) == list(range(1, len(tuning["baselines"]) + 1)), "every number is there once"
     assert traces["chosen"].marker.symbol == "star-open"
     for axis in (figure.layout.xaxis, figure.layout.yaxis):
         assert axis.title.text.endswith(", log scale") == (axis.type == "log")
     counted = histogram(np.array([100, 5000]))
     assert lengths_figure(counted, None, None).layout.xaxis.title.text.endswith(", log scale")
+
+
+def test_numbers_of_baselines_that_hide_each_other_stand_beside_them() -> None:
+    alone, hidden, star = (0.5, 0.5), (0.2, 0.8), (0.8, 0.2)
+    near = (0.22, 0.79)
+    assert baseline_labels([hidden, alone, near], [star]) == [
+        ("1, 3", "middle left"),
+        ("2", "middle center"),
+        ("", "middle center"),
+    ]
+    assert baseline_labels([star], [star]) == [("1", "middle right")]
+    assert baseline_labels([(0.99, 0.5), (1.0, 0.5)], [])[0] == ("1, 2", "middle left"), "it stays within the plot"
+    beside = (0.3, 0.8)
+    assert baseline_labels([hidden, near, beside], [])[0].position != "middle right", "nor is it on another point"
+    assert baseline_labels([], [star]) == []
 
 
 def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning: dict[str, Any]) -> None:

@@ -86,8 +86,9 @@ def test_every_bar_has_a_drawer_with_what_inspect_shows_of_the_chunk(
         for segment, (caption, text, marked) in zip(view.segments, shown, strict=False):
             assert f"sequence {segment.sequence_id:,}, [{segment.start:,}, {segment.end:,})" in caption
             assert segment.place is not None and caption.endswith(segment.place)
-            whole = "".join(piece.text for piece in segment.pieces or ()).replace("\n", "↵\n")
-            targets = "".join(piece.text for piece in segment.pieces or () if piece.is_target).replace("\n", "↵\n")
+            assert segment.text is not None and segment.text.num_left_out == 0
+            whole = "".join(piece.text for piece in segment.text.first).replace("\n", "↵\n")
+            targets = "".join(piece.text for piece in segment.text.first if piece.is_target).replace("\n", "↵\n")
             head, cut, tail = text.partition("\n... ")
             if cut:
                 num_cut += 1

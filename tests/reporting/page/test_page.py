@@ -21,6 +21,7 @@ import chunkplan
 from chunkplan.errors import DataError
 from chunkplan.extras import pip_install
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import seconds
 from chunkplan.reporting import page
 from chunkplan.reporting.per_step import per_step
 from tests.support.page_cases import (
@@ -150,7 +151,7 @@ def test_tables_say_what_the_plan_holds(write: Callable[..., Page], plan: Plan, 
 
 
 def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: Path, command: Command) -> None:
-    """The tuning is that of the workspace where none is given; what lies elsewhere is shown without it."""
+    """The tuning is that of the workspace where none is given, for plans elsewhere if it is for the same."""
     texts = ["one and two " * times for times in (*range(2, 60), 9000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "one.jsonl").write_text(lines, encoding="utf-8")
@@ -178,7 +179,34 @@ def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: P
     assert "candidates-chart" in made.charts
     shutil.copytree(tmp_path / "chunkplan-out" / "plan", tmp_path / "elsewhere")
     assert command("inspect", "elsewhere", "--html", "other.html").code == 0
-    assert "candidates-chart" not in Page((tmp_path / "other.html").read_text(encoding="utf-8")).charts
+    other = Page((tmp_path / "other.html").read_text(encoding="utf-8"))
+    assert "candidates-chart" not in other.charts, "its analysis is not found, so nobody knows"
+    assert "not known: chunkplan tune ANALYSIS --gpus 8 --global-batch 16 --output FILE finds it" in other.text
+    analysis = ("--analysis", "chunkplan-out/analysis")
+    assert command("inspect", "elsewhere", *analysis, "--html", "other.html").code == 0
+    other = Page((tmp_path / "other.html").read_text(encoding="utf-8"))
+    assert "candidates-chart" in other.charts and "the setting that tune chose" not in other.text
+
+
+def test_the_gain_of_a_plan_with_other_settings_is_its_own(tmp_path: Path, command: Command) -> None:
+    """And not that of the choice of the tuning, which is named beside it."""
+    np.save(tmp_path / "lengths.npy", np.array([400, 300, 9000, 20, 70, 900] * 8))
+    machine = ("--hardware", "h200", "--global-batch", 16)
+    tried = ("--chunk-sizes", "2048,4096", "--ks", 1, "--gpus", 2)
+    (tmp_path / "work").mkdir()
+    assert command("tune", "lengths.npy", *machine, *tried, "--output", "work/tuning.json").code == 0
+    tuned = json.loads((tmp_path / "work" / "tuning.json").read_text(encoding="utf-8"))
+    layout = [word for name in ("dp", "pp") for word in (f"--{name}", tuned["chosen"][name])]
+    build = ("build", "lengths.npy", *machine, *layout, "--chunk-size", 256, "--k", 2)
+    assert command(*build, "--output", "work/other").code == 0
+    assert command("inspect", "work/other", "--html", "page.html").code == 0
+    made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "candidates-chart" in made.charts
+    assert f"the setting that tune chose takes {seconds(1e6 * tuned['chosen']['step_seconds'])}" in made.text
+    assert command(*build[:-1], 3, "--dp", 4, "--output", "work/larger").code == 0
+    assert command("inspect", "work/larger", "--html", "page.html").code == 0
+    made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "candidates-chart" not in made.charts and "not known: " in made.text
 
 
 @pytest.mark.parametrize("change", ["gone", "another"])
