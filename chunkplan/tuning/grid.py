@@ -252,12 +252,12 @@ def _shared_otherwise(sample: Sample, options: TuneOptions, choices: list[Choice
 
     Where ranks share gradients or weights, these are on their way while chunks are at work.
     """
-    found = []
+    found, known = [], {(each.config, each.cost) for each in choices}
     for choice in _fastest(choices):
         for sharding in options.shardings_of(choice.layout):
-            if sharding != choice.cost.sharding:
-                outcome = try_out(sample, choice.config, replace(choice.cost, sharding=sharding))
-                made = choice_of(outcome, options, sample)
+            cost = replace(choice.cost, sharding=sharding)
+            if (choice.config, cost) not in known:
+                made = choice_of(try_out(sample, choice.config, cost), options, sample)
                 found += [made] if made.fits and made.step_ns < choice.step_ns else []
     return found
 

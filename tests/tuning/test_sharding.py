@@ -60,6 +60,7 @@ def test_where_memory_is_no_limit_what_ranks_share_is_what_is_fastest(tmp_path: 
     found = tune(tmp_path / "equal.npy", options_with(**wide))
     fixed = [tune(tmp_path / "equal.npy", options_with(**wide, sharding=one)) for one in SHARDINGS[1:]]
     assert found.best.step_ns == min(each.best.step_ns for each in fixed) < fixed[0].best.step_ns
+    assert len({(each.config, each.cost) for each in found.choices}) == len(found.choices)
     assert len([each for each in found.choices if each.cost.sharding == "optimizer"]) == len(fixed[0].choices)
     for each in found.choices:
         if each.cost.sharding != "optimizer":
