@@ -16,9 +16,6 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segmen
 from chunkplan.reporting.shared_sequences import exchange_us
 from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, decode_sequence
 
-#: Of a segment, so many tokens are decoded however many segments there are.
-_LEAST_TOKENS = 100
-
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentView:
@@ -82,7 +79,7 @@ def view_chunk(
     most_tokens: int | None = None,
 ) -> ChunkView:
     """Look at one chunk. `analysis` is the plan's, see `load_same_analysis`; with `tokenizer`, see `open_tokenizer`,
-    the tokens are decoded: of segments with more than their share of `most_tokens` those at the two ends.
+    the tokens are decoded: of segments with more than `most_tokens` those at the two ends.
 
     Raises:
         UsageError: the plan has no such step, rank or chunk; or tokens are to be decoded and the analysis has none.
@@ -94,8 +91,7 @@ def view_chunk(
     tokens = analysis.tokens() if analysis is not None and (analysis.has_tokens or tokenizer is not None) else None
     segments = view_segments(chunk, analysis, tokens)
     if tokens is not None and tokenizer is not None:
-        most = None if most_tokens is None else max(most_tokens // max(len(segments), 1), _LEAST_TOKENS)
-        segments = tuple(replace(each, text=segment_text(each, tokens, tokenizer, most)) for each in segments)
+        segments = tuple(replace(each, text=segment_text(each, tokens, tokenizer, most_tokens)) for each in segments)
     return ChunkView(
         step=step,
         dp_rank=dp_rank,

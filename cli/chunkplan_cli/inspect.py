@@ -99,10 +99,7 @@ def inspect(
     ] = None,
     text: Annotated[
         bool,
-        typer.Option(
-            "--text",
-            help="Show that chunk as text, targets marked, of what is long the two ends; all of a long --record.",
-        ),
+        typer.Option("--text", help="Show that chunk as text, targets marked, ends of long parts; all of a --record."),
     ] = False,
     *,
     beside: Given,

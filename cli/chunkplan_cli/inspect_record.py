@@ -29,7 +29,7 @@ LAYOUT = ("schema", "formats", "columns")
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
 
-#: Of a longer sequence or chunk the two ends are shown: about two screens.
+#: Of a longer sequence the two ends are shown: about two screens.
 MOST_TOKENS = 800
 
 
