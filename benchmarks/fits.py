@@ -159,7 +159,11 @@ def measure_step(path: Path, fused: FusedKernels) -> Iterator[Row]:
             best = found.recommended
             assert best is not None
             row = {"lengths": path.stem, "fused": fused, "GPUs": gpus} | described(found)
-            yield row | {"bubble": round(best.bubble, 3), "gain": None if found.gain is None else round(found.gain, 2)}
+            row |= {"bubble": round(best.bubble, 3), "gain": None if found.gain is None else round(found.gain, 2)}
+            if baseline := found.best_baseline:
+                layout = f"{baseline.layout.dp} x {baseline.layout.tp} x {baseline.layout.pp}"
+                row |= {"baseline": f"{baseline.name} on {layout}", "its step s": round(baseline.step_ns / 1e9, 2)}
+            yield row
 
 
 def main() -> None:

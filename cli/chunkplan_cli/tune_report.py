@@ -177,7 +177,7 @@ def _verdict(tuning: Tuning) -> Table:
 
 
 def _gain_words(tuning: Tuning) -> str:
-    """Compare with the fastest of today that fits and loses no token, on the layout that is best for it."""
+    """Compare with the fastest baseline that fits and loses no token, on the layout that is best for it."""
     best = tuning.best_baseline
     if best is None:
         whole = tuning.baselines[0]
@@ -186,7 +186,7 @@ def _gain_words(tuning: Tuning) -> str:
     time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
     if not tuning.has_gain:
         return f"nothing to gain: {best.name} takes {time} on {layout}"
-    today = f"{best.name} ({time} on {layout}), the fastest of today that fits and loses no token"
+    today = f"{best.name} ({time} on {layout}), the fastest baseline that fits and loses no token"
     return f"{tuning.gain:.2f}x as fast as {today}"
 
 

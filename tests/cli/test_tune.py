@@ -323,7 +323,7 @@ def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
     assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
     shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
     gain = re.search(r"Qwen2\.5-7B on 8 x h100, by prediction: a step takes .*x as fast as (.*)", shown)
-    assert gain and gain[1].endswith(", the fastest of today that fits and loses no token.")
+    assert gain and gain[1].endswith(", the fastest baseline that fits and loses no token.")
     shown = " ".join(run(tmp_path, "analyze", "alike.npy", "--headline").stdout.split())
     assert re.search(r"; nothing to gain: packed, shared by \d ranks takes ", shown)
     shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())

@@ -40,7 +40,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     is_chosen = summary is None or own == chosen
     todays = f"{seconds(today['step_seconds'] * 1e6)} a step"
     if today["step_seconds"] >= A_GAIN * step:
-        words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']} ({todays}), the fastest of today"
+        words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
     elif is_chosen:
         words = f"nothing to gain: {today['name']} takes {todays}"
     else:
