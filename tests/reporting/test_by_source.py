@@ -107,7 +107,7 @@ def test_a_page_lists_the_sources_and_only_what_is_lost(analysis: Analysis, tmp_
     made = write_and_read(tmp_path / "page.html", built(analysis, tmp_path, holdout=0.3))
     head, *rows = made.tables["Sources of the data"]
     assert head[-4:] == ["in split sequences", "left out", "records rejected", "tokens cut"]
-    assert [row[0] for row in rows] == [source["path"] for source in analysis.manifest["sources"]]
+    assert [row[0] for row in rows] == [Path(source["path"]).name for source in analysis.manifest["sources"]]
     short, chat, long = (dict(row) for row in analysis.manifest["sources"])
     del short["num_truncated_tokens"]
     hostile = replace(analysis, manifest={**analysis.manifest, "sources": [short, {**chat, "path": HOSTILE}, long]})

@@ -139,14 +139,9 @@ def test_the_planner_predicts_what_layers_hold_at_each_level(tiny_config, model_
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("mixed", ["full:2,none:2", "keep-attention:1,none:1,keep-products:2"])
 def test_the_planner_predicts_what_a_stage_holds_of_layers_with_several_levels(tiny_config, model_type, mixed):
-    """No less than is measured, and no more than a tenth above that; beside what embeddings and the last norm hold."""
+    """No less than is measured, and no more than a tenth above that."""
     sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32, **MODELS[model_type]}
-    whole, few, more = (
-        held(tiny_config(model_type, num_hidden_layers=layers, **sizes), torch.bfloat16, 0, level)
-        for layers, level in ((4, mixed), (2, "none"), (4, "none"))
-    )
-    around = 2 * few - more
+    measured = held(tiny_config(model_type, num_hidden_layers=4, **sizes), torch.bfloat16, 0, mixed)
     shape = shape_of_config(tiny_config(model_type, num_hidden_layers=4, **sizes), "a test")
     predicted = stage_token_bytes(CostModel(shape=shape, checkpointing=mixed), 1, (4,), 64)[0, 0]
-    measured = whole - around
     assert measured <= predicted <= 1.1 * measured
