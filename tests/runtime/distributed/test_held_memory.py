@@ -177,6 +177,7 @@ def test_stages_of_a_pipeline(
     pool: ProcessPool,
     made: Path,
     tmp_path: Path,
+    random_sequences: Any,
     model_type: str,
     dp: int,
     schedule: str,
@@ -185,12 +186,16 @@ def test_stages_of_a_pipeline(
     level: str,
     precision: Any,
 ) -> None:
-    """Of the fullest one, as `inspect` says."""
+    """Of the fullest one, as `inspect` says.
+
+    In each of two steps a rank has four chunks, so that there are sums of gradients while a stage holds two of them.
+    """
     config = made / f"{model_type}.json"
     shape = shape_of_config(json.loads(config.read_text()), "a test")
     cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision)
     planned = PlanConfig(chunk_size=chunk_size, k=1, global_batch=4 * dp, dp=dp, pp=2, cp="off", schedule=schedule)
-    build(made / f"analysis-{chunk_size}", tmp_path / "plan", planned, cost=cost)
+    write_analysis(tmp_path / "analysis", random_sequences([chunk_size] * 8 * dp, seed=1))
+    build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
     memory = plan_report(tmp_path / "plan").memory
     assert memory is not None
     predicted = memory.memory.total - memory.memory.reserved
