@@ -70,9 +70,7 @@ class Baseline:
     sharding: Sharding = "optimizer"
 
 
-def baselines(
-    sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress = lambda *done: None
-) -> list[Baseline]:
+def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress) -> list[Baseline]:
     """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
 
     Each runs with the first level of activation checkpointing that fits, and shares what makes it fastest; where
