@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,10 @@ _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actio
 
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
+
+#: Of so many ranks at most the actions that were found are kept, and when they are done, by what was asked.
+_KEPT = 4096
+_kept: dict[bytes, tuple[Actions, int]] = {}
 
 #: All by name.
 SCHEDULES = (*_TEMPLATES, *_OF_STEPS, *_SEARCHES)
@@ -149,9 +154,25 @@ def _of_step(
     for rank in sorted(range(len(ranks)), key=lambda rank: -bounds[rank]):
         if is_cancelled():
             raise CancelledError
-        found[rank], end = auto(*own[rank], pp, memory, enough, splits)
+        found[rank], end = _auto(*own[rank], pp, memory, enough, splits)
         enough = max(enough, end)
     return [found[rank] for rank in range(len(ranks))]
+
+
+def _auto(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, enough: int, splits: bool) -> tuple[Actions, int]:
+    """`auto`, which is not asked twice: of the Ks that `tune` tries, most ranks know no difference."""
+    from chunkplan.schedule.auto import auto
+
+    asked = blake2b(repr((pp, memory, enough, splits, times.durations.shape)).encode(), digest_size=16)
+    for values in (*chunks, *times):
+        asked.update(values.size.to_bytes(8))
+        asked.update(values.tobytes())
+    answer = _kept.get(asked.digest())
+    if answer is None:
+        if len(_kept) >= _KEPT:
+            _kept.clear()
+        _kept[asked.digest()] = answer = auto(chunks, times, pp, memory, enough, splits)
+    return answer
 
 
 def _zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:

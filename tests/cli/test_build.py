@@ -65,19 +65,34 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
 @pytest.mark.parametrize(
     ("options", "helps"),
     [
-        ((), "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp"),
-        (("--pp", "8", "--chunk-size", "65536"), "a smaller --chunk-size or --k, or --checkpointing full"),
-        (("--pp", "8", "--checkpointing", "full"), "train with --kv-offload, which keeps keys and values (KV)"),
-        (
+        pytest.param(
+            (),
+            "weights, gradients and optimizer alone are too much, whatever the chunks: more GPUs, by --pp or --dp",
+            id="states",
+        ),
+        pytest.param(
+            ("--pp", "8", "--chunk-size", "65536"),
+            "a smaller --chunk-size or --k, or --checkpointing full",
+            id="activations",
+        ),
+        pytest.param(
+            ("--pp", "8", "--checkpointing", "full"),
+            "train with --kv-offload, which keeps keys and values (KV)",
+            id="keys and values",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
             ("--dp", "8", "--cp", "off", "--chunk-size", "8192", "--k", "4"),
             "a smaller --chunk-size or --k, or --checkpointing full; and train with --kv-offload",
+            id="both",
         ),
-        (
+        pytest.param(
             ("--dp", "8", "--cp", "off", "--chunk-size", "65536", "--checkpointing", "full"),
             "a smaller --chunk-size or --k, or --checkpointing offload; and train with --kv-offload",
+            id="both, with checkpoints",
+            marks=pytest.mark.soak,
         ),
     ],
-    ids=["states", "activations", "keys and values", "both", "both, with checkpoints"],
 )
 def test_what_does_not_fit_is_said_with_what_helps(tmp_path: Path, options: tuple[str, ...], helps: str) -> None:
     """The command that the hint names runs as it is and finds something that fits."""
@@ -121,7 +136,7 @@ def test_a_plan_that_fits_is_no_cause_for_a_warning(data: Path) -> None:
 
 def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> None:
     """...with --auto; what is given beside it may take more."""
-    options = ("--auto", "--model-config", ".", "--gpus", "2", "--gpu-memory", "24GiB")
+    options = ("--auto", "--model-config", ".", "--dp", "2", "--gpu-memory", "24GiB")
     document, said = built(data, *options)
     assert document["memory"]["gpu_bytes"] == 24 << 30
     assert document["memory"]["fits"] and "warning: qwen2 0.5B takes" not in said
@@ -144,7 +159,9 @@ def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
         assert "larger than any sequence" not in built(data, *options, *others)[1]
 
 
-@pytest.mark.parametrize("command", [("build", "--chunk-size", "512", "--k", "1"), ("tune", "--chunk-sizes", "512")])
+@pytest.mark.parametrize(
+    "command", [("build", "--chunk-size", "512", "--k", "1"), ("tune", "--chunk-sizes", "512", "--ks", "1")]
+)
 def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, command: tuple[str, ...]) -> None:
     """Before anybody rents a GPU for a trainer that refuses them. Of a model nobody names, nothing is known."""
     name, *options = command

@@ -298,6 +298,7 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
             assert memory.total / 2**30 == pytest.approx(float(stated), abs=0.051)
 
 
+@pytest.mark.soak
 def test_pictures_are_those_that_the_scripts_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte. They are of real plans: run `python docs/draw_NAME.py` when the planner makes other ones."""
     monkeypatch.syspath_prepend(ROOT / "docs")  # as when a script is run by itself

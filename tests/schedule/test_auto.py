@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.schedule import families
 from chunkplan.schedule.actions import Actions, empty_actions
 from chunkplan.schedule.auto import AS_TEMPLATE, auto
 from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
@@ -174,3 +175,30 @@ def test_ranks_that_share_sequences_are_ordered_together_and_nobody_waits_for_ev
         for of_plain, of_found in zip(*(table.to_pylist() for table in steps), strict=True):
             assert of_found["predicted_us"] <= 1.001 * of_plain["predicted_us"]
             assert of_found["peak_retained_tokens"] <= of_plain["peak_retained_tokens"]
+
+
+@given(ranks(most_units=4), st.sampled_from(["auto", "zero-bubble"]))
+@settings(max_examples=20)
+def test_what_was_asked_before_is_answered_without_a_search_and_anything_else_is_searched(
+    drawn: tuple[Rank, int], schedule: str
+) -> None:
+    rank, pp = drawn
+    slower = rank.times._replace(durations=2 * rank.times.durations)
+    families._kept.clear()
+    before = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
+    assert len(families._kept) == len({times.durations.tobytes() for times in (rank.times, slower)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chunkplan.schedule.auto.auto", None)
+        again = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
+    for one, other in zip(before, again, strict=True):
+        assert all(np.array_equal(mine, its) for mine, its in zip(one.actions, other.actions, strict=True))
+        assert np.array_equal(one.ends, other.ends)
+
+
+def test_no_more_answers_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_KEPT", 3)
+    families._kept.clear()
+    for length in range(1, 9):
+        rank = make_rank([length], [-1], [1], [1, 1], UNIT)
+        schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
+        assert 1 <= len(families._kept) <= 3

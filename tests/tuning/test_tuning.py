@@ -157,6 +157,7 @@ def test_ranks_that_share_weights_may_have_any_k_and_any_counts_of_chunks(length
     assert not any(choice.config.equal_chunks for choice in found.choices)
 
 
+@pytest.mark.soak
 def test_less_memory_means_checkpointing_then_nothing(lengths: Path) -> None:
     """What does not fit as it is, is tried with less; where nothing fits, what would is said."""
     needed = min(choice.memory.total for choice in tune(lengths, options_with()).choices)
@@ -298,6 +299,7 @@ def test_a_choice_whose_memory_does_not_hold_on_the_heaviest_steps_is_passed_ove
         assert try_out(everything, chosen.config, chosen.cost).memory(chosen.cost).total <= gib * GIB
 
 
+@pytest.mark.soak
 def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
     """Summing gradients costs time on several ranks, and fetching sharded weights for chunks too small to hide it."""
     alone, shared, sharded = (
