@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from chunkplan.errors import UsageError
+from chunkplan.visible import one_line
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.config import TrainConfig
@@ -80,8 +81,8 @@ class _Arguments(TrainingArguments):
         return self.config
 
 
-def trackers(config: TrainConfig) -> list[type[TrainerCallback]]:
-    """The classes of the trackers of `--report-to`.
+def trackers(config: TrainConfig) -> dict[str, type[TrainerCallback]]:
+    """The classes of the trackers of `--report-to`, by name.
 
     Raises:
         UsageError: the package of one is not installed.
@@ -93,11 +94,30 @@ def trackers(config: TrainConfig) -> list[type[TrainerCallback]]:
                 hint=f"pip install {_PACKAGES[name][-1]}",
             )
     if not config.report_to:
-        return []
+        return {}
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     integrations: Any = get_reporting_integration_callbacks
-    return list(integrations(list(config.report_to)))
+    return dict(zip(config.report_to, integrations(list(config.report_to)), strict=True))
+
+
+def _make(classes: Mapping[str, type[TrainerCallback]]) -> dict[TrainerCallback, str]:
+    """A tracker of each class, and its name."""
+    made = {}
+    for name, tracker in classes.items():
+        try:
+            made[tracker()] = name
+        except Exception as error:
+            raise _fails(name, error) from error
+    return made
+
+
+def _fails(name: str, error: Exception) -> UsageError:
+    said = " ".join(str(error).split())
+    return UsageError(
+        f"--report-to {name} does not work: {type(error).__name__}: {one_line(said)}",
+        hint=f"set {name} up as it asks for, or leave it out of --report-to",
+    )
 
 
 class Callbacks:
@@ -110,10 +130,11 @@ class Callbacks:
         self, given: Sequence[TrainerCallback], config: TrainConfig, job: Job, train_step: TrainStep, num_steps: int
     ) -> None:
         """`num_steps`: of the run."""
-        made = [tracker() for tracker in trackers(config)] if job.is_main else []
+        made = _make(trackers(config)) if job.is_main else {}
         self._job = job
         self._are_there = any(job.all_gather_object(bool(given or made)))
         self._callbacks = [*given, *made]
+        self._trackers = made
         self._trained = {"model": train_step.model.model, "optimizer": train_step.optimizer}
         self._arguments = _arguments(config, num_steps)
         self.control = TrainerControl()
@@ -130,15 +151,20 @@ class Callbacks:
         """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event.
 
         Raises:
-            UsageError: one asks for the end of an epoch, which a plan does not have before its last step.
+            UsageError: one asks for the end of an epoch, which a plan does not have before its last step; or a tracker
+                fails, which has settings of its own.
         """
         if not self._are_there:
             return
         for callback in self._callbacks:
             do: Any = getattr(callback, event)
-            self.control = (
-                do(self._arguments, self.state, self.control, **_NOTHING, **self._trained, **more) or self.control
-            )
+            try:
+                answer = do(self._arguments, self.state, self.control, **_NOTHING, **self._trained, **more)
+            except Exception as error:
+                if callback in self._trackers:
+                    raise _fails(self._trackers[callback], error) from error
+                raise
+            self.control = answer or self.control
         asked = self._job.all_gather_object({name: getattr(self.control, name) for name in _ASKED})
         for name in _ASKED:
             setattr(self.control, name, any(each[name] for each in asked))

@@ -175,6 +175,16 @@ def test_a_tracker_that_is_not_there_is_refused_with_what_to_install(made, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tracker_that_does_not_work_is_named_with_what_it_says(made, tmp_path, capsys, monkeypatch):
+    """It has settings of its own, so that is no bug of ours."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "file"))
+    assert main(options(made, tmp_path / "run", "--report-to", "tensorboard")) == 2
+    said = capsys.readouterr().err
+    assert "error: --report-to tensorboard does not work: NotADirectoryError: " in said and "Traceback" not in said
+    assert said.endswith("hint: set tensorboard up as it asks for, or leave it out of --report-to\n")
+
+
 def test_an_unknown_tracker_is_refused(made, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(options(made, tmp_path / "run", "--report-to", "papyrus"))
