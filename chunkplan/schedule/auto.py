@@ -65,9 +65,8 @@ AS_TEMPLATE = -1
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 20_000
 
-#: So many changes in a row that made nothing faster are enough, and fewer of two or three chunks, of which everything
-#: has been tried by then: (chunks - 1)^2 times so many.
-_IN_VAIN, _IN_VAIN_OF_FEW = 256, 32
+#: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
+_IN_VAIN = 256
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
@@ -133,8 +132,8 @@ def auto(
                         best = end
                         actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
     history = np.full(HISTORY, now)
-    state, in_vain, enough_in_vain = 1, 0, min(_IN_VAIN, _IN_VAIN_OF_FEW * (n - 1) ** 2)
-    while best > good and in_vain < enough_in_vain and num_tried * actions.ops.size < _ACTIONS:
+    state, in_vain = 1, 0 if n > 1 else _IN_VAIN  # of one chunk there is one order
+    while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
         new, state = _changed(chunks, answer, pp, state)
