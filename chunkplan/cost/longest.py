@@ -38,7 +38,7 @@ def longest_sequences(
 
     Of its keys, values, their gradients and saved inputs every rank of a group has its share, beside all else: states,
     logits, fetched pages, and the activations of `k` chunks of `chunk_size`, or `activations` bytes where a plan holds
-    more.
+    more. One of at most `chunk_size` tokens is not split: it needs none of that.
     """
 
     def fits(num_tokens: int, num_ranks: int) -> bool:
@@ -49,12 +49,12 @@ def longest_sequences(
             cost,
             dp=dp,
             layers=layers,
-            retained_tokens=[kept] * pp,
+            retained_tokens=[min(kept, own)] * pp,
             stage_input_tokens=[
                 max(own - kept, 0) * sum(model_stage > 0 for model_stage in of_stage)
                 for of_stage in stage_parts(range(len(layers)), pp, v_shaped)
             ],
-            kv_tokens=[own] * pp,
+            kv_tokens=[own if num_tokens > chunk_size else 0] * pp,
             chunk_size=chunk_size,
             shared_by=num_ranks,
             v_shaped=v_shaped,

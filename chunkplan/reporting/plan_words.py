@@ -91,9 +91,9 @@ def rank_time_words(row: RankRow) -> list[str]:
 
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it."""
-    if all(each.num_tokens is None for each in longest):
-        return "whatever else is in a step, sequences of any length fit"
     alone, *shared = longest
+    if alone.num_tokens is None:
+        return "whatever else is in a step, sequences of any length fit"
     one = f"sequences of up to {alone.num_tokens:,} tokens fit" if alone.num_tokens else "no sequence fits on one rank"
     words = [f"by {each.num_ranks:,} ranks {tokens_words(each.num_tokens)}" for each in shared]
     return f"whatever else is in a step, {one}{'; shared ' if words else ''}{', '.join(words)}"
