@@ -16,6 +16,8 @@ valid without slots, as any action that could come next there has its slot, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -136,19 +138,21 @@ def align(
     """
     num_virtual_stages = times.durations.shape[1] // pp
     step = _step(chunks, actions, times, meeting, pp, v_shaped)
-    best: tuple[_Now, Int64Array, Int64Array] | None = None
-    for rule in (_LONGEST, _MOST):
-        for patience in (0, 1):
-            now = _begin(step, pp)
-            slots, stages = _play(step, now, pp, rule, patience)
-            if best is None or now.ends.max(initial=0) < best[0].ends.max(initial=0):
-                best = now, slots, stages
-    assert best is not None
-    now, slots, stages = best
+    now, slots, stages = min(_plays(step, pp), key=lambda played: played[0].ends.max(initial=0))
     ops, virtual_stages = np.divmod(slots[np.argsort(stages, kind="stable")], num_virtual_stages)
     return Slots(
         ops.astype(np.int8), virtual_stages, offsets_of(np.bincount(stages, minlength=pp)), now.before, now.ends
     )
+
+
+def _plays(step: _Step, pp: int) -> Iterator[tuple[_Now, Int64Array, Int64Array]]:
+    """The plays of a step by each rule: one where they are the same."""
+    if pp == 1 and _are_alike(step):
+        slots = _play_alike(step, now := _begin(step, pp))
+        yield now, slots, np.zeros_like(slots)
+        return
+    for rule, patience in product((_LONGEST, _MOST), (0, 1)):
+        yield (now := _begin(step, pp)), *_play(step, now, pp, rule, patience)
 
 
 def _step(chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, pp: int, v_shaped: bool) -> _Step:
@@ -188,6 +192,37 @@ def _begin(step: _Step, pp: int) -> _Now:
         before=np.zeros(row.size, np.int64),
         over=np.zeros(pp, np.int64),
     )
+
+
+@compiled
+def _are_alike(step: _Step) -> bool:
+    """Whether all ranks of the only stage go through the same slots as far as they go, and wait for nothing else."""
+    longest = step.slots[step.rows[np.argmax(np.diff(step.rows))] :]
+    for row in range(step.rows.size - 1):
+        own = step.slots[step.rows[row] : step.rows[row + 1]]
+        if np.any(own != longest[: own.size]):
+            return False
+    return not (np.any(step.needs != -1) or np.any(step.meets >= 0))
+
+
+@compiled
+def _play_alike(step: _Step, now: _Now) -> Int64Array:
+    """Play a step whose ranks `_are_alike`: its slots. Any rule of `_play` has the same, in more time."""
+    longest = np.argmax(np.diff(step.rows))
+    slots = step.slots[step.rows[longest] : step.rows[longest + 1]]
+    for slot in slots:
+        begin, lasts = np.max(now.free), 0
+        for row in range(now.free.size):
+            if now.next[row] < step.rows[row + 1]:
+                lasts = max(lasts, step.durations[now.next[row]])
+        for row in range(now.free.size):
+            if now.next[row] < step.rows[row + 1]:
+                end = begin + lasts if slot >= 0 else now.free[row] + step.durations[now.next[row]]
+                _do(step, now, row, int(end), 0)
+            elif slot >= 0:
+                now.free[row] = begin + lasts
+        now.over[0] += slot >= 0
+    return slots[slots >= 0]
 
 
 @compiled

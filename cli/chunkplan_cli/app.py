@@ -90,7 +90,7 @@ def run_command() -> NoReturn:
     """Run the command line and exit; never a traceback for what a user can fix."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="chunkplan", standalone_mode=False)
+        code = _called(sys.argv[1:] or ["--help"])
         if code == INTERRUPTED:  # typer turns a keyboard interrupt into this
             note("interrupted")
         print(end="", flush=True)
@@ -120,6 +120,16 @@ def run_command() -> NoReturn:
             _fail(missing)
         traceback.print_exc()
         _fail(ChunkplanError("this is a bug in chunkplan", hint="please report it with the lines above"))
+
+
+def _called(words: list[str]) -> Any:
+    """What the command line returns; a signal that comes while compiled code returns ends it as any other does."""
+    try:
+        return app(words, prog_name="chunkplan", standalone_mode=False)
+    except SystemError as error:  # Python says so of what its handler raised then
+        if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)):
+            raise error.__cause__ from None
+        raise
 
 
 def _drop_unwritten() -> None:

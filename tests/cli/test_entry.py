@@ -32,6 +32,18 @@ sys.meta_path.insert(0, Interrupt())
 #: Ctrl-C when Python ends.
 INTERRUPTED_AT_THE_END = "import atexit, signal\natexit.register(signal.raise_signal, signal.SIGINT)"
 
+#: A signal as compiled code returns: Python wraps what the handler raises.
+SIGNALLED_IN_COMPILED_CODE = """
+import signal
+import chunkplan_cli.app
+def app(*words, **more):
+    try:
+        signal.raise_signal(signal.{name})
+    except BaseException as error:
+        raise SystemError("returned a result with an exception set") from error
+chunkplan_cli.app.app = app
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -51,6 +63,12 @@ def run(folder: Path, first: str, *words: str) -> subprocess.CompletedProcess[st
 def test_ctrl_c_while_modules_are_imported_ends_in_words(folder: Path, module: str) -> None:
     ran = run(folder, INTERRUPTED_AT.format(module=module), *BUILD)
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", ""), ("SIGINT", "interrupted\n")])
+def test_a_signal_while_compiled_code_returns_is_no_bug(folder: Path, name: str, said: str) -> None:
+    ran = run(folder, SIGNALLED_IN_COMPILED_CODE.format(name=name), *BUILD)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.Signals[name], "", said)
 
 
 def test_ctrl_c_when_all_is_done_changes_nothing(folder: Path) -> None:

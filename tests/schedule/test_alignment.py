@@ -19,6 +19,7 @@ from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import V_SHAPED
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
+from chunkplan.schedule import alignment
 from chunkplan.schedule.actions import Actions, model_stages_of
 from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
@@ -318,3 +319,27 @@ def test_of_ranks_that_meet_in_slots_all_share_a_sequence_or_none(tmp_path: Path
         sizes[sharding] = {chunk.cp_size for chunk in chunks}
     assert sizes["weights"] == {1, 8}
     assert sizes["optimizer"] - {1, 8}
+
+
+@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int, sharding: Sharding) -> None:
+    """Found without playing event by event: of ranks with any numbers of groups alike, on one stage."""
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        sizes = draw.integers(0, 6, 4)
+        sizes[0] += 1
+        group_id = [each if group > 1 else -1 for size in sizes for each in range(size) for _ in range(group)]
+        n = len(group_id)
+        chunks = chunks_without_segments(np.cumsum([0, *group * sizes]), 1, group_id, [True] * n)
+        times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
+        actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
+        given = chunks, actions, times, meeting_of(sharding), 4, 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(alignment, "_play", None)
+            found = align(*given)
+            patch.undo()
+            patch.setattr(alignment, "_are_alike", lambda step: False)
+            played = align(*given)
+        for one, other in zip(found, played, strict=True):
+            assert np.array_equal(one, other)
