@@ -75,21 +75,11 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
     return memory_at(moments, ranks, config, cost)
 
 
-def memory_at(
-    moments: Int64Array,
-    ranks: Int64Array,
-    config: PlanConfig,
-    cost: CostModel,
-    *,
-    gpu_bytes: int | None = None,
-) -> PlanMemory:
-    """The memory of a plan whose stages hold `moments` int64 [pp, 4] at most, on `ranks` int64 [pp]: see `BuiltPlan`.
-
-    Unless `gpu_bytes` says otherwise, the GPU has what its profile says.
-    """
+def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: CostModel) -> PlanMemory:
+    """The memory of a plan whose stages hold `moments` int64 [pp, 4] at most, on `ranks`, as `BuiltPlan` has them."""
     memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
-    gpu_bytes = cost.hardware.memory_bytes if gpu_bytes is None else gpu_bytes
+    gpu_bytes = cost.hardware.memory_bytes
     return PlanMemory(
         step=int(ranks[stage]) // config.dp,
         dp_rank=int(ranks[stage]) % config.dp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
@@ -239,10 +239,10 @@ class TuneOptions(Options):
         )
 
     def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:
-        """Return the cost model of a layout, a way to save memory, and what ranks share."""
+        """Return the cost model of a layout, a way to save memory, and what ranks share, on GPUs of `gpu_memory`."""
         return CostModel(
             shape=self.shape,
-            hardware=self.hardware,
+            hardware=replace(self.hardware, memory_bytes=self.gpu_memory),
             tp=layout.tp,
             precision=self.precision,
             checkpointing=memory.checkpointing,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from chunkplan.building import BuiltPlan
     from chunkplan.lengths import Positions
     from chunkplan.reporting.plan_memory import PlanMemory
-    from chunkplan.tuning.document import Tuned
 
 
 _TRAINED = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels")
@@ -77,7 +76,6 @@ def build(
     target = output or place.plan
     replaced = describe_old(target)
     loaded = load_analysis(source)
-    found: Tuned | None = None
     with note_compilation():
         if auto:
             asked = Given(machine | tuning)
@@ -98,8 +96,8 @@ def build(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
-    built, gpu_bytes = plans[target], found.gpu_memory if found else None
-    memory = memory_at(built.moments, built.ranks, settings, cost, gpu_bytes=gpu_bytes)
+    built = plans[target]
+    memory = memory_at(built.moments, built.ranks, settings, cost)
     _show(built, None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and settings.split != "none":

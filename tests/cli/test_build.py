@@ -140,6 +140,7 @@ def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> N
     document, said = built(data, *options)
     assert document["memory"]["gpu_bytes"] == 24 << 30
     assert document["memory"]["fits"] and "warning: qwen2 0.5B takes" not in said
+    assert json.loads(run(data, "inspect", "--json").stdout)["memory"] == document["memory"]
     tuned = run(data, "tune", "lengths.npy", *options[1:], "--output", "tune.json")
     assert tuned.returncode == 0, tuned.stderr
     assert built(data, "--auto", "--from", "tune.json")[0]["memory"] == document["memory"]
