@@ -42,6 +42,7 @@ def test_adapters_learn_and_are_saved_as_peft_loads_them(made, tmp_path):
     rows = lines(tmp_path / "metrics.jsonl")
     assert sum(row["loss"] for row in rows[-2:]) < 0.95 * sum(row["loss"] for row in rows[:2])
     final = tmp_path / "final"
+    assert {path.stat().st_mode for path in final.iterdir()} == {(tmp_path / "metrics.jsonl").stat().st_mode}
     saved = load_file(final / "adapter_model.safetensors")
     assert saved and all("lora_" in name and "head" not in name for name in saved)
     base = AutoModelForCausalLM.from_pretrained(made / "base")
