@@ -21,8 +21,8 @@ def percent(share: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """Print how often one thing goes into another: to four places near 1, to two above."""
-    return f"{value:.4f}" if value < 1.1 else f"{value:,.2f}"
+    """Print how often one thing goes into another: to four places near 1, to two below 10, whole above."""
+    return f"{value:.4f}" if value < 1.1 else f"{value:.2f}" if value < 9.995 else f"{value:,.0f}"
 
 
 def seconds(microseconds: float) -> str:

@@ -122,7 +122,7 @@ class CostModel(Options):
         "What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3).",
         group=MACHINE,
         default="optimizer",
-        default_words="optimizer; with --auto no more than memory asks for",
+        default_words="optimizer; with --auto the fastest that fits",
     )
     lora_rank: int = option(
         whole(0, MOST),

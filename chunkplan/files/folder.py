@@ -120,7 +120,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}-{os.getpid()}"
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.tmp-{owner}-", dir=parent))
-    temporary.chmod(0o777 & ~_umask())
+    let_umask_decide(temporary)
     try:
         yield temporary
     finally:
@@ -237,11 +237,11 @@ def _is_running(process: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"  # it has ended, and nobody asks for its exit code
 
 
-def _umask() -> int:
-    """What a new folder is not allowed; mkdtemp makes folders that only their owner may read."""
+def let_umask_decide(path: Path) -> None:
+    """Let a file or a folder be read and written by whom any new one is; temporary ones are their owner's alone."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def sync(path: Path) -> None:

@@ -106,7 +106,7 @@ class TuneOptions(Options):
         "sharding",
         domain=one_of("auto", *SHARDINGS, metavar="WHAT"),
         help="What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2), weights (3); "
-        "auto: no more than memory asks for.",
+        "auto: the fastest of the last three that fits.",
         default="auto",
         default_words=None,
     )

@@ -85,6 +85,7 @@ def build(
             _refuse_without_auto(tuning, options.from_file)
             cost = CostModel(**machine)
             settings = _settings(values, cost)
+            _refuse_to_share_alone(machine, cost, settings)
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
             is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})
@@ -121,6 +122,15 @@ def _settings(values: Given, cost: CostModel) -> PlanConfig:
         note(f"ranks share no sequences: layers of {cost.shape.name} keep a state, which ranks cannot pass on")
         return replace(settings, cp="off")
     return settings
+
+
+def _refuse_to_share_alone(machine: Given, cost: CostModel, config: PlanConfig) -> None:
+    """Refuse what would do nothing, as the trainer does."""
+    if "sharding" in machine and cost.shares("gradients") and config.dp == 1:
+        raise UsageError(
+            f"--sharding {cost.sharding} with one data-parallel rank, which shares nothing with others",
+            hint="leave it out, or give more data-parallel ranks, for example --dp 2",
+        )
 
 
 def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostModel) -> bool:

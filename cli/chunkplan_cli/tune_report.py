@@ -48,13 +48,13 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     console.print()
     console.print(_choices(tuning, wide=console.width >= _WIDE))
     num_fitting = sum(choice.fits for choice in tuning.choices)
+    title = "recommended" if tuning.recommended else "fastest, plan only"
     console.print(
-        "> recommended   * less memory than all above it   layout: dp x tp x pp\n"
+        f"> {title}   * less memory than all above it   layout: dp x tp x pp\n"
         f"{num_fitting:,} of {len(tuning.choices):,} choices fit",
         style="dim",
     )
     console.print()
-    title = "recommended" if tuning.recommended else "fastest, plan only"
     console.print(Panel(_verdict(tuning), title=title, title_align="left", expand=False))
 
 

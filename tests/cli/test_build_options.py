@@ -211,6 +211,19 @@ def test_what_ranks_share_is_an_option_and_every_screen_has_its_time_and_memory(
     assert re.search(r"predicted +[\d.]+ m?s \([\d.]+ m?s of it adding up gradients\), at least", shown)
 
 
+def test_one_rank_alone_shares_nothing_and_says_so(run: Run, tmp_path: Path) -> None:
+    """What the planner does not gather and the trainer does not cut; "optimizer" and "none" are the same there."""
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27] * 8))
+    of_one = ("build", "lengths.npy", *BUILD_OPTIONS, "--pp", 2, "--dry-run", "--sharding")
+    for name in ("gradients", "weights"):
+        ran = run(*of_one, name)
+        assert (ran.code, ran.out) == (2, "")
+        assert f"--sharding {name} with one data-parallel rank, which shares nothing with others" in ran.err
+        assert "hint: leave it out, or give more data-parallel ranks, for example --dp 2" in ran.err
+        assert run(*of_one, name, "--dp", 2).code == 0
+    assert all(run(*of_one, name).code == 0 for name in ("none", "optimizer"))
+
+
 def test_whatever_is_sharded_the_trainer_can_run(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([300, 100, 27] * 8))
     shared = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--cp", "off", "--sharding")

@@ -72,6 +72,16 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
         ]
 
 
+def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path) -> None:
+    """Every line fits the terminal."""
+    of_one = ("tune", "lengths.npy", "--model-config", ".", *("--chunk-sizes", "8192"), *GRID[2:])
+    for more, title in (((), "recommended"), (("--tp", "2"), "fastest, plan only")):
+        ran = run(data, *of_one, *more, columns=80)
+        assert ran.returncode == 0, ran.stderr
+        assert f"\n> {title}   * less memory" in ran.stdout and f"─ {title} ─" in ran.stdout
+        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= 80
+
+
 @pytest.mark.soak
 def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that_it_is_plan_only(data: Path) -> None:
     options = ("--model-config", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")

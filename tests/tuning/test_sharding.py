@@ -1,4 +1,4 @@
-"""What data-parallel ranks share is chosen with the rest: no more than memory asks for, with what that takes."""
+"""What data-parallel ranks share is chosen with the rest: the fastest that fits, with what that takes."""
 
 from __future__ import annotations
 

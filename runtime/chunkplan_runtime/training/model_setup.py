@@ -186,7 +186,7 @@ def _lora(config: TrainConfig) -> LoraOptions:
 
 
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:
-    """Refuse options that are not for these processes.
+    """Refuse options, given or of the plan, that are not for these processes.
 
     Raises:
         UsageError: naming the option.
@@ -195,8 +195,8 @@ def check_layout(config: TrainConfig, layout: RankLayout) -> None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
     if config.load_in_4bit and layout.world_size > 1:
         raise UsageError(
-            f"--load-in-4bit with {layout.world_size} processes",
-            hint="weights in 4 bits are for one process; leave it out (--no-load-in-4bit where the plan has it)",
+            f"weights in 4 bits (--load-in-4bit, or as planned) with {layout.world_size} processes",
+            hint="they are for one process; give --no-load-in-4bit",
         )
     if config.sharding in SHARED[1:] and layout.dp == 1:
         raise UsageError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError
-from chunkplan.files.folder import put_in_place, temporary_folder
+from chunkplan.files.folder import let_umask_decide, put_in_place, temporary_folder
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models.model import CausalLM
 
@@ -90,10 +90,12 @@ def remove_folder(folder: Path) -> None:
 def save_files(model: CausalLM, tokenizer: list[Path], folder: Path) -> None:
     """Write weights and config, or adapters, and copies of the files of a tokenizer into `folder`."""
     model.model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # which only their owner may read
+        let_umask_decide(path)
     copy_files(tokenizer, folder)
 
 
 def copy_files(tokenizer: list[Path], folder: Path) -> None:
     """Copy the files of a tokenizer, so that it is to the byte the one whose hash an analysis holds."""
     for file in tokenizer:
-        shutil.copy(file, folder / file.name)
+        shutil.copyfile(file, folder / file.name)

@@ -85,8 +85,8 @@ def open_run(
     data = open_data(config, model_config, job.layout)
     tokenizer = find_tokenizer(config)
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)
-    check_layout(config, job.layout)
     config = _resolve(config, data, tokenizer, job)
+    check_layout(config, job.layout)
     stream, num_steps = data.stream(data.plan), data.num_steps(config)
     fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
     hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
@@ -178,13 +178,15 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job
 
 def _sharding(config: TrainConfig, plan: Plan, job: Job) -> str:
     """What processes share: what is asked for, or what the plan counts on; optimizer states at least, if anything."""
+    if config.sharding is not None:
+        return config.sharding
     if job.layout.dp == 1:
         return "optimizer"
     try:
         planned = plan.cost.sharding
     except DataError:  # `compare` says so
         planned = "optimizer"
-    return config.sharding or ("optimizer" if planned == "none" else planned)
+    return "optimizer" if planned == "none" else planned
 
 
 def _essence(data: TrainingData) -> dict[str, Any]:

@@ -12,9 +12,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from chunkplan import load_analysis
+from chunkplan import CostModel, PlanConfig, build, load_analysis
 from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
+from tests.support.ports import free_port
+from tests.support.process_pool import process_pool
+from tests.support.training_cases import run_main
 from tests.support.training_checks import after_step, learning, lines, make_training, options, same_weights
 
 LORA = ("--lora-rank", 4, "--lora-dropout", 0.1, "--lora-targets", "q_proj,v_proj", "--lr", "3e-2")
@@ -39,6 +42,7 @@ def test_adapters_learn_and_are_saved_as_peft_loads_them(made, tmp_path):
     rows = lines(tmp_path / "metrics.jsonl")
     assert sum(row["loss"] for row in rows[-2:]) < 0.95 * sum(row["loss"] for row in rows[:2])
     final = tmp_path / "final"
+    assert {path.stat().st_mode for path in final.iterdir()} == {(tmp_path / "metrics.jsonl").stat().st_mode}
     saved = load_file(final / "adapter_model.safetensors")
     assert saved and all("lora_" in name and "head" not in name for name in saved)
     base = AutoModelForCausalLM.from_pretrained(made / "base")
@@ -73,6 +77,28 @@ def test_weights_in_4_bits_need_an_extra_that_is_named(made, tmp_path, capsys, m
     assert adapt(made, tmp_path / "run", "--load-in-4bit") == 2
     said = capsys.readouterr().err
     assert "weights in 4 bits need bitsandbytes" in said and pip_install("qlora") in said
+
+
+def test_weights_in_4_bits_are_refused_on_several_processes_also_where_only_the_plan_has_them(made, tmp_path):
+    """Before any weight is loaded, so bitsandbytes need not be there. Without them the same plan can be trained."""
+    config = PlanConfig(chunk_size=8, k=2, global_batch=3, dp=2, cp="off")
+    for name, in_4bit in (("four", True), ("whole", False)):
+        build(made / "analysis", tmp_path / name, config, cost=CostModel(lora_rank=4, load_in_4bit=in_4bit))
+    words = ("--model", made / "base", "--output", tmp_path / "run", "--device", "cpu")
+
+    def told(plan, *more):
+        arguments = [str(word) for word in ("--plan", tmp_path / plan, *words, *more)]
+        with process_pool(2, joined=False) as pool:
+            return pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+
+    for plan, *more in (("four",), ("whole", "--load-in-4bit")):
+        (code, said), (other_code, _) = told(plan, *more)
+        assert (code, other_code) == (2, 2)
+        assert "weights in 4 bits (--load-in-4bit, or as planned) with 2 processes\n" in said
+        assert "hint: they are for one process; give --no-load-in-4bit" in said
+        assert not (tmp_path / "run").exists()
+    ran = told("four", "--no-load-in-4bit", "--max-steps", 1)
+    assert [code for code, _ in ran] == [0, 0], ran
 
 
 def test_adapters_on_weights_in_4_bits_learn(made, tmp_path, capsys):

@@ -189,6 +189,22 @@ def test_the_tokenizer_goes_with_the_weights_to_the_byte(chats, tmp_path, capsys
     assert not (tmp_path / "none" / "final" / "tokenizer.json").exists()
 
 
+def test_the_umask_says_who_may_read_what_a_run_leaves(chats, tmp_path):
+    """Also of files that come from ones which only their owner may read, and of checkpoints."""
+    shutil.copytree(SAMPLES / "tokenizer", tmp_path / "tokenizer")
+    for path in (tmp_path / "tokenizer").iterdir():
+        path.chmod(0o600)
+    mask = os.umask(0o027)
+    try:
+        assert train_chats(chats, tmp_path / "run", "--tokenizer", tmp_path / "tokenizer", "--save-every", 1) == 0
+    finally:
+        os.umask(mask)
+    run = tmp_path / "run"
+    modes = {str(path.relative_to(run)): (path.is_dir(), path.stat().st_mode & 0o777) for path in run.rglob("*")}
+    assert {"final/model.safetensors", "final/tokenizer.json", "checkpoints"} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode not in ((True, 0o750), (False, 0o640))} == {}
+
+
 def test_a_tokenizer_that_does_not_belong_is_refused(chats, made, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(SAMPLES / "tokenizer", other)
