@@ -179,7 +179,12 @@ class TuneOptions(Options):
         layouts = self._layouts_of(self.gpus, self.tp)
         if not layouts:
             shared = f" with tp {self.tp}" if self.tp > 1 else ""
-            raise UsageError(f"{self.gpus} GPUs cannot be used whole{shared}", hint="give --dp, --tp and --pp instead")
+            stages = min(_MOST_STAGES, self.shape.num_layers)
+            raise UsageError(
+                f"{self.gpus} GPUs cannot be used whole{shared}: they are pipelines of up to {stages} stages, and no "
+                f"more of these than the {self.global_batch:,} sequences of a step",
+                hint="another --gpus, or a larger --global-batch",
+            )
         return layouts
 
     def layouts_of_today(self) -> list[GpuLayout]:
