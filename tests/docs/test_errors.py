@@ -214,7 +214,12 @@ WRONG = [
         2,
         "stage-layers has … layers, … has …",
     ),
-    ("tune lengths.npy --gpus 7919", 2, "… GPUs cannot be used whole: …"),
+    (
+        "tune lengths.npy --gpus 7919",
+        2,
+        "… GPUs cannot be used whole…: they are pipelines of up to … stages, and no more of these than the … sequences "
+        "of a step",
+    ),
     ("tune lengths.npy --hardware none", 2, "… is no hardware profile, and no file that can be read"),
     ("tune lengths.npy --model-config none", 2, "…: no config.json that can be read"),
     ("simulate --step 99", 2, "there is no step …"),
