@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from chunkplan.cost.adapters import trained_words
@@ -62,7 +61,8 @@ def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
             said.append(
                 f"The tuning is for another {what}: {tuned['name']}, the plan's times are for {planned['name']}."
             )
-        elif json.dumps(planned, sort_keys=True) != json.dumps(tuned, sort_keys=True):
+        # But for the memory: the plan fits that of its GPUs, and what was tuned that of those it was tuned for.
+        elif {**planned, "memory_bytes": 0} != {**tuned, "memory_bytes": 0}:
             said.append(f"The tuning has other numbers for the {what} {planned['name']} than the plan.")
     if here.get("precision", there["precision"]) != there["precision"]:
         said.append(f"The tuning is for {there['precision']}, the plan's times are for {here['precision']}.")

@@ -145,11 +145,12 @@ def test_a_tuning_of_other_data_or_another_model_is_said_on_the_page_and_on_stde
     plan: Plan, tuning: dict[str, Any], tmp_path: Path, command: Command
 ) -> None:
     cost_model = plan.manifest["predictions"]["cost_model"]
-    same = {**tuning, "cost_model": cost_model}
+    same = json.loads(json.dumps({**tuning, "cost_model": cost_model}))
+    same["cost_model"]["hardware"]["memory_bytes"] += 1
     other = json.loads(json.dumps(same))
     other["data"] |= {"longest_sequence": 500, "token_histogram": {"512": 1.0}}
     other["cost_model"]["shape"]["name"] = "another"
-    other["cost_model"]["hardware"]["memory_bytes"] += 1
+    other["cost_model"]["hardware"]["host_bytes"] += 1
     other["cost_model"]["precision"] = "fp32"
     other["chosen"]["tp"] *= 2
     other["options"]["global_batch"] = 8
