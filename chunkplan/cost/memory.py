@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -144,7 +144,7 @@ class _Stage(NamedTuple):
     optimizer: int
     working_bytes: float
     logits: int
-    token_bytes: tuple[float, float, float, float, float, float]
+    token_bytes: tuple[float, float, float, float]
     kv_elements: float
     state_bytes: float
 
@@ -172,7 +172,7 @@ def _stages_of(
                 optimizer=ceil(states.optimizer),
                 working_bytes=working_bytes,
                 logits=ceil(logits_bytes),
-                token_bytes=token_bytes(cost, own, chunk_size, around[stage], pp),
+                token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
                 kv_elements=_kv_elements_per_token(cost, on_stage),
                 state_bytes=_state_bytes(cost, on_stage),
             )
@@ -231,16 +231,13 @@ def exchange_bytes(
 
 
 def token_bytes(
-    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None, pp: int = 1
-) -> tuple[float, float, float, float, float, float]:
+    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None
+) -> tuple[float, float, float, float]:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
     that retains it, with what each holds `around` its layers (None: nothing); of a saved input, likewise; of keys,
-    values and their gradients, and of the states that recurrent layers keep for each ChunkSize; and between the halves
-    of a backward, by how much it is more than activations at most: the half for inputs comes to the last layers first.
-
-    Then of how many tokens keys and values are held at most, which are two blocks where they are offloaded; and what
-    any token takes besides: on several stages states are not offloaded.
-    """
+    values and their gradients (0 where they are offloaded), and of the states that recurrent layers keep for each
+    ChunkSize; and between the halves of a backward, by how much it is more than activations at most: the half for
+    inputs comes to the last layers first."""
     activations = [
         [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
     ]
@@ -254,17 +251,15 @@ def token_bytes(
             for (layer, _, count), of_run in zip(layers, held, strict=True)
         ]
         pending = max(pending, *accumulate(reversed(more)))
-    of_states = _state_bytes(cost, on_stage) / chunk_size
-    stay = of_states if cost.kv_offload and pp > 1 else 0.0
-    most_kv = _OFFLOAD_BLOCKS * chunk_size if cost.kv_offload else inf
+    kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
     retained = (sum(held) + more for held, more in zip(activations, around or [0.0] * len(own), strict=True))
-    return max(retained), stage_input, kv + of_states - stay, pending, most_kv, stay
+    return max(retained), stage_input, kept, pending
 
 
 def stage_token_bytes(
     cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
 ) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 6]; `layers` and `v_shaped` as in `stage_parameters`."""
+    """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
     stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
     return np.array([each.token_bytes for each in stages])
 

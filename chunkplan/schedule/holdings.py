@@ -17,10 +17,7 @@ from chunkplan.schedule.actions import Actions, end_of_unit
 #: What is held, in tokens: those whose activations are; those of saved inputs; those whose keys and values are; those
 #: between the halves of their backward. The latter have what their weight half needs in place of their activations, and
 #: count as tokens whose activations are held besides.
-KINDS = ACTIVATIONS, INPUTS, KV, PENDING = 0, 1, 2, 3
-
-#: Of how many tokens of `KV` bytes are held at most, and the bytes that each of them holds in any case.
-MOST_KV, ANY_KV = 4, 5
+ACTIVATIONS, INPUTS, KV, PENDING = range(4)
 
 #: When it changes.
 START, END = range(2)
@@ -106,8 +103,7 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array) -> Int64Array:
     """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 4].
 
-    `token_bytes` [pp, 6]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`) takes on each stage; of
-    how many tokens of KV at most (`MOST_KV`), and what each takes besides, however many they are (`ANY_KV`).
+    `token_bytes` [pp, 4]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`) takes on each stage.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, token_bytes.shape[0]
     kv = kv_tokens(chunks)
@@ -117,12 +113,10 @@ def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array)
             held = stage_holdings(chunks, kv, actions, rank, stage, pp)
             most = -1.0
             for action in range(held.shape[0]):
-                num_kv = held[action, START, KV]
                 num_bytes = (
                     held[action, START, ACTIVATIONS] * token_bytes[stage, ACTIVATIONS]
                     + held[action, START, INPUTS] * token_bytes[stage, INPUTS]
-                    + min(np.float64(num_kv), token_bytes[stage, MOST_KV]) * token_bytes[stage, KV]
-                    + num_kv * token_bytes[stage, ANY_KV]
+                    + held[action, START, KV] * token_bytes[stage, KV]
                     + held[action, START, PENDING] * token_bytes[stage, PENDING]
                 )
                 if num_bytes > most:
@@ -136,8 +130,5 @@ def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array,
 
     Returns it, int64 [pp, 4], and which of the n it is, int64 [pp].
     """
-    num_bytes = moments * token_bytes[:, KINDS]
-    num_kv, of_each = moments[:, :, KV], token_bytes[:, KV]
-    num_bytes[:, :, KV] = np.minimum(num_kv, token_bytes[:, MOST_KV]) * of_each + num_kv * token_bytes[:, ANY_KV]
-    most = num_bytes.sum(axis=2).argmax(axis=0)
+    most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
     return moments[most, np.arange(most.size)], most

@@ -156,7 +156,7 @@ def _moments(
 
 
 def token_bytes_of(config: PlanConfig, cost: CostModel) -> Float64Array:
-    """What a token of each kind takes on each stage, [pp, 6], see `stage_token_bytes`."""
+    """What a token of each kind takes on each stage, [pp, 4], see `stage_token_bytes`."""
     return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped)
 
 

@@ -108,21 +108,6 @@ def test_where_keys_and_values_are_offloaded_on_one_stage_no_sequence_is_too_lon
         assert tuple(each.num_tokens for each in found) == expected
 
 
-@pytest.mark.parametrize("config", [{}, {"pp": 2}])
-def test_the_fullest_moment_counts_the_blocks_of_keys_that_are_not_in_host_memory(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    """Beside as many activations as a chunk alone has, which comes first: two blocks of ChunkSize for each layer."""
-    np.save(tmp_path / "lengths.npy", np.array([*[4096] * 9, 16 * 4096], np.int32))
-    given = {"chunk_size": 4096, "k": 1, "global_batch": 10, **config}
-    cost = CostModel(kv_offload=True)
-    plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", chunkplan.PlanConfig(**given), cost=cost)
-    memory = chunkplan.plan_report(plan).memory
-    assert memory is not None
-    assert memory.memory.kv == 2 * 4096 * cost.shape.kinds[0].cached_width * (28 // plan.config.pp) * 2
-    assert memory.memory.kv_gradients == 2 * memory.memory.kv
-
-
 @pytest.mark.parametrize("kv_offload", [False, True])
 def test_a_sequence_that_is_not_split_fits_wherever_the_plan_does(kv_offload: bool, tmp_path: Path) -> None:
     """Also where there is no room for the keys of a longer one."""

@@ -343,7 +343,7 @@ def test_a_recurrent_layer_keeps_a_state_for_each_chunk_size_and_no_keys() -> No
         assert (memory.kv, memory.kv_gradients) == (65536 / chunk_size * state, 0)
         [offloaded] = memory_of(replace(states, kv_offload=True), 1, chunk_size=chunk_size)
         assert offloaded.kv == 2 * state
-        _, _, of_token, *_ = token_bytes(states, runs_of(states, [64]), chunk_size)
+        _, _, of_token, _ = token_bytes(states, runs_of(states, [64]), chunk_size)
         assert of_token == state / chunk_size
     assert states.offload_chunk_size == 1
 
