@@ -41,8 +41,9 @@ _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actio
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
 
-#: Of so many ranks at most the actions that were found are kept, and when they are done, by what was asked.
-_KEPT = 4096
+#: Of so many ranks at most the actions that were found are kept, and when they are done, by what was asked; of each no
+#: more than so many chunks times stages, which are a few dozen bytes each.
+_KEPT, _KEPT_EACH = 4096, 512
 _kept: dict[bytes, tuple[Actions, int]] = {}
 
 #: All by name.
@@ -163,6 +164,8 @@ def _auto(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, enough: int, 
     """`auto`, which is not asked twice: of the Ks that `tune` tries, most ranks know no difference."""
     from chunkplan.schedule.auto import auto
 
+    if times.durations[0].size > _KEPT_EACH:
+        return auto(chunks, times, pp, memory, enough, splits)
     asked = blake2b(repr((pp, memory, enough, splits, times.durations.shape)).encode(), digest_size=16)
     for values in (*chunks, *times):
         asked.update(values.size.to_bytes(8))

@@ -117,8 +117,7 @@ def _options_entry(options: TuneOptions) -> OptionsEntry:
 def answers(document: TuningDocument, options: TuneOptions) -> bool:
     """Whether a document is what `tune` with these options has found, for whatever data."""
     cost = CostModel.from_dict(document["cost_model"], where="")
-    hardware = replace(options.hardware, memory_bytes=options.gpu_memory)
-    same = (cost.shape, cost.hardware) == (options.shape, hardware)
+    same = (cost.shape, cost.hardware) == (options.shape, options.gpu)
     return same and document["options"] == _options_entry(options)
 
 

@@ -243,11 +243,16 @@ class TuneOptions(Options):
             seed=self.seed,
         )
 
+    @property
+    def gpu(self) -> Hardware:
+        """The hardware, with the memory that is tuned for."""
+        return replace(self.hardware, memory_bytes=self.gpu_memory)
+
     def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:
-        """Return the cost model of a layout, a way to save memory, and what ranks share, on GPUs of `gpu_memory`."""
+        """Return the cost model of a layout, a way to save memory, and what ranks share."""
         return CostModel(
             shape=self.shape,
-            hardware=replace(self.hardware, memory_bytes=self.gpu_memory),
+            hardware=self.gpu,
             tp=layout.tp,
             precision=self.precision,
             checkpointing=memory.checkpointing,

@@ -202,3 +202,13 @@ def test_no_more_answers_are_kept_than_there_is_room_for(monkeypatch: pytest.Mon
         rank = make_rank([length], [-1], [1], [1, 1], UNIT)
         schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
         assert 1 <= len(families._kept) <= 3
+
+
+def test_an_answer_of_many_chunks_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a few thousand such ranks would hold them all."""
+    monkeypatch.setattr(families, "_KEPT_EACH", 6)
+    families._kept.clear()
+    for num_chunks, is_kept in ((4, False), (3, True)):
+        rank = make_rank([5] * num_chunks, [-1] * num_chunks, [1] * num_chunks, [1, 1], UNIT)
+        schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
+        assert bool(families._kept) == is_kept
