@@ -38,8 +38,8 @@ class _Sequence:
 class StateStore:
     """Keys, values and their gradients by occurrence of a sequence and by layer. Only split sequences enter it.
 
-    `page_tokens`: how many tokens a page has room for; a part that is longer gets a page of its own. `exchanges`: with
-    the processes that share sequences.
+    `page_tokens`: how many tokens a page has room for at most; a part that is longer gets a page of its own.
+    `exchanges`: with the processes that share sequences.
     """
 
     def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
@@ -112,8 +112,9 @@ class StateStore:
         pages = sequence.layers.setdefault(layer, [])
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
         if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
-            page_tokens = 1 if by_parts else sequence.page_tokens
-            capacity = min(max(page_tokens, span.stop - span.start), sequence.length - span.start)
+            part, page_tokens = span.stop - span.start, 1 if by_parts else sequence.page_tokens
+            whole_parts = max(page_tokens // part, 1) * part  # as if those to come were as long: no room is left over
+            capacity = min(whole_parts, sequence.length - span.start)
             page = sequence.memory.new_page(span.start, capacity, tensors)
             pages.append(page)
         sequence.memory.write(page, span.start, tensors)
