@@ -17,9 +17,11 @@ import transformers
 import transformers.models.qwen2.modeling_qwen2
 from transformers import TrainerCallback
 
+from chunkplan_runtime import device_waits
 from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
+from chunkplan_runtime.kv import host_inputs, host_memory
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
@@ -97,11 +99,17 @@ def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> 
 def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]:
     """`run_main`; also the bytes that are held between the last two steps, and the most in the last of them.
 
-    What was sent to another stage is left out: gloo keeps it until the end of a step, NCCL until it has arrived.
+    What was sent to another stage is left out: gloo keeps it until the end of a step, NCCL until it has arrived. So is
+    what a GPU would have in host memory.
     """
     held = []
-    update, put = TrainStep.update, links._Outbox.put
+    update, put, make = TrainStep.update, links._Outbox.put, device_waits.new_host_memory
     with Alive() as alive:
+
+        def on_host(*args: Any) -> torch.Tensor:
+            made = make(*args)
+            alive.forget(made)
+            return made
 
         def sent(outbox: links._Outbox, chunk_id: int, tensor: torch.Tensor) -> None:
             put(outbox, chunk_id, tensor)
@@ -116,7 +124,12 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
             alive.peak = 0
             return rate
 
-        with patch.object(TrainStep, "update", counted), patch.object(links._Outbox, "put", sent):
+        with (
+            patch.object(TrainStep, "update", counted),
+            patch.object(links._Outbox, "put", sent),
+            patch.object(host_memory, "new_host_memory", on_host),
+            patch.object(host_inputs, "new_host_memory", on_host),
+        ):
             code, told = run_main(rank, **arguments)
     return code, told, *(held[-1] if held else (0, 0))
 
